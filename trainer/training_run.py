@@ -134,7 +134,7 @@ class TrainingRun:
             config,
             communicator,
             plan=self.plan,
-            terminal_columns=job.env.terminal_columns,
+            env=job.env,
             ask_to_stop=self.parts.stop.ask,
             mode_record=job.mode_record,
             is_quiet=is_quiet,

@@ -78,6 +78,8 @@ class ProcessEnv:
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
     terminal_columns: int | None = None
     """Width of the terminal that shows this job; None if there is none."""
+    is_notebook: bool = False
+    """Output goes to a cell of a Jupyter notebook."""
     plays_host: bool = False
     """host comes from BIGBATCH_HOST, so the launcher's local ranks do not describe it."""
     interface: str | None = None
@@ -115,6 +117,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         ALONE,
         host=_host(environ, launcher),
         terminal_columns=terminal_columns(environ),
+        is_notebook=_is_notebook(),
         plays_host=bool(environ.get("BIGBATCH_HOST")),
         interface=environ.get(INTERFACE_VARIABLE) or None,
         keeps_to_cpu=_keeps_to_cpu(environ),
@@ -173,6 +176,11 @@ def terminal_columns(environ: Mapping[str, str] = os.environ) -> int | None:
     if find_launcher(environ, host=socket.gethostname()) == "openmpi" or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
+
+
+def _is_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None  # a shell in a terminal has none
 
 
 def runtime_folder(environ: Mapping[str, str] | None) -> str | None:

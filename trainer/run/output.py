@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import tell
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
@@ -47,7 +48,7 @@ class RunOutput:
         communicator: Communicator,
         *,
         plan: Plan,
-        terminal_columns: int | None,
+        env: ProcessEnv,
         ask_to_stop: Callable[[str], None],
         mode_record: str = "",
         is_quiet: bool = False,
@@ -64,7 +65,10 @@ class RunOutput:
         if communicator.rank == 0 and not is_quiet:
             with self._speaking():
                 self._reporter = make_reporter(
-                    terminal_columns=terminal_columns, first_step=plan.first_step, num_steps=plan.num_steps
+                    terminal_columns=env.terminal_columns,
+                    is_notebook=env.is_notebook,
+                    first_step=plan.first_step,
+                    num_steps=plan.num_steps,
                 )
 
     def open_folder(self, parts: Parts, start: Start) -> None:

@@ -1,8 +1,9 @@
-"""Progress of a run on the terminal."""
+"""Progress of a run on the terminal or in a notebook."""
 
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from html import escape
 from typing import Any
 
 from rich.console import Console
@@ -28,9 +29,10 @@ class Lines:
 
     def advance(self, record: dict[str, Any]) -> None:
         """Print step, loss, rates, shares, and the remaining time at the average pace, including evaluations."""
-        self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}{self._left(record['step'])}")
+        self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}{self.left(record['step'])}")
 
-    def _left(self, step: int) -> str:
+    def left(self, step: int) -> str:
+        """Return the remaining time after a report at this step; empty if unknown."""
         now = self._clock()
         first_step, began = self._first = self._first or (step, now)
         if not first_step < step < self._num_steps:
@@ -78,6 +80,34 @@ class Bar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class Cell:
+    """Progress bar in a notebook's cell, which each report replaces, above lines. display: that of IPython."""
+
+    def __init__(self, display: Callable[..., Any], *, first_step: int, num_steps: int) -> None:
+        self._lines = Lines(num_steps=num_steps)
+        self._num_steps = num_steps
+        self._shown = display(self._bar(first_step, "starting"), raw=True, display_id=True)
+
+    def say(self, text: str) -> None:
+        self._lines.say(text)
+
+    def advance(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        self._shown.update(self._bar(step, describe_briefly(record) + self._lines.left(step)), raw=True)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._lines.finish(summary)
+
+    def close(self) -> None:
+        pass
+
+    def _bar(self, step: int, text: str) -> dict[str, str]:
+        """Return HTML for the notebook, and plain text for what shows none."""
+        text = f"{step}/{self._num_steps}  {text}"
+        bar = f'<progress value="{step}" max="{self._num_steps}"></progress>'
+        return {"text/html": f"<code>{bar} {escape(text)}</code>", "text/plain": text}
 
 
 class _Terminal(Console):
@@ -163,11 +193,15 @@ def describe_evaluation(record: dict[str, Any]) -> str:
     )
 
 
-Reporter = Lines | Bar
+Reporter = Lines | Bar | Cell
 
 
-def make_reporter(*, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
-    """Return a progress bar for a terminal, plain lines otherwise."""
+def make_reporter(*, terminal_columns: int | None, is_notebook: bool, first_step: int, num_steps: int) -> Reporter:
+    """Return a progress bar for a notebook or a terminal, plain lines otherwise."""
+    if is_notebook:
+        from IPython.display import display
+
+        return Cell(display, first_step=first_step, num_steps=num_steps)
     if terminal_columns is None:
         return Lines(num_steps=num_steps)
     console = _Terminal(force_terminal=True, width=terminal_columns)

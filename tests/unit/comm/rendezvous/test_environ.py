@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
@@ -391,3 +392,13 @@ def test_environment_for_ranks_of_ours_tells_of_no_other_launcher(family: str) -
     assert cleaned == SETTINGS
     assert place(read_process_env(cleaned)) == ("none", 0, 1, 0, 1)
     assert without_identity({"MASTER_ADDR": "n0"}, keep=("MASTER_ADDR",)) == {"MASTER_ADDR": "n0"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "expected"), [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=1), True)]
+)
+def test_notebook_is_told_from_a_terminals_shell(
+    shell: object, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert read_process_env({}).is_notebook is expected

@@ -30,7 +30,7 @@ from bigbatch.trainer.run import folder, metrics, summary
 from bigbatch.trainer.run.cost import Spent, spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
-from bigbatch.trainer.run.progress import Bar, Lines, describe, describe_evaluation, make_reporter, rows
+from bigbatch.trainer.run.progress import Bar, Cell, Lines, describe, describe_evaluation, make_reporter, rows
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Steps
@@ -583,8 +583,27 @@ def test_report_bar_on_a_terminal() -> None:
     assert "50.00 %" in shown
 
 
+def test_report_bar_in_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[dict[str, str]] = []
+
+    def display(bundle: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
+        assert raw
+        assert display_id
+        shown.append(bundle)
+        return SimpleNamespace(update=lambda bundle, raw: shown.append(bundle))
+
+    cell = Cell(display, first_step=2, num_steps=10)
+    cell.advance(TRAIN_RECORD)
+    cell.say("top-1 25.00%")
+    cell.finish({"top1": 0.5})
+    assert [each["text/plain"].split()[0] for each in shown] == ["2/10", "3/10"]
+    assert '<progress value="3" max="10">' in shown[-1]["text/html"]
+    assert capsys.readouterr().out.split() == ["top-1", "25.00%", "top1", "50.00", "%"]
+
+
 def test_report_who_shows_what() -> None:
-    assert isinstance(make_reporter(terminal_columns=None, first_step=0, num_steps=1), Lines)
-    bar = make_reporter(terminal_columns=80, first_step=0, num_steps=1)
+    show = partial(make_reporter, is_notebook=False, first_step=0, num_steps=1)
+    assert isinstance(show(terminal_columns=None), Lines)
+    bar = show(terminal_columns=80)
     bar.close()
     assert isinstance(bar, Bar)

@@ -12,6 +12,7 @@ from thread_controls import alone
 
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
+from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.file import load_config
@@ -120,16 +121,14 @@ def test_sums_of_a_run_that_goes_on_are_told_unless_it_is_reproducible(
 ) -> None:
     config = config_of(tmp_path, f"--run.reproducible={is_reproducible}")
     parts = make_parts()
-    output = RunOutput(config, parts.communicator, plan=PLAN, terminal_columns=None, ask_to_stop=print)
+    output = RunOutput(config, parts.communicator, plan=PLAN, env=ALONE, ask_to_stop=print)
     output.open_folder(parts, Start(sums=sums))
     output.close()
     assert capsys.readouterr().out.count(SAID) == lines
 
 
 def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
-    output = RunOutput(
-        config_of(tmp_path), make_parts().communicator, plan=PLAN, terminal_columns=None, ask_to_stop=print
-    )
+    output = RunOutput(config_of(tmp_path), make_parts().communicator, plan=PLAN, env=ALONE, ask_to_stop=print)
     for name in ("config.yaml", "metrics.jsonl", "summary.json"):
         (tmp_path / name).mkdir()
         with pytest.raises(RunFolderError, match=naming(tmp_path / name)):
