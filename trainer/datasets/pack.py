@@ -325,7 +325,7 @@ def shrink(data: bytes, *, path: str, max_side: int | None, quality: int, max_pi
         image.resize((width, height), Image.Resampling.LANCZOS).save(buffer, "JPEG", quality=quality)
     except (OSError, ValueError) as error:  # no side of a JPEG exceeds 65,500 pixels
         reason = f"shrunk to {width} x {height} it cannot be saved as JPEG ({error})"
-        raise DataError(f"{path}: {reason}; remove it, or give another --max-side") from error
+        raise DataError(f"{path}: {reason}; remove it, or give another --short-side") from error
     return buffer.getvalue()
 
 

@@ -121,7 +121,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="pack class folders into tar shards with an index",
         description="Write DST/<split>/shard-000000.tar ... and an index, from SRC/<split>/<class>/<image>. Any tool "
         "for WebDataset reads the shards; data.root takes DST. An interrupted pack goes on where it was. "
-        "Without --max-side the images stay byte for byte what they are.",
+        "Without --short-side the images stay byte for byte what they are.",
     )
     pack.add_argument("source", type=as_path, nargs="?", metavar="SRC", help="folder with train/ and val/, or a list")
     pack.add_argument("target", type=as_path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
@@ -133,11 +133,13 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="most megabytes (1e6) of a shard (default: %(default)s)",
     )
     pack.add_argument(
+        "--short-side",
         "--max-side",
+        dest="max_side",
         type=whole,
         metavar="N",
         help="shrink images with a shorter side above N pixels to N; their EXIF data is dropped, and the "
-        "orientation in it with it, as the loaders ignore it",
+        "orientation in it with it, as the loaders ignore it. --max-side is an older name",
     )
     pack.add_argument(
         "--quality",

@@ -94,7 +94,7 @@ def remedies(stage: str, settings: InputSettings) -> list[str]:
     smaller = []
     if not settings.is_packed and settings.pixels_left <= 0.8:  # it saves a fifth of the decoding, or more
         share = f"{100 * settings.pixels_left:.0f}% of their pixels are left"
-        smaller = [f"shrink the images once by `bigbatch data pack --max-side {settings.max_side}` ({share})"]
+        smaller = [f"shrink the images once by `bigbatch data pack --short-side {settings.max_side}` ({share})"]
     if stage == "decode":
         return [*more_threads(settings), *on_gpu, *smaller] or [more_cores]
     few = settings.num_threads > settings.num_cores

@@ -443,7 +443,7 @@ def test_pack_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, tel
 
 def test_pack_an_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
     (source / "train/a/wide.png").write_bytes(encoded(0, 140_000, 4, mode="L", kind="PNG"))
-    with pytest.raises(DataError, match=naming("train/a/wide.png", "70000 x 2", "JPEG", "--max-side")):
+    with pytest.raises(DataError, match=naming("train/a/wide.png", "70000 x 2", "JPEG", "--short-side")):
         pack(source, tmp_path / "packed", recipe=PackRecipe(max_side=2))
 
 
@@ -615,15 +615,15 @@ def test_pack_takes_nested_images_and_counts_what_it_leaves_out(source, tmp_path
 
 def test_pack_the_command(source, tmp_path, capsys):
     target = str(tmp_path / "packed")
-    argv = ["data", "pack", str(source), target, "--max-side", "40", "--workers", "1"]
+    argv = ["data", "pack", str(source), target, "--short-side", "40", "--workers", "1"]
     assert main(argv) == 0
     printed = capsys.readouterr().out.replace("\n", "")
     expected = r"packed: 15 images in 2 shards, [\d.]+ MB in, [\d.]+ MB out, [\d.]+ s, \d+ images/s"
     assert re.search(expected, printed)
     assert main(["data", "pack", "--verify", target, "--workers", "1"]) == 0
     assert "all 15 images are as they were packed" in capsys.readouterr().out.replace("\n", "")
-    assert main([*argv, "--quality", "50"]) == 1
-    assert "quality 90 -> 50" in capsys.readouterr().err
+    assert main([*argv, "--max-side", "41", "--quality", "50"]) == 1  # the older name
+    assert "max_side 40 -> 41, quality 90 -> 50" in capsys.readouterr().err
     assert main([*argv[:3], str(tmp_path / "val-only"), "--splits", "val", "--workers", "1"]) == 0
     assert [path.name for path in (tmp_path / "val-only").iterdir()] == ["val"]
 

@@ -42,7 +42,7 @@ SETTINGS = InputSettings(
     pixels_left=0.5,
 )
 WAITED = Waited(wait_fraction=0.66, compute_images_per_second=2400.0, steps=1000)
-SHRINK = "shrink the images once by `bigbatch data pack --max-side 448` (50% of their pixels are left)"
+SHRINK = "shrink the images once by `bigbatch data pack --short-side 448` (50% of their pixels are left)"
 THREADS = "raise data.num_threads (4 now; each rank may use 16 cores)"
 CORES = "give each rank more cores (16 now)"
 
