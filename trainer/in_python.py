@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bigbatch.comm.communicator import open_connections
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.file import load_config
@@ -58,12 +59,14 @@ def _run(
     config: Config, env: ProcessEnv, *, hooks: TrainingHooks, is_quiet: bool
 ) -> tuple[dict[str, Any] | None, torch.device]:
     """Join the job and do the run; return its summary, None if stopped, and its device. Collective."""
+    others = set(open_connections)
     job = join(config, env)
     try:
         return lead(config, job, hooks=hooks, is_quiet=is_quiet), job.communicator.device
     except BaseException as error:
-        # or the other ranks would wait: this process may go on
-        job.communicator.abort(exit_code_of(error))
+        # or the other ranks would wait: this process may go on. A run that has healed has another connection
+        for control in open_connections.keys() - others:
+            open_connections[control].abort(exit_code_of(error))
         raise
 
 

@@ -84,6 +84,11 @@ class TrainingRun:
         self.placement = [
             line for line in (left_out, job.bound, staged, describe_load(communicator.device), job.mode_told) if line
         ]
+        if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.seats is None:
+            self.placement.append(
+                f"run.heal=in_place: {communicator.backend.name} cannot go on without a rank, so a loss ends the job, "
+                "as with restart; comm.backend=tcp and gloo can"
+            )
         samples = build_input.samples_digest(self.train_split)
         classes = build_input.class_names(self.train_split)
         # the state is not kept: it is as large as the model and its momentum
