@@ -198,11 +198,19 @@ def shape(
     return changed
 
 
-def run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:
-    """Run a tool in the network of a node, or of the switch."""
+def run_inside(
+    cluster: EmulatedCluster,
+    argv: list[str],
+    *,
+    node: int | None,
+    environ: Mapping[str, str],
+    has_joined: bool = False,
+) -> None:
+    """Run a tool in the network of a node, or of the switch. has_joined: this process has called join."""
 
     def enter() -> None:
-        namespaces.enter_cluster(cluster.keeper)
+        if not has_joined:
+            namespaces.enter_cluster(cluster.keeper)
         fd = f"fd/{namespaces.node_fd(node, 'net')}" if node is not None else "ns/net"
         namespaces.enter(f"/proc/{cluster.keeper}/{fd}")
 

@@ -92,11 +92,11 @@ def parse_delay(text: str) -> int:
     return delay_us
 
 
-def parse_node(text: str, *, num_nodes: int) -> int:
+def parse_node(text: str, *, num_nodes: int, option: str = "--node") -> int:
     """Read 'n2' -> 2. Raises: LaunchOptionError if there is no such node."""
     names = [host(node) for node in range(num_nodes)]
     if text not in names:
-        raise LaunchOptionError(f"--node {text!r}: there is no such node; there are {names[0]} to {names[-1]}")
+        raise LaunchOptionError(f"{option} {text!r}: there is no such node; there are {names[0]} to {names[-1]}")
     return names.index(text)
 
 

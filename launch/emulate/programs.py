@@ -39,6 +39,11 @@ def shape_commands(device: str, rate: int | None) -> list[list[str]]:
     return [gso, ["tc", "qdisc", "replace", "dev", device, "root", *bucket]]
 
 
+def cut_command(device: str) -> list[str]:
+    """Drop all packets out of a device until it is shaped: a queue of one byte takes none, and says so to no end."""
+    return ["tc", "qdisc", "replace", "dev", device, "root", "bfifo", "limit", "1"]
+
+
 def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
     """Return all commands in order, each with its place: a host name or 'switch', the namespace of process 1.
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,9 @@ def run_job(
     asks_to_stop: signal.Signals,
     counters: Path | None,
     heals: bool = False,
+    look: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Start the processes in their nodes and wait; return how the job ended. heals: as for run_together.
+    """Start the processes in their nodes and wait; return how the job ended. heals, look: as for run_together.
 
     Prints the bytes of each link on standard error, and writes them to the file counters. Processes that outlive the
     job are killed, and so is the job if this process is killed. Raises: EmulationError if another job runs, the cluster
@@ -54,7 +55,7 @@ def run_job(
         with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
             ended = run_together(
-                starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop, heals=heals
+                starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop, heals=heals, look=look
             )
         seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import FrameType
 
 from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns, without_identity
-from bigbatch.errors import LaunchOptionError, print_line, print_lines
+from bigbatch.errors import LaunchOptionError, print_line, print_lines, tell
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
 from bigbatch.launch.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, Site
+from bigbatch.launch.emulate.losses import KINDS, Rehearsal, parse_losses
 from bigbatch.launch.emulate.plan import (
     DEFAULT_NAME,
     ClusterPlan,
@@ -37,10 +38,11 @@ from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
 from bigbatch.launch.jobs.restarts import run_healing
-from bigbatch.launch.jobs.run_folder import heals_in_place
+from bigbatch.launch.jobs.run_folder import heals_in_place, load_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
+from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.signals import handling_stops, heeded_signals
 
 
@@ -96,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--name", help=f"name of the cluster (default: {DEFAULT_NAME}, or a new one)")
     add_options(run, (*RUN_OPTIONS[2:], RESTARTS))
+    for kind, (_, text) in KINDS.items():
+        run.add_argument(f"--{kind}", action="append", metavar="NODE@step=N", help=f"at the report of a step: {text}")
     run.add_argument("--python", action="store_true", help=PYTHON_HELP)
     run.add_argument("--counters", type=as_path, metavar="FILE", help="write the bytes of each link there, as JSON")
     actions.add_parser(
@@ -188,6 +192,7 @@ def _run_on(
     cluster: EmulatedCluster, arguments: argparse.Namespace, job: JobSpec, *, root: Path, environ: Mapping[str, str]
 ) -> int:
     launcher = NODE_LAUNCHERS[arguments.launcher]
+    rehearsal = _rehearsal(arguments, job, cluster, environ=environ)
     site = Site(
         order=arguments.place,
         master_port=FIRST_JOB_PORT + os.getpid() % NUM_JOB_PORTS,
@@ -215,11 +220,27 @@ def _run_on(
                 asks_to_stop=launcher.asks_to_stop,
                 counters=arguments.counters,
                 heals=heals,
+                look=rehearsal,
             )
             # the exit codes of other launchers are those of their ranks
             return as_first_rank_ended(ended, job, path=path) if arguments.launcher == "mpirun" else ended
 
-    return run_healing(start, job).code
+    ended = run_healing(start, job)
+    for loss in rehearsal.left:
+        tell(f"{loss}: the run ended before it reported that step")
+    return ended.code
+
+
+def _rehearsal(
+    arguments: argparse.Namespace, job: JobSpec, cluster: EmulatedCluster, *, environ: Mapping[str, str]
+) -> Rehearsal:
+    """Return what causes the losses that are stated, if any. Raises: LaunchOptionError; ConfigError."""
+    losses = parse_losses(arguments, num_nodes=cluster.plan.num_nodes)
+    config = load_experiment(job) if losses else None
+    if losses and config is None:
+        raise LaunchOptionError(f"{losses[0]}: steps are those of `train`, such as -- train --config quickstart")
+    metrics = RunDir(Path(config.run.directory)).metrics if config else Path()
+    return Rehearsal(losses, metrics=metrics, cluster=cluster, environ=environ)
 
 
 @contextmanager

@@ -40,15 +40,15 @@ def run_together(
     enter: Callable[[int], None] | None = None,
     asks_to_stop: signal.Signals,
     heals: bool = False,
+    look: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
     heals: the others go on without one that is lost; 0 if any succeeded and no other failed than by being lost.
-
-    enter(node): called in each new process. Every process has its own session, so Ctrl-C reaches only this one: the
-    first sends asks_to_stop to all, the second SIGTERM, the third SIGKILL. If this process is killed, they get
-    asks_to_stop; in an emulated cluster, whose process numbers differ, its own watcher ends them. A Ctrl-C before all
-    have started ends those that have: there is nothing to save yet.
+    enter(node): called in each new process. look: called again and again while they run. Every process has its own
+    session, so Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third
+    SIGKILL. If this process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its
+    own watcher ends them. A Ctrl-C before all have started ends those that have: there is nothing to save yet.
     Raises: LaunchOptionError if a program is not installed; SubprocessError if a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -63,7 +63,7 @@ def run_together(
                 # a signal may have come before this process was in the list
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)
-            code = _wait(running, names=[start.name for start in starts], heals=heals)
+            code = _wait(running, names=[start.name for start in starts], heals=heals, look=look)
             return Ended(code, was_asked=stopper.asked > 0)
         finally:
             _send(running, signal.SIGKILL)
@@ -88,7 +88,13 @@ def _start(
         ) from error
 
 
-def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str], heals: bool) -> int:
+def _wait(
+    running: dict[int, subprocess.Popen[bytes]],
+    *,
+    names: Sequence[str],
+    heals: bool = False,
+    look: Callable[[], object] = lambda: None,
+) -> int:
     """Wait until all have ended; each is removed from running when it ends.
 
     Polls: after this process has joined a cluster's namespaces it cannot start threads that wait.
@@ -98,6 +104,7 @@ def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str], 
     since_end = 0.0  # counted in polls: none happens while this process is stopped, as in a suspended job
     while running:
         time.sleep(LOOK_SECONDS)
+        look()
         since_end += LOOK_SECONDS
         ended = {number: code for number, process in running.items() if (code := process.poll()) is not None}
         # a process that ends because another one was lost is not the cause

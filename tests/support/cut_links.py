@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 
 from bigbatch.launch.emulate.cluster import reaching, run_inside, system_path
-from bigbatch.launch.emulate.programs import port
+from bigbatch.launch.emulate.programs import cut_command, port
 from bigbatch.launch.emulate.state import EmulatedCluster
-
-CUT = ("root", "bfifo", "limit", "1")
-"""A queue of one byte takes no packet, and says so to no end."""
 
 
 def cut(
@@ -17,5 +14,6 @@ def cut(
     with reaching(cluster):
         for device, where, is_cut in (("eth0", node, leaving), (port(node), None, arriving)):
             if is_cut:
-                argv = ["tc", "qdisc", "replace", "dev", device, *CUT]
-                run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": system_path(environ)})
+                run_inside(
+                    cluster, cut_command(device), node=where, environ=dict(environ) | {"PATH": system_path(environ)}
+                )

@@ -1,0 +1,112 @@
+"""Losses of a node that a job rehearses: killed, stopped or cut off at a stated step."""
+
+import argparse
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.files import parse_json
+from bigbatch.launch.emulate import namespaces
+from bigbatch.launch.emulate.cluster import run_inside, system_path
+from bigbatch.launch.emulate.plan import host, parse_node
+from bigbatch.launch.emulate.programs import cut_command, port
+from bigbatch.launch.emulate.state import EmulatedCluster
+
+KINDS = {
+    "kill": ("killed", "kill all processes of a node, like a power failure"),
+    "stop": ("stopped", "stop all processes of a node (SIGSTOP), like a frozen host"),
+    "cut": ("cut off", "drop all packets from and to a node, like a dead switch; `shape` mends the link"),
+}
+"""Option -> what was done to the node, and its help."""
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A node that is lost at the first report of that step or a later one."""
+
+    kind: str
+    node: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"--{self.kind} {host(self.node)}@step={self.step}"
+
+
+def parse_losses(arguments: argparse.Namespace, *, num_nodes: int) -> tuple[Loss, ...]:
+    """Return the losses that the command line states, in the order of their steps. Raises: LaunchOptionError."""
+    stated = [(kind, text) for kind in KINDS for text in getattr(arguments, kind) or ()]
+    losses = [_parse_loss(kind, text, num_nodes=num_nodes) for kind, text in stated]
+    return tuple(sorted(losses, key=lambda loss: loss.step))
+
+
+def _parse_loss(kind: str, text: str, *, num_nodes: int) -> Loss:
+    match = re.fullmatch(r"(\w+)@step=([1-9]\d{0,8})", text, re.ASCII)
+    if not match:
+        raise LaunchOptionError(f"--{kind} {text!r}: name a node and a step, such as --{kind} n1@step=50")
+    return Loss(kind, parse_node(match[1], num_nodes=num_nodes, option=f"--{kind}"), int(match[2]))
+
+
+class Rehearsal:
+    """Causes losses while a job runs, each once: call it again and again. metrics: the file of the run's reports."""
+
+    def __init__(
+        self, losses: tuple[Loss, ...], *, metrics: Path, cluster: EmulatedCluster, environ: Mapping[str, str]
+    ) -> None:
+        self._metrics, self._cluster, self._environ = metrics, cluster, environ
+        self.left = list(losses)
+        """Losses that have not happened."""
+        self._offset = _size(metrics)  # reports of an earlier start do not count
+
+    def __call__(self) -> None:
+        """Cause the losses that are due. Raises: EmulationError; OSError."""
+        for step in self._new_steps() if self.left else ():
+            while self.left and self.left[0].step <= step:
+                self._cause(self.left.pop(0), step=step)
+
+    def _new_steps(self) -> Iterator[int]:
+        """Yield the steps of the reports since the last call."""
+        self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
+        with suppress(FileNotFoundError), self._metrics.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is being written
+                self._offset += len(line)
+                record = parse_json(line.decode())
+                if record["kind"] == "train":
+                    yield int(record["step"])
+
+    def _cause(self, loss: Loss, *, step: int) -> None:
+        if loss.kind == "cut":
+            environ = dict(self._environ) | {"PATH": system_path(self._environ)}
+            for device, where in (("eth0", loss.node), (port(loss.node), None)):
+                run_inside(self._cluster, cut_command(device), node=where, environ=environ, has_joined=True)
+        else:
+            _signal_node(self._cluster.keeper, loss.node, SIGNALS[loss.kind])
+        tell(f"{loss}: {host(loss.node)} was {KINDS[loss.kind][0]} after the report of step {step}")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _signal_node(keeper: int, node: int, number: signal.Signals) -> None:
+    """Send a signal to all processes whose network is the node's."""
+    own = os.stat(f"/proc/{keeper}/fd/{namespaces.node_fd(node, 'net')}").st_ino
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is not ours
+            process = os.pidfd_open(int(name))
+            try:
+                if os.stat(f"/proc/{name}/ns/net").st_ino == own:  # of this process: its descriptor is open
+                    signal.pidfd_send_signal(process, number)
+            finally:
+                os.close(process)

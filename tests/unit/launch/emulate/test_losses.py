@@ -1,0 +1,86 @@
+"""Losses of a node that a job rehearses: how they are stated, and when they happen."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import LaunchOptionError
+from bigbatch.launch.emulate import losses
+from bigbatch.launch.emulate.losses import Loss, Rehearsal, parse_losses
+from bigbatch.launch.emulate.plan import ClusterPlan
+from bigbatch.launch.emulate.state import EmulatedCluster
+from bigbatch.launch.emulate.subcommands import main
+
+CLUSTER = EmulatedCluster(ClusterPlan("box", (1, 1), None), 7, 0, "")
+
+
+def stated(**options: list[str]) -> argparse.Namespace:
+    return argparse.Namespace(**{"kill": None, "stop": None, "cut": None, **options})
+
+
+def test_losses_come_in_the_order_of_their_steps() -> None:
+    found = parse_losses(stated(kill=["n1@step=50"], cut=["n0@step=7", "n3@step=60"]), num_nodes=4)
+    assert found == (Loss("cut", 0, 7), Loss("kill", 1, 50), Loss("cut", 3, 60))
+    assert str(found[1]) == "--kill n1@step=50"
+    assert parse_losses(stated(), num_nodes=4) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("n4@step=5", ("--kill 'n4'", "n0 to n3")),
+        ("n1", ("--kill 'n1'", "--kill n1@step=50")),
+        ("n1@step=0", ("--kill 'n1@step=0'", "--kill n1@step=50")),
+        ("n1@5", ("--kill 'n1@5'", "--kill n1@step=50")),
+    ],
+)
+def test_wrong_losses_are_refused(text: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(LaunchOptionError, match=naming(*parts)):
+        parse_losses(stated(kill=[text]), num_nodes=4)
+
+
+def test_losses_need_the_steps_of_a_run(tmp_path: Path) -> None:
+    words = ["run", "--nodes", "2", "--dry-run", "--launcher", "plain", "--stop", "n1@step=5", "--", "doctor", "--help"]
+    with pytest.raises(LaunchOptionError, match=naming("--stop n1@step=5", "train")):
+        main(words, environ={"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_losses_happen_once_at_the_first_new_report_of_their_step_or_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done: list[tuple[object, ...]] = []
+    monkeypatch.setattr(losses, "_signal_node", lambda *words: done.append(words))
+    monkeypatch.setattr(losses, "run_inside", lambda cluster, argv, **how: done.append((argv[4], how["node"])))
+    metrics = tmp_path / "metrics.jsonl"
+
+    def write(*steps: int, mode: str = "a", kind: str = "train") -> None:
+        with metrics.open(mode) as file:
+            file.writelines(json.dumps({"kind": kind, "step": step}) + "\n" for step in steps)
+
+    write(90)  # of an earlier start
+    rehearsal = Rehearsal(
+        (Loss("cut", 0, 3), Loss("stop", 1, 5), Loss("kill", 1, 80)), metrics=metrics, cluster=CLUSTER, environ={}
+    )
+    rehearsal()
+    write(2)
+    write(50, kind="eval")
+    rehearsal()
+    assert done == []
+    write(4)
+    rehearsal()
+    assert done == [("eth0", 0), ("p0", None)]
+    with metrics.open("a") as file:
+        file.write('{"kind": "train", "ste')  # more follows
+    rehearsal()
+    write(2, 3, mode="w")  # the job has started again, from step 2
+    rehearsal()
+    assert len(done) == 2
+    write(4, 6)
+    rehearsal()
+    assert done[2:] == [(7, 1, losses.SIGNALS["stop"])]
+    assert rehearsal.left == [Loss("kill", 1, 80)]
+    assert re.search(naming("--stop n1@step=5", "n1 was stopped", "step 6"), capfd.readouterr().err)
