@@ -64,19 +64,9 @@ def make_parts(
         notes += _take_weights_(config, model, classes)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
-    grid = None
-    if config.run.reproducible:  # with room for the step's microbatches and its loss scale
-        scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
-        grid = Grid(plan.division.num_microbatches, fraction_bits=FRACTION_BITS - scale_bits)
-    kind = GridStatistics if grid else StepStatistics
-    statistics = kind(flatten_running_statistics(model), microbatches=plan.division.num_microbatches)
+    grid = _make_grid(config, plan)
     # before compiling, which takes the norms as it finds them
-    MicrobatchStatistics(
-        model,
-        statistics.running_N,
-        take=statistics.take_,
-        unseen=statistics.unseen,
-    )
+    statistics = _make_statistics(model, plan, is_on_grid=grid is not None)
     if grid:
         refuse_own_state(model)
     normalize = build_input.make_normalize(config, communicator)
@@ -85,19 +75,8 @@ def make_parts(
     # before the reducer: its hooks come first
     adds_up = plan.division.most > 1 and not grid  # which does it exactly
     accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
-    if tuned is not None:
-        tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        tuned.require_model(tensors, path=Path(str(config.comm.table)))
-    is_sharded = config.optimizer.sharded
-    reducer = GradientReducer(
-        model.named_parameters(),
-        communicator,
-        order=gradient_order.split("\n") if gradient_order else None,
-        learn_order=not is_sharded,  # another layout would give the ranks other shares
-        scatter=is_sharded,
-        grid=grid,
-        exposed=exposed,
-        **asdict(stated_sizes(config, tuned)),
+    reducer = _make_reducer(
+        config, model, communicator, grid=grid, exposed=exposed, tuned=tuned, gradient_order=gradient_order
     )
     try:
         optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
@@ -146,6 +125,49 @@ def _take_weights_(config: Config, model: nn.Module, classes: Sequence[str] | No
         remedy="Set model.new_head=true to train a new last layer, or name data of the same classes",
     )
     return told
+
+
+def _make_grid(config: Config, plan: Plan) -> Grid | None:
+    """Return the grid of run.reproducible, with room for a step's microbatches and its loss scale; None without."""
+    if not config.run.reproducible:
+        return None
+    scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
+    return Grid(plan.division.num_microbatches, fraction_bits=FRACTION_BITS - scale_bits)
+
+
+def _make_statistics(model: nn.Module, plan: Plan, *, is_on_grid: bool) -> StepStatistics:
+    """Return the sums of the statistics of batch norm, to which each forward of model adds from now on."""
+    kind = GridStatistics if is_on_grid else StepStatistics
+    statistics = kind(flatten_running_statistics(model), microbatches=plan.division.num_microbatches)
+    MicrobatchStatistics(model, statistics.running_N, take=statistics.take_, unseen=statistics.unseen)
+    return statistics
+
+
+def _make_reducer(
+    config: Config,
+    model: nn.Module,
+    communicator: Communicator,
+    *,
+    grid: Grid | None,
+    exposed: ExposedTime,
+    tuned: Tuned | None,
+    gradient_order: str | None,
+) -> GradientReducer:
+    """Return the reducer of the model's gradients. Raises: TunedError if they are not those of the tuned table."""
+    if tuned is not None:
+        tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        tuned.require_model(tensors, path=Path(str(config.comm.table)))
+    is_sharded = config.optimizer.sharded
+    return GradientReducer(
+        model.named_parameters(),
+        communicator,
+        order=gradient_order.split("\n") if gradient_order else None,
+        learn_order=not is_sharded,  # another layout would give the ranks other shares
+        scatter=is_sharded,
+        grid=grid,
+        exposed=exposed,
+        **asdict(stated_sizes(config, tuned)),
+    )
 
 
 def _make_optimizer(
