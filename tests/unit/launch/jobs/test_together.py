@@ -45,7 +45,7 @@ def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
     """Both have ended by the first look: the code of the one that failed by itself tells whether a start may help."""
     ended = [subprocess.Popen(("sh", "-c", f"exit {code}")) for code in (LOST, 1)]
     assert [process.wait() for process in ended] == [LOST, 1]
-    assert together._wait(dict(enumerate(ended)), names=("", ""), heals=False) == 1
+    assert together._wait(dict(enumerate(ended)), names=("", "")) == 1
 
 
 @pytest.mark.parametrize(
