@@ -3,7 +3,7 @@
 GONE_SECONDS = 0.3
 """Time after the end of a rank's last connection until it counts as gone: a live rank keeps one open."""
 STORE_LOOK_SECONDS = 0.05
-"""Period in which the store looks for ranks that are gone: short beside GONE_SECONDS, as both delay the verdict on a dead process."""
+"""Period in which the store looks for ranks that are gone: short beside GONE_SECONDS."""
 LOOK_SECONDS = 1.0
 """Longest pause between two looks at the operation under way, and limit of one wait for news."""
 POLL_SECONDS = 0.25
