@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from bigbatch.errors import UserError
 from bigbatch.trainer.replay import main
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.step.signals import STOP_SIGNALS
 from tests.laws.jobs import Forked, alone, forked, run, train_command
 
 RECORDED: dict[str, object] = {
@@ -43,7 +45,9 @@ def faulty(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replay(folder: Path, step: int, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, list[str]]:
     capsys.readouterr()
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     code = main([str(folder), "--step", str(step), *overrides])
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers, "a replay ends as any process does"
     return code, capsys.readouterr().out.splitlines()
 
 
