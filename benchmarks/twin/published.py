@@ -191,7 +191,7 @@ def print_summary(title: str, summary: dict[str, Any]) -> None:
 
 
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw predicted over measured steps of the rows across nodes, ours and `linear`'s."""
+    """Draw predicted over measured steps of the rows across nodes, ours with intervals and `linear`'s."""
     from matplotlib.figure import Figure
 
     across = [each for each in found if each["across"]]
@@ -200,9 +200,14 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     measured = [1e3 * each["measured_seconds"] for each in across]
     linear = [(1 + each["linear"]) * 1e3 * each["measured_seconds"] for each in across]
     axes.scatter(measured, linear, s=14, color="0.65", label="linear: one node's rate")
-    axes.scatter(
-        measured, [1e3 * each["seconds"] for each in across], s=14, color=COLOURS[0], label="bigbatch simulate"
-    )
+    ours = [1e3 * each["seconds"] for each in across]
+    reaches = [math.exp(each["width"]) for each in across]
+    bars = [
+        [one - one / reach for one, reach in zip(ours, reaches, strict=True)],
+        [one * reach - one for one, reach in zip(ours, reaches, strict=True)],
+    ]
+    label = "bigbatch simulate, 90% interval"
+    axes.errorbar(measured, ours, bars, fmt="o", markersize=4, elinewidth=0.6, color=COLOURS[0], label=label)
     axes.plot([8, 9000], [8, 9000], color="0.3", linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("log")

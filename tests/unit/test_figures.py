@@ -197,3 +197,19 @@ def test_each_record_names_a_commit() -> None:
     assert [name for name, found in named.items() if not found] == []
     unclean = {name for name, found in named.items() if not all(re.fullmatch("[0-9a-f]{12}", each) for each in found)}
     assert unclean == TO_MEASURE_AGAIN
+
+
+@pytest.mark.parametrize(("head", "named"), [("left out", "left out"), ("in sample", "cold"), ("in sample", "warm")])
+def test_figures_of_simulated_steps(head: str, named: str) -> None:
+    found = record("simulate-published")["summaries"][named]
+    groups = {"all across nodes": "across nodes", "NCCL": "nccl", "MPI in host memory": "host"}
+    groups |= {"parameter servers": "servers", "NCCL over sockets": "sockets"}
+    rows = [row for row in rows_of("simulate-errors.md", head)[1:] if head == named or row[0].startswith(f"{named}: ")]
+    assert len(rows) == (9 if head == named else 3)
+    for name, count, *cells in rows:
+        name = name.removeprefix(f"{named}: ")
+        key = groups.get(name, name)
+        each = found["carriers"].get(key) or found[key]
+        require(count, each["rows"])
+        for cell, column in zip(cells, ("ours", "linear", "line", "held", "width"), strict=True):
+            require(cell, *([] if each[column] is None else [100 * each[column]]))
