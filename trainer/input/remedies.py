@@ -7,6 +7,7 @@ from pathlib import Path
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import AugmentConfig
 from bigbatch.trainer.input.shard_files import is_packed
+from bigbatch.trainer.input.storage import url_of
 from bigbatch.trainer.input.webdataset import find_shards
 
 MEMORY = "/dev/shm"
@@ -39,6 +40,8 @@ class InputSettings:
     """Shorter side to which larger images can be shrunk, for the model's image size."""
     pixels_left: float
     """Share of the stored pixels left after that."""
+    is_remote: bool = False
+    """Whether the images lie in an object store or on a web server."""
 
 
 def input_settings(
@@ -46,13 +49,15 @@ def input_settings(
 ) -> InputSettings:
     """Gather the settings. sizes: (height, width) of some stored images, if the loader reads any."""
     data, some = config.data, list(sizes)
+    is_remote = url_of(data.root) is not None
     max_side = 2 * max([data.image_size, *(size for _, size in data.train_sizes or ())])
     return InputSettings(
         loader=data.loader,
         num_threads=data.num_threads,
         num_cores=num_cores,
         is_on_gpu=is_on_gpu,
-        is_packed=is_packed(Path(data.root) / "train") or bool(find_shards(Path(data.root))),
+        is_packed=is_remote or is_packed(Path(data.root) / "train") or bool(find_shards(Path(data.root))),
+        is_remote=is_remote,
         stage=data.stage,
         bind_numa=data.bind_numa,
         precision=config.optimizer.precision,
@@ -73,6 +78,10 @@ def remedies(stage: str, settings: InputSettings) -> list[str]:
     """Return the remedies of a slow stage, or of "share": loader and model compete for cores."""
     more_cores = f"give each rank more cores ({settings.num_cores} now)"
     if stage == "read":
+        if settings.is_remote:
+            return [
+                "keep what is read on a disk of each node by data.cache_dir, with a data.cache_gb that holds all of it"
+            ]
         if not settings.is_packed:
             return ["pack the images into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"]
         if settings.stage is None:

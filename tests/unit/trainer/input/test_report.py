@@ -214,6 +214,10 @@ STORAGE = ": the storage was slower during the run than while it was measured, w
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
+        (
+            {"is_packed": True, "is_remote": True},
+            f"{STORAGE}keep what is read on a disk of each node by data.cache_dir",
+        ),
         ({"is_packed": True, "stage": "/scratch/i"}, f"{STORAGE}name a faster folder than /scratch/i in data.stage"),
         ({"num_threads": 15}, f"{STORAGE}pack the images into shards"),
         ({"is_packed": True, "stage": "/dev/shm/i"}, f": {THREADS}"),
