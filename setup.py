@@ -67,6 +67,8 @@ extras["dev"] = [
     "build>=1.2",
     "twine>=6.1",
     "readme_renderer[md]>=44",
+    "nbclient>=0.10",
+    "ipykernel>=6.29",
 ]
 
 setup(

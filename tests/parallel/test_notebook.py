@@ -1,0 +1,48 @@
+"""examples/first_run.ipynb in a Jupyter kernel: what its cells promise."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigbatch.trainer.datasets.generated import CLASSES
+from bigbatch.trainer.run.checkpoint import list_checkpoints
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples/first_run.ipynb"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_notebook_of_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")], "commit it without outputs"
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+    def shown(word: str) -> list[Any]:
+        (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and word in cell.source]
+        return cell.outputs
+
+    def printed(word: str) -> str:
+        return "".join(output.get("text", "") for output in shown(word))
+
+    assert "2 ranks" in printed("bigbatch launch")
+    assert len(list_checkpoints(tmp_path / "runs/first/checkpoints")) > 0
+    assert all("image/png" in shown(word)[-1]["data"] for word in ("imshow", "left.plot"))
+    stopped = shown("press_stop)")
+    assert stopped[-1]["ename"] == "SystemExit"
+    assert "saved runs/second/checkpoints/step-" in printed("press_stop)")
+    bars = [output["data"]["text/html"] for output in stopped if output["output_type"] == "display_data"]
+    assert len(bars) == 1, "each report replaces the bar"
+    assert re.search(r'<progress value="1\d" max="19">', bars[0])
+    assert re.search(r"^resumed after step 1\d of 19$", printed("resumed_after_step"), re.M)
+    assert all(f"{name}_00000.JPEG" in printed("bigbatch predict") for name in CLASSES)
