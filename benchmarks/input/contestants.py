@@ -2,8 +2,11 @@
 
 import io
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,10 @@ from PIL import Image
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.datasets.pack import shrink
 from bigbatch.trainer.input.base import Loader, Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.encoded import resize_into
 from bigbatch.trainer.input.order import ImageIndex
 
 OURS = ("our_dali", "our_pillow")
@@ -71,8 +76,8 @@ def make_contestants(work: Work, *, names: Sequence[str]) -> tuple[dict[str, Con
     """Return the contestants that can run here, and why others cannot."""
     contestants, left_out = {}, {}
     for name in names:
-        # the limit has one thread, whatever the others get
-        own = replace(work, threads=1) if name == "limit_pillow_whole_picture" else work
+        # a limit has one thread, whatever the others get
+        own = replace(work, threads=1) if name.startswith("limit_") else work
         try:
             contestants[name] = Contestant(MAKERS[name](own), own)
         except (ImportError, ConfigError) as error:
@@ -90,6 +95,47 @@ def random_positions(work: Work, number: int) -> Iterator[np.ndarray]:
 def our_dali(work: Work) -> Draw:
     """Run data.loader=dali."""
     return _ours(work, make_image_loader("dali", **_our_settings(work), device_id=work.device_id))
+
+
+def our_dali_at_256(work: Work) -> Draw:
+    """Run data.loader=dali on what `bigbatch data pack --short-side 256 --quality 90` stores."""
+    folder = TemporaryDirectory(prefix="at-256-")
+    paths = [f"{position}.jpg" for position in range(len(work.index))]
+    for position, path in enumerate(paths):
+        Path(folder.name, path).write_bytes(_at_256(work.index, position))
+    draw = our_dali(replace(work, index=replace(work.index, root=folder.name, paths=paths)))
+    weakref.finalize(draw, folder.cleanup)
+    return draw
+
+
+def _at_256(index: ImageIndex, position: int) -> bytes:
+    return shrink(index.read(position), path=index.name(position), max_side=256, quality=90)
+
+
+def limit_yuv_at_256(work: Work) -> Draw:
+    """Crop and resize luma, and chroma at half the size, from planes in memory in one thread; a GPU makes RGB of it."""
+    images, sizes_N2 = [], np.empty((len(work.index), 2), np.int64)
+    for position in range(len(work.index)):
+        image = Image.open(io.BytesIO(_at_256(work.index, position))).convert("YCbCr")
+        half = np.asarray(image.resize(((image.width + 1) // 2, (image.height + 1) // 2), Image.Resampling.BOX))
+        images.append((np.asarray(image)[:, :, :1].copy(), half[:, :, 1:].copy()))
+        sizes_N2[position] = image.height, image.width
+    crop, side = random_resized_crop(seed=0), work.image_size
+
+    def draw(number: int) -> Iterator[Any]:
+        for positions_B in random_positions(work, number):
+            luma_BHW1 = np.empty((work.batch, side, side, 1), np.uint8)
+            chroma_BHW2 = np.empty((work.batch, side // 2, side // 2, 2), np.uint8)
+            boxes_B4, flips_B = crop(number, positions_B, sizes_N2[positions_B])
+            for row, position in enumerate(positions_B.tolist()):
+                (luma, chroma), flip = images[position], bool(flips_B[row])
+                top, left, height, width = boxes_B4[row].tolist()
+                resize_into(luma_BHW1[row], luma[top : top + height, left : left + width], flip=flip)
+                half = chroma[top // 2 : -(-(top + height) // 2), left // 2 : -(-(left + width) // 2)]
+                resize_into(chroma_BHW2[row], half, flip=flip)
+            yield luma_BHW1, chroma_BHW2
+
+    return draw
 
 
 def our_pillow(work: Work) -> Draw:
@@ -199,8 +245,10 @@ def bare_decoder(work: Work) -> Draw:
 
 MAKERS: dict[str, Callable[[Work], Draw]] = {
     "our_dali": our_dali,
+    "our_dali_at_256": our_dali_at_256,
     "our_pillow": our_pillow,
     "bare_dali": bare_dali,
     "torchvision": torchvision_recipe,
     "limit_pillow_whole_picture": bare_decoder,
+    "limit_yuv_at_256": limit_yuv_at_256,
 }

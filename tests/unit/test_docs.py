@@ -197,6 +197,9 @@ SMALLER = {  # benchmark: the same with sizes for a test
         f"comm.plot {ROOT}/benchmarks/results --out comm.png"
     ),
     ".venv/bin/python -m benchmarks.input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
+    ".venv/bin/python -m benchmarks.input.decode data/imagenet --batch 32 --prefetch 1 --batches 4 --repetitions 12 --cpu-time --contestants our_dali our_dali_at_256 our_pillow limit_yuv_at_256 --out benchmarks/results/input-stored-cpu-time.json": (  # noqa: E501
+        f"{DECODE} limit_yuv_at_256 --cpu-time"
+    ),
     ".venv/bin/python -m benchmarks.gpu.recompute --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,  # noqa: E501
     ".venv/bin/python -m benchmarks.gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
     ".venv/bin/python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png": (

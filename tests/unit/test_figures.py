@@ -49,6 +49,18 @@ def test_a_figure_that_is_not_the_records_is_seen() -> None:
             require(cell, value)
 
 
+def test_figures_of_stored_images() -> None:
+    found = record("input-stored-cpu-time")
+    rates, ratios = found["images_per_second_per_core"], found["ratios"]
+    names = ("our_dali", "our_dali_at_256", "limit_yuv_at_256")
+    for name, (_, images, over, stored) in zip(names, rows_of("measured.md", "stored as")[1:], strict=True):
+        require(images, *(rates[name][key] for key in ("median", "min", "max")))
+        if name == "our_dali":
+            require(stored, found["conditions"]["mean_bytes"])
+        else:
+            require(over, *(1 / ratios[f"our_dali / {name}"][key] for key in ("median", "max", "min")))
+
+
 @pytest.mark.parametrize(("head", "name"), [("CIFAR-10", "cifar10"), ("Imagenette", "imagenette")])
 def test_figures_of_optimizers(head: str, name: str) -> None:
     named = {"`sgd`, Nesterov": "nesterov", "Schedule-Free SGD": "schedule-free"}
