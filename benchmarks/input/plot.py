@@ -13,11 +13,13 @@ from matplotlib.figure import Figure
 
 LABELS = {
     "our_dali": "bigbatch, dali",
+    "our_dali_at_256": "bigbatch, dali, stored at 256",
     "our_pillow": "bigbatch, torchvision",
     "bare_dali": "DALI alone",
     "torchvision": "torchvision's recipe",
     "simplejpeg": "simplejpeg, scaled decoding",
     "limit_pillow_whole_picture": "limit: decoding alone, whole images",
+    "limit_yuv_at_256": "limit: crop and resize of YUV at 256",
 }
 
 

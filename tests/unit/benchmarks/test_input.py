@@ -10,7 +10,7 @@ from benchmark_process import run_benchmark
 from PIL import Image
 
 from benchmarks import record
-from benchmarks.input import contestants, decode
+from benchmarks.input import contestants, decode, plot
 from bigbatch.trainer.input.order import read_index
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
@@ -62,6 +62,10 @@ def test_decode(images, tmp_path):
     }
     assert found["draw_microseconds_per_image"]["n"] == 2
     assert (facts["pictures"], facts["mean_megapixels"], len(facts["pinned_cores"])) == (5, 0.0048, 1)
+
+
+def test_decode_every_contestant_has_a_name_in_the_figure():
+    assert {*contestants.MAKERS} <= {*plot.LABELS}
 
 
 # --- conditions ---
