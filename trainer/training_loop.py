@@ -156,7 +156,6 @@ class TrainingLoop:
             self.noise.probe.end_backward()
             self.output.log("audit", self.audit.check())
 
-
     def evaluate(self, done: int) -> dict[str, Any]:
         """Evaluate after so many steps; return the record. Raises: Stopped; DataError."""
         record = self.evaluator.evaluate(

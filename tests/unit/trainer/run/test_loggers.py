@@ -370,23 +370,3 @@ def test_loggers_without_mlflow_say_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     (told,) = send_to_mlflow(RunDir(tmp_path))
     assert naming_all(told, "run.loggers: mlflow failed", "pip install 'bigbatch[mlflow]'", "goes on without it")
-
-
-@pytest.mark.long
-def test_loggers_mlflow_itself_has_each_figure_in_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client_of = pytest.importorskip("mlflow").MlflowClient
-    for name in ("TRACKING_URI", "EXPERIMENT_NAME", "RUN_NAME"):
-        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    rundir = RunDir(tmp_path / "fast")
-    rundir.path.mkdir()
-    for from_step in (0, 4):
-        said = send_to_mlflow(rundir, from_step=from_step)
-        assert [text for text in said if "failed" in text] == []
-    client = client_of(tracking_uri=(rundir.path / "mlflow").as_uri())
-    run = client.get_run(rundir.mlflow_id.read_text().strip())
-    assert (run.info.run_name, run.info.status) == ("fast", "FINISHED")
-    assert run.data.params["model.name"] == "resnet9"
-    kept = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(each.step, each.value) for each in kept] == [(1, 2.5), (5, 2.5)]
-    assert math.isnan(client.get_metric_history(run.info.run_id, "train/rate")[0].value)
