@@ -94,10 +94,11 @@ def test_survivors_go_on_to_the_same_bits(
 
 
 def test_ranks_that_cannot_share_the_batch_end_as_for_a_restart(data: Path, tmp_path: Path) -> None:
-    """Three of four, and 8 microbatches."""
-    codes, said = lose(data, tmp_path / "run", deaths="2/3/forward", batch__global_batch_size=16)
+    """Three of four, where two share each ghost batch."""
+    settings = {"batch__global_batch_size": 16, "batch__bn_span": 4, "run__reproducible": False}
+    codes, said = lose(data, tmp_path / "run", deaths="2/3/forward", **settings)
     assert codes == [LOST, LOST, -signal.SIGKILL, LOST]
-    assert "the ranks that are left cannot share the batch: batch.global_batch_size=16" in said
+    assert "the ranks that are left cannot share the batch: batch.bn_span=4" in said
 
 
 def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
