@@ -34,7 +34,7 @@ from bigbatch.trainer.models import MODELS, build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, NormFactory, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
 from bigbatch.trainer.models.spread_norm import RankGroup
-from bigbatch.trainer.step import compiling
+from bigbatch.trainer.step import execution
 from bigbatch.trainer.step.precision import to_half_
 from bigbatch.trainer.step.statistics import StepStatistics
 from tests.unit.trainer.models.test_spread_norm import Replay
@@ -286,7 +286,7 @@ def broken(graph: object, inputs: object) -> Callable[..., Any]:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend=broken))
-    monkeypatch.setattr(compiling, "keep_compiled_code", lambda torchs_own: None)
+    monkeypatch.setattr(execution, "keep_compiled_code", lambda torchs_own: None)
 
 
 @pytest.mark.long
@@ -366,7 +366,7 @@ def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     each region in evaluation."""
     counter = CompileCounter()
     monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend=counter))
-    monkeypatch.setattr(compiling, "keep_compiled_code", lambda torchs_own: None)
+    monkeypatch.setattr(execution, "keep_compiled_code", lambda torchs_own: None)
     states = []
     for words in ((), ("compile=default",)):
         parts = parts_of(quickstart(*words))
