@@ -207,7 +207,6 @@ def train(
         digests=DigestRecorder(config, plan, parts),
         audit=GradientAudit(config, plan, parts, read=lambda step, number: next(batches)),
         hooks=TrainingHooks(**hooks),
-        copies=None,
         notice_seconds=None,
         skipped={},
     )
