@@ -13,6 +13,8 @@ from bigbatch.errors import DataError, shortened
 BLOCK_BYTES = 512
 MAX_HEADER_BYTES, MAX_MEMBERS = 1 << 16, 4_000_000
 """A path has at most 4,096 bytes, ImageNet has 1.3 million members."""
+MAX_END_BYTES = 1 << 20
+"""Most zeros behind the last member; tar fills its last record, of 10 KiB unless asked for more."""
 WINDOW_BYTES = 4096
 """Bytes of a read: behind an image lie its label and the header of the next one."""
 
@@ -91,6 +93,11 @@ def read_members(window: Window, *, path: str, num_bytes: int) -> Iterator[Membe
         elif kind not in FOLDERS:
             raise DataError(f"{path}: member {shortened(name)} is no file; {_REMEDY}")
         stated.clear()
+    # a downloader that reserves space first leaves zeros; a block of zeros may also hide what follows
+    behind = num_bytes - offset
+    if behind > MAX_END_BYTES or window.at(offset, behind).strip(b"\0"):
+        what = "zeros" if behind > MAX_END_BYTES else "further bytes"
+        raise DataError(f"{path}: ends at byte {offset:,}, with {what} behind; fetch the tar again")
 
 
 def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:

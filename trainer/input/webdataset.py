@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import sys
 import zlib
 from collections import Counter, defaultdict
@@ -85,7 +86,7 @@ class Index:
 def find_shards(root: Path) -> dict[str, list[Path]]:
     """Return the shards of each split in order: root/train/*.tar, or root/*train*.tar; empty if there are none.
 
-    A split's folder with folders of classes in it is none of shards.
+    A split's folder with folders of classes in it is none of shards. Raises: DataError.
     """
     found = {split: _tars(root / split) for split in SPLITS}
     if not any(found.values()) and not any((root / split).is_dir() for split in SPLITS):
@@ -101,6 +102,8 @@ def find_shards(root: Path) -> dict[str, list[Path]]:
 def _tars(folder: Path) -> list[Path]:
     if not folder.is_dir() or is_packed(folder):
         return []
+    for path in folder.glob("*.tar"):
+        _stamp(path)  # a broken link may be a whole shard
     top = list_split(folder)
     return [] if top.folders and folder.name in SPLITS else [folder / name for name in top.others if _is_tar(name)]
 
@@ -219,10 +222,14 @@ def parse_index(data: bytes) -> Index:
     shards = {
         split: [(str(name), (int(a), int(b))) for name, (a, b) in head["shards"][split]] for split in head["shards"]
     }
-    index = Index(
-        tuple(map(str, head["classes"])), head["are_numbers"] is True, shards, head["left_out"], entries_N,
-        rest[entries_N.nbytes :],
-    )  # fmt: skip
+    left_out = {
+        split: {str(kind): [str(name) for name in each[kind]] for kind in each}
+        for split, each in head["left_out"].items()
+    }
+    classes = tuple(map(str, head["classes"]))
+    if len(set(classes)) < len(classes):
+        raise ValueError("a class that comes twice")
+    index = Index(classes, head["are_numbers"] is True, shards, left_out, entries_N, rest[entries_N.nbytes :])
     sizes = np.array([size for split in SPLITS for _, (size, _) in shards.get(split, ())], np.int64)
     shards_N, offsets_N, lengths_N, ends_N = (entries_N[key] for key in ("shard", "offset", "length", "name_end"))
     in_order = (np.diff(shards_N) >= 0).all() and (np.diff(ends_N, prepend=0) >= 0).all()
@@ -291,8 +298,10 @@ def _window(path: str, storage: Storage | None) -> Iterator[Window]:
         # each request takes its time: all bytes are read, in few requests
         yield Window(lambda length, offset: storage.fetch(name, offset, offset + length), num_bytes=1 << 23)
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DataError(f"{path}: is no file; remove it")
         yield Window(lambda length, offset: os.pread(descriptor, length, offset))
     finally:
         os.close(descriptor)

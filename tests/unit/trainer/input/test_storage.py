@@ -147,7 +147,7 @@ def tars(faults):
 
 
 def batches(make, index, *, start_step=0):
-    steps = {"start_step": start_step, "end_step": 6, "rank": 0, "world_size": 1}
+    steps = {"start_step": start_step, "end_step": 6, "microbatches": [0]}
     asked = train_requests(seed=3, num_samples=NUM_IMAGES, global_batch_size=8, microbatch_size=8, **steps)
     return make(index, microbatch_size=8, patience_seconds=20.0).load(list(asked))
 

@@ -97,7 +97,7 @@ def test_webdataset_batches_are_those_of_the_folder_in_another_order_of_shards(m
     ours, theirs = open_split(tmp_path / "shards", "train"), read_index(folder, "train")
     assert len({ours.name(n).partition(":")[0] for n in range(12)}) > 2
     assert (ours.classes, ours.labels_N.tolist()) == (theirs.classes, theirs.labels_N.tolist())
-    steps = {"start_step": 0, "end_step": 3, "rank": 0, "world_size": 1}
+    steps = {"start_step": 0, "end_step": 3, "microbatches": [0]}
     stream = list(train_requests(seed=3, num_samples=12, global_batch_size=6, microbatch_size=6, **steps))
     loaders = [make(index, microbatch_size=6) for index in (ours, theirs)]
     assert_same_batches(*(loader.load(stream) for loader in loaders), num_batches=3)
@@ -186,6 +186,16 @@ def flipped(path):
 
 
 A, CLS = ("a.jpg", IMAGES[0]), ("a.cls", b"0")
+
+
+def zeroed(path):
+    """A block of zeros in place of the second header, which stands at the same place whatever the image's size."""
+    data = bytearray(tar(path, [("a.txt", b"x" * 1500), *sample(0)]).read_bytes())
+    first = 2 * 512 + 512 + 1536  # a header for the time, its content, the member's own header, its content
+    data[first : first + 512] = bytes(512)
+    path.write_bytes(data)
+
+
 DAMAGE = {
     "symbolic link": (
         [A, CLS, *special("b.jpg", tarfile.SYMTYPE, linkname="/etc/passwd")],
@@ -231,6 +241,17 @@ DAMAGE = {
     "cut in an image": (cut(2560), "0.jpg' is cut off"),
     "cut in a header": (cut(100), "is cut off or damaged (no tar header and no end mark at byte 0)"),
     "no end": (lambda path: path.write_bytes(tar(path, sample(0)).read_bytes().rstrip(b"\0")), "is cut off"),
+    "a zeroed header": (zeroed, "ends at byte 3,072, with further bytes behind"),
+    "two tars": (
+        lambda path: path.write_bytes(2 * tar(path, sample(0)).read_bytes()),
+        "with further bytes behind; fetch the tar again",
+    ),
+    "space for what did not come": (
+        lambda path: path.write_bytes(tar(path, sample(0)).read_bytes() + bytes(1 << 20)),
+        "with zeros behind; fetch the tar again",
+    ),
+    "a pipe": (os.mkfifo, "0.tar: is no file; remove it"),
+    "a link to nothing": (lambda path: path.symlink_to("1.tar"), "cannot be read (No such file or directory); mend"),
     "empty file": (lambda path: path.write_bytes(b""), "is cut off or damaged"),
     "no tar": (lambda path: path.write_bytes(b"<html>" * 999), "is cut off or damaged"),
     "a flipped bit": (flipped, "is cut off or damaged"),
@@ -255,7 +276,7 @@ def test_webdataset_messages_of_damage(kind, tmp_path):
         open_split(tmp_path / "s", "train")
     assert str(caught.value).startswith(str(tmp_path / "s/train"))
     assert "\n" not in str(caught.value)
-    assert [each.name for each in tmp_path.rglob("*") if each.is_file()] == ["0.tar"]
+    assert [each.name for each in tmp_path.rglob("*") if not each.is_dir()] == ["0.tar"]
 
 
 def test_webdataset_a_class_that_only_validation_has_is_refused(tmp_path):
@@ -302,6 +323,16 @@ def test_webdataset_an_index_that_someone_edited_is_made_anew(tmp_path, field, v
     edited = webdataset.Index(*(entries_N if each is index.entries_N else each for each in vars(index).values()))
     (root / "webdataset.index").write_bytes(b"\n".join(webdataset._head(edited)))
     assert held(open_split(root, "train")) == IMAGES[:8]
+
+
+@pytest.mark.parametrize("edit", [{"left_out": {"train": 5}}, {"left_out": []}, {"classes": ["a", "a"]}])
+def test_webdataset_an_index_whose_first_line_someone_edited_is_made_anew(tmp_path, edit):
+    root = hub(tmp_path / "hub")
+    open_split(root, "train")
+    line, _, rest = (root / "webdataset.index").read_bytes().partition(b"\n")
+    (root / "webdataset.index").write_bytes(json.dumps(json.loads(line) | edit).encode() + b"\n" + rest)
+    assert held(open_split(root, "train")) == IMAGES[:8]
+    assert json.loads((root / "webdataset.index").read_bytes().partition(b"\n")[0]) == json.loads(line)
 
 
 def test_webdataset_keeps_the_index_in_the_cache_if_the_folder_cannot_be_written(tmp_path, monkeypatch, capsys):
