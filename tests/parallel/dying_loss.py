@@ -1,15 +1,18 @@
 """A loss of one's own in which ranks are lost: DIE="rank/step/where" of each, where in forward, sums, or update.
 
-With DIE_BY another signal than SIGKILL is sent.
+With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer.
 """
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.trainer.run import saving
 from bigbatch.trainer.step.precision import Precision
 
 _steps_begun = 0
@@ -24,6 +27,7 @@ def _die_if_due(where: str) -> None:
 
 
 _wait, _update_, _zero_grad = GradientReducer.wait, Precision.update_, GradientReducer.zero_grad
+_save = saving.save_checkpoint
 
 
 def _begin(reducer: GradientReducer) -> None:
@@ -42,6 +46,12 @@ def _update(precision: Precision, *arguments: object, **options: object) -> None
     _update_(precision, *arguments, **options)  # type: ignore[arg-type]
 
 
+def _save_late(*arguments: object, **options: object) -> Path:
+    time.sleep(float(os.environ.get("SAVE_SECONDS", "0")))
+    return _save(*arguments, **options)  # type: ignore[arg-type]
+
+
+saving.save_checkpoint = _save_late
 GradientReducer.zero_grad = _begin  # type: ignore[method-assign]
 GradientReducer.wait = _wait_for_sums  # type: ignore[method-assign]
 Precision.update_ = _update  # type: ignore[method-assign]

@@ -56,11 +56,14 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lose(data: Path, folder: Path, *, deaths: str, num_ranks: int = 4, **settings: object) -> tuple[list[int], str]:
+def lose(
+    data: Path, folder: Path, *, deaths: str, num_ranks: int = 4, save_seconds: float = 0, **settings: object
+) -> tuple[list[int], str]:
     """Train with these losses; return the ranks' exit codes, and what they said."""
     log = folder.with_name(f"{folder.name}.log")
     overrides = HEALING | {name.replace("__", "."): value for name, value in settings.items()}
-    job = ForkedJob(forked(command_of(data, folder, overrides), ranks=num_ranks), log, DIE=deaths)
+    environment = {"DIE": deaths, "SAVE_SECONDS": f"{save_seconds}"}
+    job = ForkedJob(forked(command_of(data, folder, overrides), ranks=num_ranks), log, **environment)
     codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
     assert codes is not None, log.read_text()
     return codes, log.read_text()
@@ -91,6 +94,15 @@ def test_survivors_go_on_to_the_same_bits(
     healed = [record["hint"] for record in records(tmp_path / "run", "hint") if record["hint"].startswith("lost: ")]
     assert healed[-1].endswith(f"with {left} rank{'s' * (left > 1)}"), healed
     assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))
+
+
+def test_loss_while_a_checkpoint_is_written(data: Path, tmp_path: Path) -> None:
+    """Over gloo, whose process group has to be released before the next one is made."""
+    settings = {"comm__backend": "gloo", "run__checkpoint_every_steps": 4, "run__keep_checkpoints": 9}
+    codes, said = lose(data, tmp_path / "run", deaths="2/5/forward", num_ranks=3, save_seconds=1, **settings)
+    assert codes == [0, 0, -signal.SIGKILL], said
+    saved = [int(path.name.removeprefix("step-")) for path in sorted((tmp_path / "run/checkpoints").glob("step-*"))]
+    assert saved[:1] == [4]
 
 
 def test_ranks_that_cannot_share_the_batch_end_as_for_a_restart(data: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import CheckpointError, TrainingDiverged
+from bigbatch.exit_codes import LOST
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run import class_names
@@ -155,10 +156,17 @@ class CheckpointSaver:
         return Saved(step, checkpoint_path(self._checkpoints, step=step), float(told))
 
     def close(self, exit_code: int) -> None:
-        """After a failure, wait at most LEAVE_SECONDS for the checkpoint being written. Not collective."""
+        """After a failure, wait at most LEAVE_SECONDS for the checkpoint being written. Not collective.
+
+        If the job heals, wait at most half of comm.timeout_seconds: the other ranks wait for this one meanwhile.
+        """
         if self._write and self._write.is_awaited:
-            self._parts.communicator.abort(exit_code)  # first: the other ranks must not wait for it
-            if not self._write.ends_within(LEAVE_SECONDS):
+            communicator, seconds = self._parts.communicator, LEAVE_SECONDS
+            if exit_code == LOST and communicator.seats is not None:  # healing releases the connection
+                seconds = min(seconds, communicator.control.timeout_seconds / 2)
+            else:
+                communicator.abort(exit_code)  # first: the other ranks must not wait for it
+            if not self._write.ends_within(seconds):
                 self._write.abandon()
 
     def _say(self, *, wait: bool) -> str:
