@@ -292,11 +292,16 @@ def _head(index: Index) -> tuple[bytes, bytes]:
 
 
 @contextmanager
-def _window(path: str, storage: Storage | None) -> Iterator[Window]:
+def _window(path: str, num_bytes: int, storage: Storage | None) -> Iterator[Window]:
     if storage is not None:
         name = path.removeprefix(f"{storage.url}/")
+
+        def fetch(length: int, offset: int) -> bytes:
+            # a server answers a range behind the end with an error
+            return storage.fetch(name, offset, min(offset + length, num_bytes)) if offset < num_bytes else b""
+
         # each request takes its time: all bytes are read, in few requests
-        yield Window(lambda length, offset: storage.fetch(name, offset, offset + length), num_bytes=1 << 23)
+        yield Window(fetch, num_bytes=1 << 23)
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
     try:
@@ -311,7 +316,7 @@ def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) ->
     """Find the images of one shard, with their labels. Raises: DataError naming shard and member."""
     found, seen, key, sample = ShardContents(), set[str](), "", dict[str, Member]()
     try:
-        with _window(path, storage) as window:
+        with _window(path, num_bytes, storage) as window:
             for member in read_members(window, path=path, num_bytes=num_bytes):
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, suffix = name.partition(".")

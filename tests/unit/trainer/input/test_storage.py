@@ -186,6 +186,18 @@ def test_storage_webdataset_is_indexed_once_and_read(own_bucket, folder, faults,
         held(found)
 
 
+def test_storage_names_a_tar_without_an_end_mark_as_cut_off_at_once(endpoint, packed, tmp_path, monkeypatch):
+    whole = (packed / "train/shard-000000.tar").read_bytes().rstrip(b"\0")
+    (tmp_path / "cut/train").mkdir(parents=True)
+    (tmp_path / "cut/train/0.tar").write_bytes(whole.ljust(-(-len(whole) // 512) * 512, b"\0"))
+    OWN.append(f"own-{len(OWN)}")
+    root = storage.Storage(str(storage.url_of(upload(tmp_path / "cut", OWN[-1], endpoint))))
+    ((name, num_bytes, _),) = root.shards("train")
+    monkeypatch.setattr(storage, "PAUSES", ())  # a fetch behind the end fails each time
+    with pytest.raises(DataError, match=naming("0.tar", "is cut off", "fetch it again")):
+        webdataset.index_shard(f"{root.url}/{name}", num_bytes, storage=root)
+
+
 @pytest.mark.long
 def test_storage_of_a_busy_server_and_a_broken_connection_is_read_in_the_end(make, bucket, folder, faults):
     faults.num_busy, faults.num_broken, faults.seconds = 5, 5, 0.02
