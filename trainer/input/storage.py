@@ -214,7 +214,10 @@ class KeptBlocks:
     """The first blocks of a split in a local file: the CRC-32 of each, then the blocks; those not fetched are holes."""
 
     def __init__(self, folder: Path, owner: str, content: str, *, num_blocks: int) -> None:
-        """Open or make the file; remove those of the same split with other content. Raises: DataError."""
+        """Open or make the file; remove those of the same split with other content, which nothing reads again.
+
+        A job with another cache size on this host keeps its own file. Raises: DataError.
+        """
         self.num_blocks = num_blocks
         self._folder = folder
         self._locks = [threading.Lock() for _ in range(64)]
@@ -225,7 +228,7 @@ class KeptBlocks:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f"{owner}-{content}-{num_blocks}.blocks"
             for other in folder.glob(f"{owner}-*.blocks"):
-                if other != path:
+                if not other.name.startswith(f"{owner}-{content}-"):
                     other.unlink(missing_ok=True)
             self._file = open_sparse(path)
             os.ftruncate(self._file.fileno(), self._start + num_blocks * BLOCK_BYTES)

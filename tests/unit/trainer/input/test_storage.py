@@ -289,6 +289,16 @@ def test_storage_cache_of_a_replaced_set_makes_room(own_bucket, folder, tmp_path
     assert after != before
 
 
+def test_storage_cache_of_another_size_is_left_to_the_job_that_uses_it(tmp_path):
+    storage.KeptBlocks(tmp_path, "images", "before", num_blocks=16)
+    storage.KeptBlocks(tmp_path, "images", "now", num_blocks=16).put(0, b"kept")
+    storage.KeptBlocks(tmp_path, "images", "now", num_blocks=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images-now-16.blocks", "images-now-8.blocks"]
+    kept = storage.KeptBlocks(tmp_path, "images", "now", num_blocks=16).get(0)
+    assert kept is not None
+    assert kept.rstrip(b"\0") == b"kept"
+
+
 @pytest.mark.long
 def test_storage_data_check_reads_it_too(bucket):
     report = check_dataset(bucket, decode=False)
