@@ -240,14 +240,18 @@ def tune_script(script: Path, arguments: Sequence[str], *, steps: int, say: Call
 
     Collective over the job's ranks. steps: that each turn times. A step is all between two forward passes whose
     gradients are averaged: input, microbatches in no_sync(), and the update belong to it.
-    Raises: UserError if the script wraps no model, or two, or ends before all is measured.
+    Raises: UserError if the script wraps no model, or two, or ends before all is measured; SystemExit if the script
+    ends itself with an error.
     """
     tuner = _Tuner(steps, say)
     argv, path = sys.argv, sys.path[:]
     try:
         sys.argv, sys.path[:1] = [str(script), *arguments], [str(script.parent)]
-        with _patched(tuner), suppress(SystemExit):
+        with _patched(tuner):
             runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code and not tuner.measured:  # its own error, such as a wrong argument
+            raise
     finally:
         sys.argv, sys.path[:] = argv, path
     if tuner.communicator is None:

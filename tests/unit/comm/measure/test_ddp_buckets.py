@@ -95,6 +95,18 @@ def test_gain_counts_beyond_noise_alone(slow: tuple[float, ...], fast: tuple[flo
     assert gain(MeasuredTimes(slow), MeasuredTimes(fast)) == pytest.approx(expected)
 
 
+def test_script_that_ends_itself_with_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for code in (2, "no such data set"):
+        script.write_text(f"raise SystemExit({code!r})")
+        with pytest.raises(SystemExit) as ended:
+            tune_script(script, [], steps=1, say=lambda line: None)
+        assert ended.value.code == code
+    script.write_text("raise SystemExit(0)")
+    with pytest.raises(UserError, match="made no DistributedDataParallel"):
+        tune_script(script, [], steps=1, say=lambda line: None)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("models", "steps", "told"),
