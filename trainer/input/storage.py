@@ -51,9 +51,9 @@ def url_of(root: Path | str) -> str | None:
     if scheme not in SCHEMES or not colon or not rest.startswith("/"):
         return None
     rest = rest.strip("/")  # Path makes one slash of two
-    if "@" in rest.partition("/")[0] or "?" in rest:
+    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
         # it would be printed, and kept in the run folder
-        raise ConfigError(f"data.root={scheme}://...: an address must hold no user, password or query; {CREDENTIALS}")
+        raise ConfigError(f"data.root={scheme}://...: an address must hold no user, password, query or fragment; {CREDENTIALS}")
     return f"{scheme}://{rest}"
 
 
