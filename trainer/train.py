@@ -24,7 +24,7 @@ from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.hooks import TrainingHooks
-from bigbatch.trainer.step.stop_request import leave_stopped
+from bigbatch.trainer.step.stop_request import StopRequest, leave_stopped
 from bigbatch.trainer.training_run import JoinedRank, TrainingRun
 
 
@@ -110,15 +110,15 @@ def _run_agreed(
     Raises: PeerLostError; ReplicasDiffer if they differ at the start, or again after the run went back to that step.
     """
     been_back_at: int | None = None
-    came_back, asked_by = "", None
+    came_back = ""
+    stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
     while True:
         run: TrainingRun | None = None
         difference, lost = "", None
         try:
-            run = make_run(config, job=job, owner=ownership.owner, kept=kept)
-            if asked_by:
-                run.parts.stop.ask(asked_by)
+            run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop)
+            stop = run.parts.stop
             return run.run(came_back=came_back), job.communicator
         except ReplicasDiffer as error:
             if run is None:
@@ -131,8 +131,6 @@ def _run_agreed(
             lost.lost_ranks = error.lost_ranks
         # outside of the except block: the error's frames hold the run's tensors
         folder, device = RunDir(Path(config.run.directory)), job.communicator.device
-        if run:
-            asked_by = run.parts.stop.signal_name
         if lost:
             kept = run.loop.copy_state() if run else kept
             del run

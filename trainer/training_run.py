@@ -39,7 +39,7 @@ from bigbatch.trainer.run.resume import find_start, restore_, start_in_memory
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.summary import describe_job, introduction
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.stop_request import Stopped
+from bigbatch.trainer.step.stop_request import Stopped, StopRequest
 from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.training_loop import TrainingLoop
 
@@ -71,8 +71,12 @@ class TrainingRun:
         hooks: TrainingHooks,
         is_quiet: bool,
         kept: dict[str, Any] | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
-        """kept: a state in memory, equal on all ranks, from which the run goes on after a loss."""
+        """kept: a state in memory, equal on all ranks, from which the run goes on after a loss.
+
+        stop: of the job's former run, if it had one.
+        """
         communicator = job.communicator
         self.config = config
         self.communicator = communicator
@@ -119,6 +123,7 @@ class TrainingRun:
             tuned=job.tuned,
             gradient_order=start.gradient_order,
             classes=classes,
+            stop=stop,
         )
         if state:
             path = start.path or Path("in memory")

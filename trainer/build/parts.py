@@ -47,8 +47,11 @@ def make_parts(
     tuned: Tuned | None,
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
+    stop: StopRequest | None = None,
 ) -> Parts:
     """Return all parts of a step. tuned: as join_job returns it; gradient_order: a resumed run's, a name per line.
+
+    stop: of the job's former run, if it had one.
 
     model.weights are read for the first step of a run only. classes: names in the data; the weights must have the same
     ones if their last layer is taken; None: not compared. Raises: ConfigError; TunedError; CheckpointError;
@@ -95,7 +98,7 @@ def make_parts(
             normalize=normalize,
             loss=make_loss(config, communicator.device),
             # torchrun, if it is killed, leaves its ranks; mpirun does not
-            stop=StopRequest(launcher=os.getppid() if communicator.env.master_runs else None),
+            stop=stop or StopRequest(launcher=os.getppid() if communicator.env.master_runs else None),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),
             execution=make_execution(config, communicator, optimizer),

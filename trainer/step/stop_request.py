@@ -99,6 +99,7 @@ class StopRequest:
         try:
             yield
         finally:
+            self._departure = None  # a job's next group has another one
             signal.set_wakeup_fd(previous)
             rings.shutdown(socket.SHUT_WR)  # which ends the listener, also where a forked process holds a copy
             rings.close()

@@ -1,0 +1,46 @@
+"""The run that follows a loss in the same process, without other ranks."""
+
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch.errors import PeerLostError
+from bigbatch.trainer import train
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.step.stop_request import StopRequest
+
+
+def job_of(world_size: int) -> Any:
+    """A job that can heal."""
+    communicator = SimpleNamespace(world_size=world_size, seats=(), device=torch.device("cpu"))
+    return SimpleNamespace(communicator=communicator)
+
+
+class Run:
+    """A run that loses a rank, and its successor, which tells what asked it to stop."""
+
+    def __init__(self, *arguments: Any, kept: Any, stop: StopRequest | None = None, **settings: Any) -> None:
+        self._kept, self.parts = kept, SimpleNamespace(stop=stop or StopRequest())
+        self.loop = SimpleNamespace(copy_state=lambda: {"step": 3})
+
+    def run(self, *, came_back: str) -> Any:
+        if self._kept is None:
+            raise PeerLostError("rank 1 on n1 was lost")
+        return {"asked by": self.parts.stop.signal_name}
+
+
+def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return SimpleNamespace(job=job_of(1), state=kept, told="lost: rank 1 on n1")
+
+    monkeypatch.setattr(train, "heal", heal)
+    ownership: Any = SimpleNamespace(owner=None)
+    found, _ = train._run_agreed(Run, load_config(["--config", "quickstart"]), job_of(2), ownership)  # type: ignore[arg-type]
+    assert found == {"asked by": "SIGINT"}
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
