@@ -107,7 +107,7 @@ class TrainingRun:
                 control=communicator.control,
             )
         else:
-            self.start, state = start_in_memory(kept), kept
+            self.start, state = start_in_memory(kept, samples=samples, root=config.data.root), kept
         start = self.start
         if start.is_of_unknown_classes:
             self.placement.append(f"{start.path} keeps no class names: those of {config.data.root} are not compared")

@@ -139,8 +139,16 @@ def _find_state(
     return path, state, damaged
 
 
-def start_in_memory(state: Mapping[str, Any]) -> Start:
-    """Return the start of a run that goes on from a state in memory."""
+def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str) -> Start:
+    """Return the start of a run that goes on from a state in memory; samples, of data in root: as for find_start.
+
+    Raises: CheckpointError if the images changed since the run began.
+    """
+    if state["samples"] != samples:
+        raise CheckpointError(
+            f"a rank was lost, and the training images in {root} are not those with which the run began: some were "
+            "added, removed or given another class. Bring them back, and start the same command again"
+        )
     evaluations = {record["step"]: record for record in state["evaluations"]}
     return Start(
         step=state["step"],
@@ -148,8 +156,7 @@ def start_in_memory(state: Mapping[str, Any]) -> Start:
         skipped=dict(state["skipped"]),
         evaluations=evaluations,
         gradient_order=state["gradient_order"],
-        sums=dict(state["sums"]),
-    )
+    )  # without its sums: the line about the loss names the other number of ranks
 
 
 def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collection[str] | None) -> None:

@@ -24,6 +24,7 @@ from bigbatch.trainer.run.resume import (
     find_start,
     require_same_objective,
     require_same_optimizer,
+    start_in_memory,
 )
 
 BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff.JPEG: is empty"}
@@ -50,6 +51,14 @@ def test_resume_takes_over_what_is_of_this_run_and_of_the_same_images(
         assert start.owes_evaluation is (name == "ours" and top1 is None)
         assert start.skipped == (BAD if is_known else {})
         assert start.evaluations == ({2: evaluations[0], 4: evaluations[1]} if is_known and name == "ours" else {})
+
+
+def test_resume_in_memory_refuses_images_that_changed_since_the_start() -> None:
+    state = {"step": 5, "evaluations": [], "skipped": {}, "gradient_order": "w", "sums": {"ranks": "3"}}
+    start = start_in_memory({**state, "samples": "a digest"}, samples="a digest", root="/data")
+    assert (start.step, start.owes_evaluation, start.sums) == (5, True, {}), "no checkpoint to compare sums with"
+    with pytest.raises(CheckpointError, match=naming("/data", "with which the run began", "Bring them back")):
+        start_in_memory({**state, "samples": "a digest"}, samples="another digest", root="/data")
 
 
 def test_resume_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -> None:
