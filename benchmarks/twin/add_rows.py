@@ -70,12 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         committed = json.loads(options.commitment.read_text())["predictions"] if options.commitment else {}
-        added = add_rows(options.new, options.to)
-    except SimulationError as error:
-        tell(str(error))
-        return error.exit_code
     except (OSError, ValueError, KeyError, TypeError) as error:
         tell(f"cannot read {options.commitment}: {first_line(error)}")
+        return SimulationError.exit_code
+    try:
+        added = add_rows(options.new, options.to)
+    except (SimulationError, OSError) as error:
+        tell(str(error))
         return SimulationError.exit_code
     for row in added:
         print_line(outcome(row, committed[row.id]) if row.id in committed else f"{row.id}: added")

@@ -319,8 +319,8 @@ def _unknowns(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def commitment(answers: Answers) -> dict[str, object]:
-    """Return predictions and their SHA-256, which whoever has the answers can compare with the table."""
-    rows = [line.split(",") for line in answers.text.splitlines()[1:]]
+    """Return predictions and their SHA-256, which is compared with the table when the answers are known."""
+    _, *rows = csv.reader(io.StringIO(answers.text))
     return {
         "sha256": hashlib.sha256(answers.text.encode()).hexdigest(),
         "bigbatch": source_commit(),

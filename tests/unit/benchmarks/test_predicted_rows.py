@@ -1,6 +1,7 @@
 """Tables of measured rows in, predicted steps out: what they are scaled from, and how far off they are."""
 
 import csv
+import errno
 import hashlib
 import json
 import os
@@ -53,7 +54,7 @@ EIGHT = ONE | {
 
 def write(path: Path, *rows: dict[str, str]) -> Path:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ONE)
+        writer = csv.DictWriter(file, ONE | rows[0])
         writer.writeheader()
         writer.writerows(rows)
     return path
@@ -311,6 +312,32 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
     assert code == 0
     assert "inside the interval" in shown
     assert [row.id for row in read_given(given).rows] == ["one", "eight"]
+
+
+def test_commitment_keeps_the_names_of_its_rows(tmp_path):
+    given, questions = write(tmp_path / "given.csv", ONE), write(tmp_path / "questions.csv", EIGHT | {"id": 'a, "b"'})
+    promised = tmp_path / "promised.json"
+    words = ["--given", given, "--rows", questions, "--out", tmp_path / "out.csv", "--commit", promised]
+    assert main(list(map(str, words))) == 0
+    assert list(json.loads(promised.read_text())["predictions"]) == ['a, "b"']
+
+
+def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeypatch):
+    origin = {"source": "a page", "round_or_year": "2022"}
+    given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
+    missing = tmp_path / "promised.json"
+    assert add_main([str(new), "--to", str(given), "--commitment", str(missing)]) == 1
+    assert f"cannot read {missing}" in capsys.readouterr().err
+    opened = Path.open
+
+    def refuse(path, mode="r", **how):
+        if mode == "a":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, mode, **how)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert add_main([str(new), "--to", str(given)]) == 1
+    assert re.search(naming(str(given), "Permission denied"), capsys.readouterr().err)
 
 
 def test_table_that_is_read_is_not_overwritten(tmp_path, capsys):
