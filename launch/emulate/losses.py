@@ -73,14 +73,16 @@ class Rehearsal:
         """Yield the steps of the reports since the last call."""
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
         with suppress(FileNotFoundError), self._metrics.open("rb") as file:
-            file.seek(self._offset)
+            file.seek(max(0, self._offset - 1))
+            # the rest of a line, if the file has grown anew past the place of the last look
+            is_begun = self._offset > 0 and file.read(1) != b"\n"
             for line in file:
                 if not line.endswith(b"\n"):
                     return  # it is being written
                 self._offset += len(line)
-                record = parse_json(line.decode())
-                if record["kind"] == "train":
-                    yield int(record["step"])
+                if not is_begun and (step := _step_of(line)) is not None:
+                    yield step
+                is_begun = False
 
     def _cause(self, loss: Loss, *, step: int) -> None:
         if loss.kind == "cut":
@@ -90,6 +92,15 @@ class Rehearsal:
         else:
             _signal_node(self._cluster.keeper, loss.node, SIGNALS[loss.kind])
         tell(f"{loss}: {host(loss.node)} was {KINDS[loss.kind][0]} after the report of step {step}")
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a training report; None for another record, or a damaged line."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    return int(record["step"]) if record["kind"] == "train" else None
 
 
 def _size(path: Path) -> int:

@@ -84,3 +84,25 @@ def test_losses_happen_once_at_the_first_new_report_of_their_step_or_a_later_one
     assert done[2:] == [(7, 1, losses.SIGNALS["stop"])]
     assert rehearsal.left == [Loss("kill", 1, 80)]
     assert re.search(naming("--stop n1@step=5", "n1 was stopped", "step 6"), capfd.readouterr().err)
+
+
+def test_losses_survive_a_shorter_file_that_has_grown_past_the_last_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[object, ...]] = []
+    monkeypatch.setattr(losses, "_signal_node", lambda *words: done.append(words))
+    metrics = tmp_path / "metrics.jsonl"
+    line = '{"kind": "train", "step": %d}\n'
+    metrics.write_text("".join(line % step for step in (1, 2, 3)))
+    rehearsal = Rehearsal((Loss("kill", 1, 9),), metrics=metrics, cluster=CLUSTER, environ={})
+    # a resumed run has kept one report and written others: the place of the last look is within a line
+    metrics.write_text(line % 1 + '{"kind": "start", "step": 1, "job": {"world_size": 2}}\n' + line % 2 + line % 3)
+    rehearsal()
+    with metrics.open("a") as file:
+        file.write("damaged\n" + line % 8)
+    rehearsal()
+    assert done == []
+    with metrics.open("a") as file:
+        file.write(line % 9)
+    rehearsal()
+    assert done == [(7, 1, losses.SIGNALS["kill"])]
