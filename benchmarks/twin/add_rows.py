@@ -46,17 +46,27 @@ def outcome(row: Row, committed: Sequence[float]) -> str:
     )
 
 
+def read_commitment(path: Path) -> dict[str, tuple[float, float, float]]:
+    """Return the committed milliseconds of each row. Raises: OSError, ValueError, KeyError, TypeError, AttributeError."""
+    found = {}
+    for name, figures in json.loads(path.read_text())["predictions"].items():
+        predicted, low, high = map(float, figures)
+        found[name] = predicted, low, high
+    return found
+
+
 def add_rows(new: Path, table: Path) -> list[Row]:
     """Check a file's rows and append them to a table, in its columns. Raises: SimulationError."""
     found, known = read_given(new), read_given(table)
     if found.unusable:
         raise SimulationError(found.unusable[0])
     check_new(found.rows, known.rows)
-    with table.open(newline="", encoding="utf-8-sig") as file:
-        columns = next(csv.reader(file))
+    text = table.read_text(encoding="utf-8-sig")
+    columns = next(csv.reader(text.splitlines()))
     if unknown := [name for name in found.rows[0].stated if name not in columns]:
         raise SimulationError(f"{new} has a column {unknown[0]} that {table} has not")
     with table.open("a", newline="", encoding="utf-8") as file:
+        file.write("" if text.endswith("\n") else "\n")
         csv.DictWriter(file, columns, lineterminator="\n").writerows(dict(row.stated) for row in found.rows)
     return found.rows
 
@@ -69,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commitment", type=Path, metavar="JSON", help="of benchmarks.twin.predict --commit")
     options = parser.parse_args(argv)
     try:
-        committed = json.loads(options.commitment.read_text())["predictions"] if options.commitment else {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        committed = read_commitment(options.commitment) if options.commitment else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         tell(f"cannot read {options.commitment}: {first_line(error)}")
         return SimulationError.exit_code
     try:

@@ -53,7 +53,9 @@ def url_of(root: Path | str) -> str | None:
     rest = rest.strip("/")  # Path makes one slash of two
     if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
         # it would be printed, and kept in the run folder
-        raise ConfigError(f"data.root={scheme}://...: an address must hold no user, password, query or fragment; {CREDENTIALS}")
+        raise ConfigError(
+            f"data.root={scheme}://...: an address must hold no user, password, query or fragment; {CREDENTIALS}"
+        )
     return f"{scheme}://{rest}"
 
 

@@ -340,6 +340,25 @@ def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeyp
     assert re.search(naming(str(given), "Permission denied"), capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("predictions", [{"n1": [1, 2]}, {"n1": ["x", 2, 3]}, {"n1": 5}, [1]])
+def test_damaged_commitment_is_named_before_a_row_is_added(predictions, tmp_path, capsys):
+    origin = {"source": "a page", "round_or_year": "2022"}
+    given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
+    before, promised = given.read_text(), tmp_path / "promised.json"
+    promised.write_text(json.dumps({"predictions": predictions}))
+    assert add_main([str(new), "--to", str(given), "--commitment", str(promised)]) == 1
+    assert f"cannot read {promised}" in capsys.readouterr().err
+    assert given.read_text() == before
+
+
+def test_row_is_added_below_a_line_without_an_end(tmp_path):
+    origin = {"source": "a page", "round_or_year": "2022"}
+    given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
+    given.write_text(given.read_text().rstrip("\n"))
+    assert add_main([str(new), "--to", str(given)]) == 0
+    assert [row["id"] for row in csv.DictReader(given.read_text().splitlines())] == ["one", EIGHT["id"]]
+
+
 def test_table_that_is_read_is_not_overwritten(tmp_path, capsys):
     given, questions = write(tmp_path / "given.csv", ONE), write(tmp_path / "questions.csv", EIGHT)
     before = given.read_bytes()
