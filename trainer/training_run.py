@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import HEALING
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ReplicasDiffer, exit_code_of
@@ -59,6 +60,15 @@ class JoinedRank:
     """Record by which it did, for the run folder."""
 
 
+def why_not_healing(backend: str) -> str:
+    """Return the line for the log of a run that is to heal in place and cannot."""
+    if backend in HEALING:
+        why, remedy = "the ranks met in a process group of the script's own", "without one they can"
+    else:
+        why, remedy = f"{backend} cannot go on without a rank", "comm.backend=tcp and gloo can"
+    return f"run.heal=in_place: {why}, so a loss ends the job, as with restart; {remedy}"
+
+
 class TrainingRun:
     """Controls one run from start to end: files on the first rank, collectives on all."""
 
@@ -89,10 +99,7 @@ class TrainingRun:
             line for line in (left_out, job.bound, staged, describe_load(communicator.device), job.mode_told) if line
         ]
         if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.seats is None:
-            self.placement.append(
-                f"run.heal=in_place: {communicator.backend.name} cannot go on without a rank, so a loss ends the job, "
-                "as with restart; comm.backend=tcp and gloo can"
-            )
+            self.placement.append(why_not_healing(communicator.backend.name))
         samples = build_input.samples_digest(self.train_split)
         classes = build_input.class_names(self.train_split)
         # the state is not kept: it is as large as the model and its momentum
@@ -196,6 +203,7 @@ class TrainingRun:
                         skipped=self.loop.skipped,
                         seconds=seconds,
                         noise=self.loop.noise.figures(),
+                        is_healed=self.is_healed,
                     )
                 ),
                 self.communicator.control,
@@ -264,9 +272,10 @@ class TrainingRun:
             self._save_if_due()
         if self.evaluator.reason_to_end():
             self.plan = loop.plan = self.plan.ending_at_once()
-        self.input = measure_input(
-            self.config, self.communicator, self.train_split, plan=self.plan, prepare=self.parts.prepare
-        )
+        if not self.is_healed:  # or each loss would cost data.probe_seconds more
+            self.input = measure_input(
+                self.config, self.communicator, self.train_split, plan=self.plan, prepare=self.parts.prepare
+            )
         if self.input:
             self.output.say(describe_input(self.input.ranks))
             self.output.log("input", input_record(self.input.rates, step=self.plan.first_step))

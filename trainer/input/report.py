@@ -88,10 +88,10 @@ class MeasuredInput:
         return over_ranks(self.ranks)
 
 
-def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -> list[str]:
+def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool, is_healed: bool = False) -> list[str]:
     """Return hints for a run with steps that wait for images, or spend most time copying and augmenting them.
 
-    was_probed: the config asked for a measurement, though it may have failed.
+    was_probed: the config asked for a measurement, though it may have failed. is_healed: the job has lost a rank since.
     """
     found: list[str | None] = []
     if waited.wait_fraction > LARGE_WAIT:
@@ -100,7 +100,9 @@ def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -
             found = [_on_waiting(waits, waited, measured)]
         else:
             why = "data.probe_seconds=1 does that"
-            if was_probed:
+            if is_healed:
+                why = "the job has lost a rank since its start, and did not measure again"
+            elif was_probed:
                 why = "the measurement met an image that cannot be used, which `bigbatch data check` names"
             found = [f"{waits}; what limits the input was not measured: {why}"]
     if measured is not None:

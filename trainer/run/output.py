@@ -137,8 +137,12 @@ class RunOutput:
         skipped: Mapping[str, str],
         seconds: float,
         noise: Mapping[str, float | None],
+        is_healed: bool = False,
     ) -> dict[str, Any] | None:
-        """Write the plot, and the summary or how to continue; return the summary. Arguments: as for make_summary."""
+        """Write the plot, and the summary or how to continue; return the summary.
+
+        Arguments: as for make_summary and make_hints.
+        """
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
         optimizer = config.optimizer
@@ -151,7 +155,9 @@ class RunOutput:
             global_batch_size=config.batch.global_batch_size,
         )
         host_of, used_share = self._communicator.control.host_of, self._plan.division.used_share
-        for text in make_hints(totals, config, measured=measured, host_of=host_of, used_share=used_share):
+        for text in make_hints(
+            totals, config, measured=measured, host_of=host_of, used_share=used_share, is_healed=is_healed
+        ):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
             # none if a run from another folder's checkpoint was stopped before its first step

@@ -246,8 +246,9 @@ def make_hints(
     measured: MeasuredInput | None,
     host_of: Callable[[int], str],
     used_share: float = 1.0,
+    is_healed: bool = False,
 ) -> list[str]:
-    """Return hints for a run that waits for images or slow ranks; none if it made no step.
+    """Return hints for a run that waits for images or slow ranks; none if it made no step. is_healed: as for hints.
 
     used_share: of the ranks' time, as Division.used_share; ranks wait for the rest without being slow.
     """
@@ -262,7 +263,8 @@ def make_hints(
     slow = totals.measures_waits and straggler_hint(
         found["straggler_fraction"] - (1 - used_share), totals.lag_seconds_P, host_of=host_of
     )
-    return [*hints(waited, measured, was_probed=config.data.probe_seconds > 0), *([slow] if slow else [])]
+    was_probed = config.data.probe_seconds > 0
+    return [*hints(waited, measured, was_probed=was_probed, is_healed=is_healed), *([slow] if slow else [])]
 
 
 def device_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ from bigbatch.errors import PeerLostError
 from bigbatch.trainer import train
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.step.stop_request import StopRequest
+from bigbatch.trainer.training_run import why_not_healing
 
 
 def job_of(world_size: int) -> Any:
@@ -31,6 +32,11 @@ class Run:
         if self._kept is None:
             raise PeerLostError("rank 1 on n1 was lost")
         return {"asked by": self.parts.stop.signal_name}
+
+
+def test_run_that_cannot_heal_says_what_prevents_it() -> None:
+    assert "nccl cannot go on without a rank" in why_not_healing("nccl")
+    assert "process group of the script's own" in why_not_healing("tcp")
 
 
 def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
