@@ -70,6 +70,7 @@ def lead(
     Raises: UserError, such as OutOfMemory; the job is not left then.
     """
     communicator = job.communicator
+    groups = [communicator]
     try:
         with ExitStack() as stack:
             stack.enter_context(using_staged(config, communicator))
@@ -88,25 +89,31 @@ def lead(
             if is_dry_run:
                 summary: dict[str, Any] | None = make_run(config, job=job, owner=None).describe()
             else:
-                summary, communicator = _run_agreed(make_run, config, job, ownership)
+                summary = _run_agreed(make_run, config, job, ownership, groups=groups)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error)
     else:
-        communicator.close()
+        groups[-1].close()
         return summary
     # outside of the except block: the error's frames hold the run's tensors
-    raise OutOfMemory(explain(config, reason, world_size=communicator.world_size, device=communicator.device))
+    raise OutOfMemory(explain(config, reason, world_size=groups[-1].world_size, device=communicator.device))
 
 
 def _run_agreed(
-    make_run: Callable[..., TrainingRun], config: Config, job: JoinedRank, ownership: Ownership
-) -> tuple[dict[str, Any] | None, Communicator]:
-    """Train to the end or to a stop signal; return the summary, or None if stopped, and the connection. Collective.
+    make_run: Callable[..., TrainingRun],
+    config: Config,
+    job: JoinedRank,
+    ownership: Ownership,
+    *,
+    groups: list[Communicator],
+) -> dict[str, Any] | None:
+    """Train to the end or to a stop signal; return the summary, or None if stopped. Collective.
 
     If the ranks' weights differ during the run, go back to the newest checkpoint on which they agreed, or to the start
-    of the run. After the loss of a rank go on without it, if the run heals in place.
+    of the run. After the loss of a rank go on without it, if the run heals in place, and append the new connection to
+    groups.
     Raises: PeerLostError; ReplicasDiffer if they differ at the start, or again after the run went back to that step.
     """
     been_back_at: int | None = None
@@ -119,7 +126,7 @@ def _run_agreed(
         try:
             run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop)
             stop = run.parts.stop
-            return run.run(came_back=came_back), job.communicator
+            return run.run(came_back=came_back)
         except ReplicasDiffer as error:
             if run is None:
                 raise
@@ -137,6 +144,7 @@ def _run_agreed(
             free_memory(device)
             healed = heal(config, job, lost, kept=kept, ownership=ownership)
             job, kept, came_back = healed.job, healed.state, healed.told
+            groups.append(job.communicator)
             if kept is None and list_checkpoints(folder.checkpoints):
                 config = replace(config, run=replace(config.run, resume="auto"))
             continue

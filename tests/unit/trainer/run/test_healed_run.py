@@ -46,7 +46,9 @@ def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(train, "heal", heal)
     ownership: Any = SimpleNamespace(owner=None)
-    found, _ = train._run_agreed(Run, load_config(["--config", "quickstart"]), job_of(2), ownership)  # type: ignore[arg-type]
+    config, groups = load_config(["--config", "quickstart"]), []
+    found = train._run_agreed(Run, config, job_of(2), ownership, groups=groups)  # type: ignore[arg-type]
+    assert [group.world_size for group in groups] == [1], "by which running out of memory is explained"
     assert found == {"asked by": "SIGINT"}
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
