@@ -47,7 +47,10 @@ def outcome(row: Row, committed: Sequence[float]) -> str:
 
 
 def read_commitment(path: Path) -> dict[str, tuple[float, float, float]]:
-    """Return the committed milliseconds of each row. Raises: OSError, ValueError, KeyError, TypeError, AttributeError."""
+    """Return the committed milliseconds of each row.
+
+    Raises: OSError; ValueError, KeyError, TypeError or AttributeError if the file holds anything else.
+    """
     found = {}
     for name, figures in json.loads(path.read_text())["predictions"].items():
         predicted, low, high = map(float, figures)
