@@ -1,15 +1,15 @@
 """A new group after a loss: the ranks that are left agree on its members, and on the process that holds its store.
 
 Each rank keeps a bound socket, which does not listen. If the store is lost, the first rank that is left opens the next
-one there. No member list is formed twice: it is a value of one store, and the trainer's claim of the run folder
-decides between two groups that do not see each other.
+one there. No member list is formed twice: it is a value of one store. Of two groups that do not see each other only the
+larger one goes on (has_quorum); the trainer's claim of the run folder is the last guard.
 """
 
 import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -110,7 +110,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     """Form a group of the ranks that are left, in their order. Collective over these.
 
     lost: of the error that ended the group.
-    Raises: PeerLostError if the others go on without this rank; CommError if no store can be reached.
+    Raises: PeerLostError if the others go on without this rank, or may do so; CommError if no store can be reached.
     """
     env, control, seats = group.env, group.control, group.seats
     store, rank, holder = control.store, env.rank, holder_of(control)
@@ -121,9 +121,16 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     if holder in left:  # the store lives: its verdict is the same on all ranks
         members, line, first = left, store.line, holder
         numbers = [store.numbers[each] if store.numbers else each for each in members]
+        if not has_quorum(members, _silent(group, members, lost)):
+            members = []
     else:
-        members, line, first = _meet_elsewhere(env, control, seats, lost)
+        members, line, first = _meet_elsewhere(group, lost)
         numbers = members
+    if not members:
+        raise PeerLostError(
+            f"rank {rank} on {env.host} reaches too few of the {env.world_size} ranks: those that it does not reach "
+            "may go on without it, so this process ends"
+        )
     if rank not in members:
         raise excluded(env, frozenset(range(env.world_size)).difference(members))
     # ranks that disagree about the members never meet
@@ -162,23 +169,57 @@ def excluded(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
     return error
 
 
+def has_quorum(members: Collection[int], silent: Collection[int]) -> bool:
+    """Return whether these ranks go on without silent ones, which may form a group of their own.
+
+    Of two groups that call each other silent only one does: the larger one, or of equal ones that with the lowest rank.
+    """
+    return (len(members), -min(members)) > (len(silent), -min(silent, default=0))
+
+
+def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[int]:
+    """Return the ranks that are no members, and whose processes are not known to have ended."""
+    state, holder = group.control.detector.log.state, holder_of(group.control)
+    known = set(state.crashed)
+    if group.env.rank not in lost:  # if it was left out, the others have closed their connections to its store
+        known |= state.gone
+    if holder not in known | {group.env.rank, *members} and _has_closed(group.control):
+        known.add(holder)
+    silent = set[int]()
+    for each in set(range(group.env.world_size)).difference(members):
+        has_ended = group.seats.all[each].has_ended()
+        if not (each in known if has_ended is None else has_ended):
+            silent.add(each)
+    return silent
+
+
+def _has_closed(control: Control) -> bool:
+    """Return whether the store's host says that nothing listens there any more: the store ends with its holder."""
+    assert isinstance(control.store, JobStore)
+    with suppress(OSError):
+        try:
+            socket.create_connection((control.store.line.address, control.store.line.port), CALL_SECONDS).close()
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
 def order_of_holders(seats: Sequence[Seat], lost: frozenset[int], *, holder: int) -> list[int]:
     """Return who opens the next store, in turn: ranks of other hosts than the lost one's first, and itself last."""
     left = [each for each in range(len(seats)) if each not in lost and each != holder]
     return [*sorted(left, key=lambda each: seats[each].host == seats[holder].host), holder]
 
 
-def _meet_elsewhere(
-    env: ProcessEnv, control: Control, seats: Seats, lost: frozenset[int]
-) -> tuple[list[int], Line, int]:
+def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], Line, int]:
     """Open or find the next store, and agree there on the members.
 
-    Returns: the members, the store, and the rank that holds it.
+    Returns: the members, none without a quorum; the store; and the rank that holds it.
     """
+    env, control, seats = group.env, group.control, group.seats
     reasons = []
     for first in order_of_holders(seats.all, lost, holder=holder_of(control)):
         if first == env.rank:
-            return *_count(env, control, seats, lost), first
+            return *_count(group, lost), first
         try:
             line = _call(seats.all[first], control, rank=env.rank)
         except (OSError, StrangerError) as error:
@@ -212,12 +253,13 @@ def _call(seat: Seat, control: Control, *, rank: int) -> Line:
     raise ConnectionError("its process has ended")
 
 
-def _count(env: ProcessEnv, control: Control, seats: Seats, lost: frozenset[int]) -> tuple[list[int], Line]:
-    """Open the next store, and publish which ranks have come to it.
+def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], Line]:
+    """Open the next store, and publish which ranks have come to it; none if they are no quorum.
 
     A rank is waited for until its process has ended, or for comm.timeout_seconds: it may be in a long step. Ranks of
     the lost store's host that this host cannot see are waited for HOLDER_SECONDS.
     """
+    env, control, seats = group.env, group.control, group.seats
     listener, started, own = seats.socket, awake_seconds(), seats.all[env.rank]
     if listener.fileno() < 0:  # this rank has held a store there, which has ended
         listener = _bind(own.address, own.port)
@@ -226,7 +268,7 @@ def _count(env: ProcessEnv, control: Control, seats: Seats, lost: frozenset[int]
     store = _election(line, control)
     holder = holder_of(control)
     awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}
-    come: set[int] = set()
+    come, gone = set[int](), frozenset[int]()
     while awaited:
         gone = store.tail("members", 0).gone
         for each in sorted(awaited):
@@ -240,5 +282,7 @@ def _count(env: ProcessEnv, control: Control, seats: Seats, lost: frozenset[int]
             awaited.discard(each)
         time.sleep(LOOK_SECONDS if awaited else 0.0)
     members = sorted({*come, env.rank})
+    if not has_quorum(members, _silent(group, members, lost) - gone):
+        members = []
     store.set("members", " ".join(map(str, members)))
     return members, line

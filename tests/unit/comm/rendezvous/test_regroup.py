@@ -1,5 +1,6 @@
 """The group that forms after a loss: who is in it, who holds its store, and what those in doubt find there."""
 
+import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -14,7 +15,16 @@ from bigbatch.comm.rendezvous import regroup as module
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, hold_store
-from bigbatch.comm.rendezvous.regroup import Group, Seat, Seats, order_of_holders, own_kernel, place_in, regroup
+from bigbatch.comm.rendezvous.regroup import (
+    Group,
+    Seat,
+    Seats,
+    has_quorum,
+    order_of_holders,
+    own_kernel,
+    place_in,
+    regroup,
+)
 from bigbatch.errors import PeerLostError
 
 SECRET = b"of this test"
@@ -42,6 +52,20 @@ def test_next_store_is_on_another_host_than_the_lost_one(
 ) -> None:
     seats = [seat(host) for host in hosts.split()]
     assert order_of_holders(seats, frozenset(lost), holder=holder) == expected
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_of_two_groups_that_do_not_see_each_other_one_goes_on(num_ranks: int) -> None:
+    """Each rank is on side a or b, or has ended, which only A, only B, both or neither have seen."""
+    for fates in itertools.product(("a", "b", "A", "B", "AB", ""), repeat=num_ranks):
+        of = {side: {rank for rank, fate in enumerate(fates) if side in fate} for side in "abAB"}
+        if not (of["a"] and of["b"]):
+            continue
+        everyone = set(range(num_ranks))
+        go_on = [has_quorum(of[side], everyone - of[side] - of[side.upper()]) for side in "ab"]
+        assert sum(go_on) <= 1, fates
+        if of["A"] == of["B"] and "" not in fates:
+            assert sum(go_on) == 1, fates
 
 
 def test_ranks_keep_their_order_and_count_their_machine_anew() -> None:
@@ -137,3 +161,32 @@ def test_rank_without_which_the_others_go_on_is_told() -> None:
     assert isinstance(groups[1], Group)
     with pytest.raises(PeerLostError, match=naming("rank 0 on here", "go on without it")):
         raise job.after({0: {0}})[0]  # type: ignore[misc]
+
+
+def test_ranks_that_may_be_the_smaller_group_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder, cut off with its store, and one that was cut off from it; processes that have ended do not count."""
+    monkeypatch.setattr(module, "HOLDER_SECONDS", 0.0)
+    for job, rank, lost in ((Job(3, ended=frozenset()), 0, {1, 2}), (Job(2, ended=frozenset()), 1, {0})):
+        with pytest.raises(PeerLostError, match=naming(f"rank {rank} on here reaches too few of the")) as caught:
+            raise job.after({rank: lost})[rank]  # type: ignore[misc]
+        assert not caught.value.lost_ranks
+    for job, rank, lost in ((Job(3, ended=frozenset({1, 2})), 0, {1, 2}), (Job(2, ended=frozenset({0})), 1, {0})):
+        assert isinstance(job.after({rank: lost})[rank], Group)
+
+
+def test_host_that_refuses_connections_to_its_store_shows_that_the_holder_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernel is another one: nothing else shows it."""
+    monkeypatch.setattr(module, "HOLDER_SECONDS", 0.0)
+    came_to = []
+    for is_closed in (False, True):
+        job = Job(2, ended=frozenset({0}))
+        group = job.groups[1]
+        unseen = replace(group.seats.all[0], kernel="another")
+        job.groups[1] = replace(group, seats=replace(group.seats, all=(unseen, group.seats.all[1])))
+        if is_closed:
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                job.line.port = closed.getsockname()[1]
+        came_to.append(type(job.after({1: {0}})[1]))
+    assert came_to == [PeerLostError, Group]
