@@ -1,5 +1,6 @@
 """Run the processes of a job: one that fails ends all, Ctrl-C asks them to stop, and no process is left."""
 
+import os
 import signal
 import subprocess
 import time
@@ -44,7 +45,8 @@ def run_together(
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
-    heals: the others go on without one that is lost; 0 if any succeeded and no other failed than by being lost.
+    heals: the others go on without one that is lost; 0 if any succeeded and no other failed than by being lost. If all
+    others are stopped from the exit of one with LOST on, for GRACE_SECONDS, none goes on, and all are ended.
     enter(node): called in each new process. look: called again and again while they run. Every process has its own
     session, so Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third
     SIGKILL. If this process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its
@@ -101,12 +103,15 @@ def _wait(
     """
     failed: int | None = None
     has_finished = False
+    is_stuck = False
+    """Whether one has exited with LOST, and all others have been stopped since."""
     since_end = 0.0  # counted in polls: none happens while this process is stopped, as in a suspended job
     while running:
         time.sleep(LOOK_SECONDS)
         look()
         since_end += LOOK_SECONDS
         ended = {number: code for number, process in running.items() if (code := process.poll()) is not None}
+        is_stuck = is_stuck and all(_is_stopped(running[number]) for number in running.keys() - ended.keys())
         # a process that ends because another one was lost is not the cause
         for number, code in sorted(ended.items(), key=lambda each: each[1] == LOST):
             del running[number]
@@ -114,6 +119,7 @@ def _wait(
             has_finished = has_finished or (heals and code == 0)
             is_lost = heals and failed is None and may_go_on(shell_code(code), is_python=False)
             if is_lost and (running or has_finished):
+                is_stuck = is_stuck or code == LOST
                 tell(f"{names[number]} {_how(code)}{'' if has_finished else '; the others may go on'}")
                 continue
             # the first failure is the cause; later ones follow from our SIGTERM
@@ -124,9 +130,18 @@ def _wait(
                     others = "; ending the others" if running else ""
                     tell(f"{names[number]} {_how(code)}{others}")
                 _send(running, signal.SIGTERM)
+        if is_stuck and running and failed is None and since_end > GRACE_SECONDS:
+            failed, since_end = LOST, 0.0
+            tell("the processes that are left are stopped, and none can go on; ending them")
+            _send(running, signal.SIGTERM)
         if (failed is not None or has_finished) and since_end > GRACE_SECONDS:
             _send(running, signal.SIGKILL)  # they ignored SIGTERM, or are stopped and were left behind
     return failed or 0
+
+
+def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
+    """Return whether a running process is stopped (SIGSTOP)."""
+    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _how(returncode: int) -> str:

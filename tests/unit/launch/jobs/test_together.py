@@ -57,6 +57,8 @@ def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
         (("kill -KILL $$", f"sleep 0.1; exit {LOST}"), LOST),
         ((f"sleep {FOREVER}", "exit 1"), 1),  # an error of the user's ends all
         (("exit 0", "kill -STOP $$"), 0),  # one that was left behind
+        ((f"sleep 0.1; exit {LOST}", f"kill -STOP $$; sleep {FOREVER}"), LOST),  # none can go on
+        ((f"exit {LOST}", "sleep 0.2; kill -KILL $$", "sleep 0.6; : STOP"), 0),  # one that goes on
     ],
 )
 def test_run_together_lets_the_others_go_on_in_a_job_that_heals(
