@@ -231,8 +231,10 @@ KeyValue = JobStore | BoundedStore
 """Answers requests, each within a limit. Raises: NoAnswerError, RuntimeError."""
 
 
-def hold_store(listener: socket.socket, secret: bytes, *, world_size: int, timeout_seconds: float) -> Line:
-    """Start the store's process on a listening socket, for so many ranks; return a connection pool to it.
+def hold_store(
+    listener: socket.socket, secret: bytes, *, world_size: int, timeout_seconds: float, rank: int = 0
+) -> Line:
+    """Start the store's process on a listening socket, for so many ranks; return this rank's connection pool to it.
 
     Closes the socket in this process. The store's process ends with this one, or when the returned Line is deleted.
     It may take START_SECONDS to start on a busy machine, even if timeout_seconds is shorter.
@@ -252,7 +254,7 @@ def hold_store(listener: socket.socket, secret: bytes, *, world_size: int, timeo
     process.stdin.flush()
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     try:
-        line = Line(own, port, secret, rank=0, timeout_seconds=max(timeout_seconds, START_SECONDS))
+        line = Line(own, port, secret, rank=rank, timeout_seconds=max(timeout_seconds, START_SECONDS))
     except BaseException:
         _end(process)
         raise

@@ -264,7 +264,8 @@ def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], Line]:
     if listener.fileno() < 0:  # this rank has held a store there, which has ended
         listener = _bind(own.address, own.port)
     listener.listen(4096)
-    line = hold_store(listener, control.secret, world_size=env.world_size, timeout_seconds=control.timeout_seconds)
+    limit = control.timeout_seconds
+    line = hold_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
     store = _election(line, control)
     holder = holder_of(control)
     awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}

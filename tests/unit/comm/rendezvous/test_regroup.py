@@ -135,6 +135,7 @@ def test_ranks_whose_store_is_lost_meet_at_the_next_and_miss_who_has_ended() -> 
     groups = job.after({rank: {0} for rank in (2, 3, 4)})
     found = [group for group in groups.values() if isinstance(group, Group)]
     assert [group.env.rank for group in found] == [0, 1, 2]
+    assert [group.control.store.line._rank for group in found] == [2, 3, 4]  # type: ignore[union-attr]
     assert {group.control.holder for group in found} == {"rank 0"}
     assert gather(found) == [["of 0", "of 1", "of 2"]] * 3
     with ThreadPoolExecutor(2) as pool:
