@@ -14,6 +14,7 @@ from bigbatch.comm.rendezvous.regroup import Group, regroup
 from bigbatch.errors import ConfigError, PeerLostError
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Owner, own_claim, succeed, take
@@ -81,7 +82,7 @@ def heal(
     """Form a group of the ranks that are left, and agree on the state to go on from. Collective over these.
 
     error: how this rank noticed the loss. kept: its copy of the state after its last step; None if it lacks a part.
-    Raises: PeerLostError if this rank is not of the group, or the group cannot share the batch; CommError;
+    Raises: PeerLostError if this rank is not of the group, or the group cannot share the batch; CommError; ConfigError;
     RunFolderError.
     """
     former = job.communicator
@@ -92,11 +93,13 @@ def heal(
         before, group = group.seats.all, regroup(group, error.lost_ranks)
         names += [f"rank {rank} on {seat.host}" for rank, seat in enumerate(before) if seat not in group.seats.all]
         try:
+            divide_batch(config.batch, world_size=group.env.world_size)
+        except ConfigError as misfit:
+            raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
+        try:
             communicator = _join(config, group, former=former)
             ownership.succeed(communicator.control)
             state = _agree_on_state(kept, communicator)
-        except ConfigError as misfit:
-            raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
         except PeerLostError as again:  # another loss meanwhile
             if again.exit_code != LOST or not again.lost_ranks:
                 raise
