@@ -52,9 +52,21 @@ class RecordedRun:
     digests: Mapping[int, Mapping[str, Any]]
     """Step -> digests."""
     job: Mapping[str, Any]
+    """Job of the last start."""
     config: str
-    first_step: int = 0
-    """Step at which the run began: above 0 if another run's checkpoint was its start."""
+    starts: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    """Steps done before each start, and its job, in order; the first is above 0 if another run's checkpoint was it."""
+
+    @property
+    def first_step(self) -> int:
+        """Return the step at which the run began."""
+        return min((step for step, _ in self.starts), default=0)
+
+    def jobs_between(self, first_step: int, last_step: int) -> list[Mapping[str, Any]]:
+        """Return the jobs that made the steps after first_step up to last_step, in order."""
+        ends = [step for step, _ in self.starts[1:]] + [last_step]
+        made = zip(self.starts, ends, strict=False)
+        return [job for (begin, job), end in made if max(begin, first_step) < min(end, last_step)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,15 +114,14 @@ def read_run(path: Path) -> RecordedRun:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} holds no run ({first_line(error)}): name a run folder") from error
     digests: dict[int, Mapping[str, Any]] = {}
-    job: Mapping[str, Any] = {}
-    starts: list[int] = []
+    starts: list[tuple[int, Mapping[str, Any]]] = []
     for record in read_records(rundir.metrics):
         if record["kind"] == "digests" and _is_whole(record):
             digests[int(record["step"])] = record
         elif record["kind"] == "start":
             job = found if isinstance(found := record.get("job"), dict) else {}
-            starts.append(int(record["step"]) if isinstance(record.get("step"), int) else 0)
-    return RecordedRun(path, digests, job, config, first_step=min(starts, default=0))
+            starts.append((int(record["step"]) if isinstance(record.get("step"), int) else 0, job))
+    return RecordedRun(path, digests, starts[-1][1] if starts else {}, config, starts)
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:

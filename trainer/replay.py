@@ -103,16 +103,20 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> Replay:
             f"{run.path} has no checkpoint before step {step}, and began at step {first_step} with another run's: keep "
             "more of them (run.keep_checkpoints)"
         )
-    is_exact = config.run.reproducible or run.job.get("world_size") == 1
+    jobs = run.jobs_between(first_step, step) or [run.job]
+    made_by = jobs[-1]
+    several = [each.get("world_size") for each in jobs if each.get("world_size") != 1]
+    is_exact = config.run.reproducible or not several
     if not is_exact and first_step != step - 1:
         raise RunFolderError(
             f"{run.path} was trained without run.reproducible, and one process rounds the sums of its "
-            f"{run.job.get('world_size')} ranks otherwise: only the step after a checkpoint can be replayed, and the "
+            f"{several[-1]} ranks otherwise: only the step after a checkpoint can be replayed, and the "
             f"newest one before step {step} is of step {first_step}"
         )
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="bigbatch-replay-"))
-        own = _for_one_process(config, run, folder=folder, resume=str(paths[first_step]) if paths else "auto")
+        resume = str(paths[first_step]) if paths else "auto"
+        own = _for_one_process(config, folder=folder, resume=resume, num_threads=made_by.get("threads"))
         job = join(own, ALONE)
         stack.enter_context(closing(job.communicator))
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -122,7 +126,7 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> Replay:
             signal.signal(number, handler)
         again = _compute(training, recorded, step=step, is_exact=is_exact)
         here = describe_job(job.communicator, plan=training.plan, num_train=0, num_val=0)
-    facts = {key: (run.job[key], here[key]) for key in SAME_BITS if key in run.job and run.job[key] != here[key]}
+    facts = {key: (made_by[key], here[key]) for key in SAME_BITS if key in made_by and made_by[key] != here[key]}
     parting = find_parting(run, RecordedRun(Path("the replay"), {step: again}, here, ""), steps=[step])
     told = changes(training.start.config, dump_config(config)) if training.start.config else {}
     cause = likely_cause(parting, [*told, *facts], is_step_before_equal=first_step == step - 1) if parting else ""
@@ -154,17 +158,15 @@ def _recorded(run: RecordedRun, config: Config, *, step: int) -> Mapping[str, An
     return found
 
 
-def _for_one_process(config: Config, run: RecordedRun, *, folder: str, resume: str) -> Config:
-    """Return the config for one process, which reads the run's data where they are."""
+def _for_one_process(config: Config, *, folder: str, resume: str, num_threads: int | None) -> Config:
+    """Return the config for one process, which reads the run's data where they are. num_threads: of a rank then."""
     comm = replace(config.comm, algorithm="native", table=None, group_size=None, timeline_steps=None, buffers="torch")
     return replace(
         config,
         run=replace(config.run, directory=folder, resume=resume, digest_values=None),
         data=replace(config.data, stage=None, bind_numa=False),
         batch=replace(config.batch, virtual_ranks=None),
-        compute=replace(
-            config.compute, cuda_graph=False, cpu_threads=config.compute.cpu_threads or run.job.get("threads")
-        ),
+        compute=replace(config.compute, cuda_graph=False, cpu_threads=config.compute.cpu_threads or num_threads),
         comm=replace(comm, **asdict(stated_sizes(config))),
     )
 

@@ -11,7 +11,7 @@ from error_texts import naming
 from bigbatch.errors import CheckpointError, RunFolderError
 from bigbatch.exit_codes import DIFFERENT
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.diff import describe_difference, main
+from bigbatch.trainer.diff import describe_difference, main, read_run
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.digests import digests_of_pictures, values_folder
@@ -61,6 +61,19 @@ def test_digests_of_pictures_tell_each_by_its_contents_and_label() -> None:
     assert digests_of_pictures(batch_of(images_BCHW[[1, 0, 2, 3]], labels)).tolist() != whole
     assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[:3] == whole[:3]
     assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[3] != whole[3]
+
+
+def test_diff_knows_the_job_that_made_a_step(tmp_path: Path) -> None:
+    """Three ranks to step 4, two to step 6, then one."""
+    run, ranks = RunDir(tmp_path), {0: 3, 4: 2, 6: 1}
+    run.write_text(run.config, dump_config(load_config(["--config", "quickstart"])))
+    starts = [{"kind": "start", "step": step, "job": {"world_size": size}} for step, size in ranks.items()]
+    run.write_text(run.metrics, "".join(json.dumps(each) + "\n" for each in starts))
+    found = read_run(tmp_path)
+    assert (found.first_step, found.job) == (0, {"world_size": 1})
+    expected = {(0, 4): [3], (3, 4): [3], (3, 5): [3, 2], (4, 5): [2], (4, 7): [2, 1], (6, 7): [1], (0, 9): [3, 2, 1]}
+    for steps, sizes in expected.items():
+        assert [job["world_size"] for job in found.jobs_between(*steps)] == sizes, steps
 
 
 class Made:
