@@ -180,7 +180,8 @@ class TrainingRun:
             if self.is_first:
                 self.output.open_folder(self.parts, self.start)
                 job = describe_job(self.communicator, plan=self.plan, num_train=num_train, num_val=num_val)
-                self.output.log("start", {"step": self.plan.first_step, "job": job})
+                healed = {"is_healed": True} if self.is_healed else {}
+                self.output.log("start", {"step": self.plan.first_step, "job": job, **healed})
             self.loop.noise.go_on(self.rundir, self.communicator, timeout_seconds=timeout_seconds)
             if came_back:
                 self.output.hint(came_back, step=self.plan.first_step)
