@@ -27,6 +27,7 @@ from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.files import require_nameable, write_named
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
+from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import own_records
@@ -37,6 +38,7 @@ from bigbatch.trainer.doctor.probes import Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS, change, part_of_step
 from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
 
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
@@ -145,14 +147,14 @@ def _write(
 
 
 def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
-    """Return one or two lines on what is measured."""
+    """Return the lines on what is measured."""
     batch = config.batch
-    steps = batch.global_batch_size // (num_ranks * batch.microbatch_size)
+    division = divide_batch(batch, world_size=num_ranks)
     text = (
         f"{config.model.name}, {config.data.image_size} pixels, {config.optimizer.precision}, loader "
-        f"{config.data.loader}; a step of {batch.global_batch_size} images = {num_ranks} rank(s) x {steps} "
-        f"microbatches x {batch.microbatch_size}"
+        f"{config.data.loader}; a step of {batch.global_batch_size} images = {shares(division, batch.microbatch_size)}"
     )
+    text = "\n".join((text, *uneven(division)))
     if batch.global_batch_size == whole.batch.global_batch_size:
         return text
     return f"{text}\n(a part of the global batch of {whole.batch.global_batch_size}, which so few ranks take long for)"

@@ -19,7 +19,7 @@ from bigbatch.errors import ConfigError, DoctorError, RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import KEYS, Config
 from bigbatch.trainer.doctor import consult, speedups, verdict
-from bigbatch.trainer.doctor.consult import main
+from bigbatch.trainer.doctor.consult import introduction, main
 from bigbatch.trainer.doctor.examine import Examination, ExaminationResults, describe
 from bigbatch.trainer.doctor.probes import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
@@ -346,6 +346,15 @@ def test_recompute_of_no_more_blocks_than_there_are(config: Config, num_blocks: 
     assert set(tried) == num_blocks
 
 
+def test_introduction_states_the_shares_of_the_ranks() -> None:
+    batch = replace(QUICKSTART.batch, global_batch_size=7 * 8, microbatch_size=8, bn_span=8, virtual_ranks=None)
+    config = replace(QUICKSTART, batch=batch)
+    first, second = introduction(config, config, num_ranks=4).splitlines()
+    assert first.endswith("a step of 56 images = 7 microbatches x 8 on 4 ranks")
+    assert second.startswith("uneven shares: 3 ranks x 2 and 1 rank x 1 microbatches in a step")
+    assert introduction(config, config, num_ranks=1).endswith("a step of 56 images = 1 rank x 7 microbatches x 8")
+
+
 def test_step_of_many_microbatches_is_measured_in_part() -> None:
     size = RESNET.batch.microbatch_size
     assert RESNET.batch.global_batch_size > 8 * size
@@ -447,7 +456,7 @@ def test_microbatches_are_not_tried_on_a_part_of_one() -> None:
         (["--within", "19"], ConfigError, ("--within 19 ", " from 20 on")),
         (["--within", "inf"], ConfigError, ("--within inf ",)),
         (["--ranks", "0"], ConfigError, ("--ranks 0 ",)),
-        (["--ranks", "3"], ConfigError, ("batch.global_batch_size=512 ", " x 3 rank")),
+        (["--ranks", "5"], ConfigError, ("batch.global_batch_size=512 ", "fewer than 5 ranks")),
         (["--only", "speed"], ConfigError, ("--only speed ", " workers, prefetch")),
         (["--run.epoch", "2"], ConfigError, (" run.epoch;", " run.epochs")),
         (["--json", "/proc/no/where.json"], RunFolderError, (" /proc/no/where.json: ",)),
