@@ -400,7 +400,7 @@ def test_slurm_script_states_the_numbers_of_nodes_that_can_share_the_batch() -> 
     job = JobSpec((*TRAIN, *batch, "--batch.bn_span=1"), 12, num_nodes=6, restarts=1)
     assert "for count in {6..1} 0;" in job_script(job, folder=None)
     assert "for count in 6 3 2 1 0;" in job_script(
-        replace(job, words=(*TRAIN, *batch, "--batch.bn_span=2")), folder=None
+        replace(job, command=(*TRAIN, *batch, "--batch.bn_span=2")), folder=None
     )
     own = JobSpec(("own.py",), 12, num_nodes=6, restarts=1, is_python=True)
     assert "for count in {6..1} 0;" in job_script(own, folder=None)
