@@ -1,5 +1,6 @@
 """Control channel: rendezvous, exchange of short texts, and failure detection, beside the data transport."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from bigbatch.awake import awake_seconds
@@ -70,7 +71,8 @@ class Control:
         self._texts = 0
         self._hosts: dict[int, str] = {}
         self.detector = FailureDetector(self)
-        with self.detector.explained("meeting of all ranks"):
+        # after a loss the next operation explains that the new store is lost, too, when the group can form another one
+        with self.detector.explained("meeting of all ranks") if joined is None else suppress(RuntimeError):
             self.store.set(f"{HOST}/{self.rank}", env.host)
 
     def gather_text(

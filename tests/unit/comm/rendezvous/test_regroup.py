@@ -14,7 +14,7 @@ from bigbatch.boot import start_ticks
 from bigbatch.comm.rendezvous import regroup as module
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
 from bigbatch.comm.rendezvous.regroup import (
     Group,
     Seat,
@@ -191,3 +191,19 @@ def test_host_that_refuses_connections_to_its_store_shows_that_the_holder_has_en
                 job.line.port = closed.getsockname()[1]
         came_to.append(type(job.after({1: {0}})[1]))
     assert came_to == [PeerLostError, Group]
+
+
+def test_loss_of_the_next_store_is_told_by_the_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder ends after it has published the members: they are a group, which forms another one."""
+    job = Job(3, ended=frozenset({2}))
+    ask = Line.ask
+
+    def fail(line: Line, name: str, *parts: str | bytes, seconds: float = 0.0) -> bytes:
+        if name == "set" and any(str(part).endswith("host/1") for part in parts):
+            raise RuntimeError("the store has ended")
+        return ask(line, name, *parts, seconds=seconds)
+
+    monkeypatch.setattr(Line, "ask", fail)
+    group = job.after({1: {2}})[1]
+    assert isinstance(group, Group)
+    assert group.seats.all == job.groups[1].seats.all[:2]
