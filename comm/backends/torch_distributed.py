@@ -15,10 +15,11 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
+from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
-from bigbatch.comm.rendezvous.limits import VERDICT_SECONDS
-from bigbatch.errors import CommError, first_line
+from bigbatch.comm.rendezvous.limits import GONE_SECONDS, HEED_SECONDS, VERDICT_SECONDS
+from bigbatch.errors import CommError, PeerLostError, first_line
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class TorchDistributedBackend:
         prefer_interface(interface, is_one_host=env.is_one_host)
         if is_nccl:
             record_flights()
-        everyone = tuple(range(env.world_size))
+        everyone, start = tuple(range(env.world_size)), awake_seconds()
         try:
             owns_default = not dist.is_initialized()
             if owns_default:
@@ -75,6 +76,13 @@ class TorchDistributedBackend:
             if is_nccl:
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
+            if not is_nccl:  # a group after a loss makes its own
+                self._destroy()
+            if isinstance(error, PeerLostError):
+                raise
+            # gloo's error comes before the store counts a rank as gone
+            if not is_nccl and wait_until(lambda: bool(self._vanished()), 2 * GONE_SECONDS):
+                raise control.detector.explain(f"connection by {library}", awake_seconds() - start, error) from error
             raise CommError(
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
                 f"{first_line(error)}; {_remedy(error)}"
@@ -85,6 +93,13 @@ class TorchDistributedBackend:
             else ThreadQueue(control.detector.explain, while_waiting=control.detector.heed)
         )
         self.oldest = self._queue.oldest
+
+    def _vanished(self) -> frozenset[int]:
+        """Return the ranks whose processes have ended, as the store says now."""
+        log = self._control.detector.log
+        with suppress(RuntimeError):
+            log.read(self._control.store.within(HEED_SECONDS))
+        return log.state.vanished
 
     def _start_torch(self, store: Store, device: torch.device) -> None:
         self._bounded(

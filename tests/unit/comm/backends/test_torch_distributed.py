@@ -248,3 +248,19 @@ def test_limit_of_nccl_comes_after_the_verdict(library: PlayedNccl) -> None:
     """Its watchdog would end the process before a word is said."""
     took = limits.LOOK_SECONDS + limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
     assert backend_of("nccl")._timeout.total_seconds() > 5 + took
+
+
+def test_rank_that_ends_while_gloo_connects_is_lost_and_leaves_no_default_group(
+    library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Healing goes on from there, and makes another default group."""
+    hurry_roll_call(monkeypatch)
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "new_group", fail)
+    monkeypatch.setattr(TorchDistributedBackend, "_vanished", lambda backend: frozenset({1}))
+    with pytest.raises(PeerLostError, match=naming("connection by gloo", "Connection closed by peer")):
+        backend_of("gloo")
+    assert not dist.is_initialized()
