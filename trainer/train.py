@@ -21,9 +21,10 @@ from bigbatch.trainer.machine.host import leave_compiler_out
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
-from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.hooks import TrainingHooks
+from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.step.stop_request import StopRequest, leave_stopped
 from bigbatch.trainer.training_run import JoinedRank, TrainingRun
 
@@ -120,10 +121,15 @@ def _run_agreed(
     came_back = ""
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
+    output: RunOutput | None = None  # of the former group
     while True:
         run: TrainingRun | None = None
         difference, lost = "", None
         try:
+            if len(groups) > 1:  # loggers may send for a minute, for which regrouping ranks would not wait
+                control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
+                close = output.close if output else str
+                write_on_first(close, control, what="end of the former group's records", timeout_seconds=seconds)
             run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop)
             stop = run.parts.stop
             return run.run(came_back=came_back)
@@ -140,6 +146,7 @@ def _run_agreed(
         folder, device = RunDir(Path(config.run.directory)), job.communicator.device
         if lost:
             kept = run.loop.copy_state() if run else kept
+            output = run.output if run else output
             del run
             free_memory(device)
             healed = heal(config, job, lost, kept=kept, ownership=ownership)

@@ -14,6 +14,7 @@ from bigbatch.comm.connection import HEALING
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ReplicasDiffer, exit_code_of
+from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.input import measure_input
 from bigbatch.trainer.build.optimizer import stated_settings
@@ -260,7 +261,8 @@ class TrainingRun:
         self.output.leave_terminal()
         self.train_split.loader.close()
         self.eval_split.loader.close()
-        self.output.close()
+        if exit_code != LOST or self.communicator.seats is None:  # else it is closed after healing
+            self.output.close()
 
     def _train(self) -> tuple[Totals, float]:
         """Train the rest of the run; return totals, and the seconds of its steps and evaluations. Collective.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from thread_controls import alone
 
 from bigbatch.errors import PeerLostError
 from bigbatch.trainer import train
@@ -17,8 +18,11 @@ from bigbatch.trainer.training_run import why_not_healing
 
 def job_of(world_size: int) -> Any:
     """A job that can heal."""
-    communicator = SimpleNamespace(world_size=world_size, seats=(), device=torch.device("cpu"))
+    communicator = SimpleNamespace(world_size=world_size, seats=(), device=torch.device("cpu"), control=alone())
     return SimpleNamespace(communicator=communicator)
+
+
+done: list[str] = []
 
 
 class Run:
@@ -27,6 +31,8 @@ class Run:
     def __init__(self, *arguments: Any, kept: Any, stop: StopRequest | None = None, **settings: Any) -> None:
         self._kept, self.parts = kept, SimpleNamespace(stop=stop or StopRequest())
         self.loop = SimpleNamespace(copy_state=lambda: {"step": 3})
+        self.output = SimpleNamespace(close=lambda: done.append("closed"))
+        done.append("made")
 
     def run(self, *, came_back: str) -> Any:
         if self._kept is None:
@@ -41,14 +47,18 @@ def test_run_that_cannot_heal_says_what_prevents_it() -> None:
 
 def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
+        done.append("healed")
         os.kill(os.getpid(), signal.SIGINT)
         return SimpleNamespace(job=job_of(1), state=kept, told="lost: rank 1 on n1")
 
+    done.clear()
     monkeypatch.setattr(train, "heal", heal)
     ownership: Any = SimpleNamespace(owner=None)
-    config, groups = load_config(["--config", "quickstart"]), []
-    found = train._run_agreed(Run, config, job_of(2), ownership, groups=groups)  # type: ignore[arg-type]
-    assert [group.world_size for group in groups] == [1], "by which running out of memory is explained"
+    config, job = load_config(["--config", "quickstart"]), job_of(2)
+    groups = [job.communicator]
+    found = train._run_agreed(Run, config, job, ownership, groups=groups)  # type: ignore[arg-type]
+    assert done == ["made", "healed", "closed", "made"], "the other ranks do not wait for loggers before they meet"
+    assert [group.world_size for group in groups] == [2, 1], "by which running out of memory is explained"
     assert found == {"asked by": "SIGINT"}
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
