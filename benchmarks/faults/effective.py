@@ -12,7 +12,6 @@ Name ways to measure these alone.
 import argparse
 import contextlib
 import json
-import math
 import os
 import random
 import signal
@@ -194,13 +193,9 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
         return [*emulate, "--python", "--", *agent, *script]
 
     often, epoch = options.often_steps, options.epoch_steps
-    # as many microbatches as any number of ranks that is left can divide
-    num_parts = math.lcm(*range(1, options.nodes + 1))
-    size = max(1, options.batch * options.nodes // num_parts)
-    parts = {"batch.global_batch_size": size * num_parts, "batch.microbatch_size": size, "batch.bn_span": size}
-    healing = {**parts, "run.heal": "in_place"}
+    healing = partial(ours, **{"run.heal": "in_place"})
     return {
-        "healing": Way("ours, healing in place", partial(ours, **healing), look_at_run, goes_on=True),
+        "healing": Way("ours, healing in place", healing, look_at_run, goes_on=True),
         "often": Way(f"ours, a checkpoint every {often} steps", partial(ours, save_every=often), look_at_run),
         "disk": Way(f"ours, a checkpoint every {epoch} steps", ours, look_at_run),
         "torchrun": Way(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
