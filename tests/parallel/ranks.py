@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-from patient_roll_call import PATIENCE_SECONDS, await_all_but
+from patient_count import PATIENCE_SECONDS, await_all_but
 from ranks_contract import check_contract, connect_to_check
 from ranks_divided import check_divided_update
 from ranks_norm import lose_in_a_norm
@@ -117,7 +117,7 @@ def check_reconnect(*backends: str) -> int:
 def check_mismatch(hosts: str, backend: str, algorithm: str, *lengths: str) -> int:
     """Ranks that sum tensors of different lengths fail, and say so."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    limits.ROLL_CALL_SECONDS = PATIENCE_SECONDS  # which nobody is to need: both still answer
+    limits.ROLL_CALL_SECONDS = PATIENCE_SECONDS  # no count needs it: both ranks answer
     communicator = connect(env=env_on(hosts), backend=backend, algorithm=algorithm, timeout_seconds=60)
     tensor_N = communicator.allocate(100, torch.float32)[: int(lengths[communicator.rank])]
     with pytest.raises(PeerLostError) as caught:

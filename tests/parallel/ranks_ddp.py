@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from patient_roll_call import await_all_but
+from patient_count import await_all_but
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from patient_roll_call import await_all_but
+from patient_count import await_all_but
 from torch import nn
 
 from bigbatch.comm.connection import connect

@@ -94,7 +94,7 @@ def check_order(communicator: Communicator) -> None:
 
 
 def check_exchange(communicator: Communicator) -> None:
-    """All send at once, more than the kernel's buffers hold: nobody may wait for the other to receive first."""
+    """All send at once, more than the kernel's buffers hold: no rank may wait for the other to receive first."""
     backend, n, rank = communicator.backend, communicator.world_size, communicator.rank
     right, left = (rank + 1) % n, (rank - 1) % n
     for dtype in (*ALL_DTYPES, torch.uint8):

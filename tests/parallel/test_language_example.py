@@ -32,7 +32,7 @@ def run_copy(script: str, *words: str) -> int:
 
 
 def alone(script: Path, *words: str) -> tuple[int, str]:
-    """Exit code and output of one process that nobody launched."""
+    """Exit code and output of one process without a launcher."""
     return fork_job("test_language_example:run_copy", [str(script), *words], [{}], timeout_seconds=250)
 
 

@@ -80,7 +80,7 @@ HOLDER = "rank 0, which holds the rendezvous"
         pytest.param(3, "gloo", "doubling", 1, "stop", 10, "rank 1 on node0", marks=pytest.mark.long),
         pytest.param(4, "tcp", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
         pytest.param(3, "tcp", "hierarchical", 0, "kill", 60, HOLDER, marks=pytest.mark.long),
-        # ranks 2 and 3 share no memory with rank 1, and rank 3 hears of nobody who waits for it
+        # ranks 2 and 3 share no memory with rank 1, and no rank tells rank 3 that it waits
         (4, "tcp", "sharded", 1, "stop", 10, "rank 1 on node0"),
     ],
 )

@@ -216,5 +216,5 @@ def test_mpi_job_is_ended_by_a_killed_rank() -> None:
     argv = job_argv("mpirun", num_ranks=3, arguments=["lose", "mpi", "sharded", "1", "kill", "60"])
     code, output = run_job(argv, timeout_seconds=120)
     assert code not in (0, 1), output  # no rank found a mistake of its own
-    assert "no answer from rank 0" not in output, "which mpirun ends, and which is lost to nobody"
+    assert "no answer from rank 0" not in output, "mpirun ends it, so no rank is lost"
     assert re.search(r"rank 1 with PID \d+ on node \S+ exited on\s+signal 9", output), output

@@ -14,7 +14,7 @@ STOPPED_SECONDS = 16.0
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["sum", "connect"])
 def test_job_that_was_suspended_goes_on(what: str, tmp_path: Path) -> None:
-    """The time that it was stopped counts towards no limit: nobody was late."""
+    """The time that it was stopped counts towards no limit: no rank was late."""
     said = tmp_path / "said"
     ranks = [
         start_rank("ranks_suspended:main", [what, str(tmp_path)], environ=place, stdout=said, stderr=said)

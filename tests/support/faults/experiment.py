@@ -27,7 +27,7 @@ from faults.trial import CHECKPOINT_STEPS, KINDS, NUM_STEPS, Trial
 TIMEOUT_SECONDS = 15.0
 """Of the training's communication, unless the campaign states another."""
 VERDICT_SECONDS = 15.0
-"""How long after its time limit a job may take to name who is lost: a roll call, and a busy machine."""
+"""How long after its time limit a job may take to name the lost rank: a count, and a busy machine."""
 PATIENCE_SHARE = 1 / 15
 """Of that limit: how long an image that cannot be read is tried again."""
 END_SECONDS = 30.0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from error_texts import naming
 from played_gpus import PlayedGpus
-from silent_ranks import hurry_roll_call
+from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
 from bigbatch.comm import communicator, connection
@@ -45,7 +45,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
     monkeypatch.setattr(meeting, "_met", {})
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from error_texts import naming
 from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
-from silent_ranks import hurry_roll_call
+from silent_ranks import hurry_count
 
 from bigbatch.comm.backends import horovod, in_flight, mpi
 from bigbatch.comm.backends.base import ALL_DTYPES
@@ -37,7 +37,7 @@ LOST = r".* \d+\.\d s.*rank 1 on node1 .*control"
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
     monkeypatch.setattr(meeting, "_met", {})
 
 

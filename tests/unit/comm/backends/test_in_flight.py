@@ -17,7 +17,7 @@ from bigbatch.errors import CommError, PeerLostError
 
 
 def explain(label: str, seconds: float, error: Exception) -> PeerLostError:
-    """As a control would, without a roll call."""
+    """As a control would, without a count of the ranks."""
     return PeerLostError(f"{label}: {error}")
 
 

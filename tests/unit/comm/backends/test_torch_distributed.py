@@ -14,7 +14,7 @@ import torch.distributed as dist
 from error_texts import naming
 from played_gpus import PlayedGpus
 from played_nccl import PlayedNccl
-from silent_ranks import hurry_roll_call
+from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
 from bigbatch.comm.algorithms import ALGORITHMS
@@ -219,7 +219,7 @@ def test_close_of_a_connection_leaves_the_default_group_to_the_one_that_uses_it(
 
 def test_error_of_the_library_gets_the_jobs_words(library: PlayedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL raises where an operation is enqueued: in the midst of backward."""
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
     backend = backend_of("nccl")
 
     def fail() -> None:

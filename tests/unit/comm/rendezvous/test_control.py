@@ -1,4 +1,4 @@
-"""The line beside the data without its peers: the rendezvous, comparisons that a rank misses, the roll call."""
+"""The control channel without its peers: rendezvous, comparisons that a rank misses, and the failure detector."""
 
 import copy
 import re
@@ -13,7 +13,7 @@ import pytest
 import torch
 from error_texts import naming
 from lost_stores import GoneStore, StoppedStore
-from silent_ranks import hurry_roll_call
+from silent_ranks import hurry_count
 from torch.distributed import HashStore, TCPStore
 
 from bigbatch.comm.rendezvous import control, limits, meeting
@@ -41,7 +41,7 @@ def rendezvous(env: ProcessEnv, *, timeout_seconds: float) -> Line:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
     monkeypatch.setattr(meeting, "_met", {})
 
 
@@ -132,7 +132,7 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
     code: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the job would be started again, and fail again."""
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
     job = half_a_job()
     other = copy.copy(job)
     other.rank = 1

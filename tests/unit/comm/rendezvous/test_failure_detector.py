@@ -1,4 +1,4 @@
-"""The roll call after a failure: many ranks over one store, in a time of their own that no busy machine stretches."""
+"""The failure detector: many ranks over one store, in a time of their own that no busy machine stretches."""
 
 import heapq
 import time
@@ -106,7 +106,7 @@ class CountingStore(HashStore):
 
 @dataclass
 class Party:
-    """A rank as its roll call knows it."""
+    """A rank as its failure detector knows it."""
 
     rank: int
     world_size: int

@@ -17,7 +17,7 @@ import torch
 from error_texts import naming
 from lost_stores import GoneStore, StoppedStore
 from played_gpus import PlayedGpus
-from silent_ranks import hurry_roll_call
+from silent_ranks import hurry_count
 from stalled_ranks import Rank, let_time_pass, look, ranks
 from torch._C._distributed_c10d import HashStore
 
@@ -43,7 +43,7 @@ def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes of the process, which does not end here."""
     codes: list[int] = []
     monkeypatch.setattr(watch.os, "_exit", codes.append)
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
     rank.watch.count()
     return codes
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import pytest
 import torch
 from error_texts import naming
-from silent_ranks import hurry_roll_call
+from silent_ranks import hurry_count
 from thread_controls import alone, on_ranks
 
 from bigbatch.comm.rendezvous.control import Control
@@ -320,7 +320,7 @@ def test_checkpoint_may_take_longer_than_a_sum() -> None:
 
 
 def test_checkpoint_that_does_not_end_names_itself_and_the_limit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
 
     def hang(ended: Event) -> None:
         ended.wait(timeout=200)

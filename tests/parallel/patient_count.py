@@ -1,4 +1,4 @@
-"""A roll call that gives every rank but the lost one all the time that a busy machine may take to answer."""
+"""A count of the failure detector that gives all ranks but the lost one as long as a busy machine may need."""
 
 from bigbatch.comm.rendezvous import failures, limits
 from bigbatch.comm.rendezvous.failures import JobState
@@ -7,7 +7,7 @@ PATIENCE_SECONDS = 60.0
 
 
 def await_all_but(victim: int) -> None:
-    """Let this rank's roll call end as soon as only the victim is missed, and not before for a minute."""
+    """Let this rank's count end as soon as only the victim is missing, and not before for a minute."""
     limits.ROLL_CALL_SECONDS = PATIENCE_SECONDS
     count = failures._count
 
