@@ -163,7 +163,7 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
     emulate += ["--nodes", str(options.nodes)]
     peer = ["--batch", str(options.batch), "--image-size", str(options.image_size)]
 
-    def ours(folder: Path, *, save_every: int = options.epoch_steps, **more: object) -> list[str]:
+    def ours(folder: Path, *, save_every: int = options.epoch_steps, heal: str = "restart") -> list[str]:
         keys: dict[str, object] = {
             "run.directory": folder / "run",
             "run.epochs": 100_000,
@@ -181,7 +181,7 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
             "schedule.base_lr": 0.01,
             "comm.timeout_seconds": 15,
             "comm.warn_seconds": 3,
-            **more,
+            "run.heal": heal,
         }
         words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         return [*emulate, "--restarts", "1000", "--", "train", "--config", "quickstart", *words]
@@ -193,7 +193,7 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
         return [*emulate, "--python", "--", *agent, *script]
 
     often, epoch = options.often_steps, options.epoch_steps
-    healing = partial(ours, **{"run.heal": "in_place"})
+    healing = partial(ours, heal="in_place")
     return {
         "healing": Way("ours, healing in place", healing, look_at_run, goes_on=True),
         "often": Way(f"ours, a checkpoint every {often} steps", partial(ours, save_every=often), look_at_run),

@@ -254,7 +254,7 @@ def test_rank_that_ends_while_gloo_connects_is_lost_and_leaves_no_default_group(
     library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Healing goes on from there, and makes another default group."""
-    hurry_roll_call(monkeypatch)
+    hurry_count(monkeypatch)
 
     def fail(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("Connection closed by peer")

@@ -315,9 +315,11 @@ def test_storage_that_holds_no_shards_is_named(name):
         open_split(Path(f"s3://{name}"), "train")
 
 
-@pytest.mark.parametrize("address", ["https://me:word@host/x", "s3://key:secret@bucket/x", "https://host/x?sig=abc"])
+@pytest.mark.parametrize(
+    "address", ["https://me:word@host/x", "s3://key:secret@bucket/x", "https://host/x?sig=abc", "https://host/x#word@"]
+)
 def test_storage_addresses_hold_no_credentials(address):
-    with pytest.raises(ConfigError, match=naming("user, password or query")) as caught:
+    with pytest.raises(ConfigError, match=naming("user, password, query or fragment")) as caught:
         open_split(Path(address), "train")
     assert not re.search("word@|secret|abc", str(caught.value))
 
