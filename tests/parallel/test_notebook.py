@@ -37,9 +37,10 @@ def test_notebook_of_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     assert "2 ranks" in printed("bigbatch launch")
     assert len(list_checkpoints(tmp_path / "runs/first/checkpoints")) > 0
-    assert all("image/png" in shown(word)[-1]["data"] for word in ("imshow", "left.plot"))
+    for word in ("imshow", "left.plot"):  # a kernel may add a line on standard error
+        assert any("image/png" in output.get("data", {}) for output in shown(word)), shown(word)
     stopped = shown("press_stop)")
-    assert stopped[-1]["ename"] == "SystemExit"
+    assert [output["ename"] for output in stopped if output["output_type"] == "error"] == ["SystemExit"]
     assert "saved runs/second/checkpoints/step-" in printed("press_stop)")
     bars = [output["data"]["text/html"] for output in stopped if output["output_type"] == "display_data"]
     assert len(bars) == 1, "each report replaces the bar"
