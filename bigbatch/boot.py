@@ -1,5 +1,6 @@
 """Identify the boot of this machine, which all containers on one kernel share, and a process within it."""
 
+import os
 from pathlib import Path
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -9,6 +10,15 @@ def boot_id() -> str:
     """Return the kernel's identifier of this boot; empty if the system has none."""
     try:
         return BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def own_kernel() -> str:
+    """Return this boot and the PID namespace of this process, in which its number is valid; empty if unknown."""
+    boot = boot_id()
+    try:
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}" if boot else ""
     except OSError:
         return ""
 

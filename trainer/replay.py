@@ -189,7 +189,8 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
     layers = chosen_layers(parts.model, config.run.digest_layers or ())
     pictures: list[tuple[int, int]] = []
     rows: list[Row] = []
-    requests = step_requests(config, split, step=step - 1)
+    numbers = range(training.plan.division.num_microbatches)
+    requests = step_requests(config, split, plan=training.plan, step=step - 1, microbatches=numbers)
     for number, batch in enumerate(split.loader.load(requests)):
         found, of_gradients = recompute(parts, training.plan, batch, step=step - 1, microbatch=number, layers=layers)
         pictures += zip(found, batch.request.indices_B.tolist(), strict=True)
@@ -200,7 +201,7 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
         "step": step,
         "ranks": recorded.get("ranks", []),  # whose microbatches they are
         **by_place(pictures),
-        **by_microbatch(rows, num_microbatches=len(requests)),
+        **by_microbatch(rows, num_microbatches=len(numbers)),
         **(
             digests_of_update(parts, done=step, is_sharded=config.optimizer.sharded)
             if is_exact

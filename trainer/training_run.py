@@ -145,7 +145,7 @@ class TrainingRun:
             config,
             self.plan,
             self.parts,
-            read=partial(build_input.read_microbatch, config, self.train_split),
+            read=partial(build_input.read_microbatch, config, self.train_split, self.plan),
         )
         digests = DigestRecorder(config, self.plan, self.parts)  # before a bar on the terminal: it may refuse a pattern
         self.output = RunOutput(

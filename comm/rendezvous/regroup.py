@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from bigbatch.awake import awake_seconds
-from bigbatch.boot import boot_id, start_ticks
+from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -96,14 +96,6 @@ def _bind(address: str, port: int) -> socket.socket:
 def holder_of(control: Control) -> int:
     """Return the rank that holds the store."""
     return int(control.holder.removeprefix("rank "))
-
-
-def own_kernel() -> str:
-    """Return the boot and the PID namespace of this process; empty if unknown."""
-    with suppress(OSError):
-        if boot := boot_id():
-            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
 
 
 def regroup(group: Group, lost: frozenset[int]) -> Group:

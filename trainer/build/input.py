@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -242,25 +242,17 @@ def train_requests(
     )
 
 
-def step_requests(config: Config, split: Split, *, step: int) -> list[Request]:
-    """Return the requests of all microbatches of a step, counted from 0, in the order of the global batch."""
-    batch = config.batch
-    return list(
-        imagenet.train_requests(
-            seed=config.run.seed,
-            num_samples=split.num_samples,
-            global_batch_size=batch.global_batch_size,
-            microbatch_size=batch.microbatch_size,
-            microbatches=range(batch.global_batch_size // batch.microbatch_size),
-            start_step=step,
-            end_step=step + 1,
-        )
-    )
+def step_requests(
+    config: Config, split: Split, *, plan: Plan, step: int, microbatches: Sequence[int]
+) -> Iterator[Request]:
+    """Return the requests of these microbatches of a step, counted from 0, by their numbers in the global batch."""
+    part = replace(plan, first_step=step, num_steps=step + 1, microbatches=microbatches)
+    return train_requests(config, split, plan=part)
 
 
-def read_microbatch(config: Config, split: Split, step: int, number: int) -> Batch:
+def read_microbatch(config: Config, split: Split, plan: Plan, step: int, number: int) -> Batch:
     """Return a microbatch of a step, by its number in the global batch; may end the split's earlier reading."""
-    return next(split.loader.load([step_requests(config, split, step=step)[number]]))
+    return next(split.loader.load(step_requests(config, split, plan=plan, step=step, microbatches=[number])))
 
 
 def train_batches(

@@ -196,8 +196,7 @@ def _open_remote(url: str, split: str, *, classes: Sequence[str] | None, cache: 
     found: PackedIndex | WebDatasetSplit
     if facts is None:
         index = read_remote_webdataset(storage)
-        if split not in index.shards:
-            raise DataError(f"{url}: holds shards for {' and '.join(index.shards)}, but none for {split}")
+        index.require(split, where=url)
         shards = [(name, size, str(version)) for name, (size, version) in index.shards[split]]
         files = RemoteShards(storage, shards, split=split, cache=cache)
         found = WebDatasetSplit(url, split, index, files=files, reopen=reopen)

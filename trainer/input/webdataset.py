@@ -82,6 +82,11 @@ class Index:
     entries_N: np.ndarray
     names: bytes
 
+    def require(self, split: str, *, where: Path | str) -> None:
+        """Raise DataError if there are no shards for a split; where: they would lie."""
+        if split not in self.shards:
+            raise DataError(f"{where}: holds shards for {' and '.join(self.shards)}, but none for {split}")
+
 
 def find_shards(root: Path) -> dict[str, list[Path]]:
     """Return the shards of each split in order: root/train/*.tar, or root/*train*.tar; empty if there are none.
@@ -102,9 +107,9 @@ def find_shards(root: Path) -> dict[str, list[Path]]:
 def _tars(folder: Path) -> list[Path]:
     if not folder.is_dir() or is_packed(folder):
         return []
-    for path in folder.glob("*.tar"):
-        _stamp(path)  # a broken link may be a whole shard
     top = list_split(folder)
+    for name in filter(_is_tar, top.bad_links):
+        _stamp(folder / name)  # a whole shard may be missing
     return [] if top.folders and folder.name in SPLITS else [folder / name for name in top.others if _is_tar(name)]
 
 
@@ -122,8 +127,7 @@ def open_webdataset(
     index = read_webdataset(root, shards)
     if classes is not None:
         require_same_classes(root, found=index.classes, expected=classes)
-    if split not in index.shards:
-        raise DataError(f"{root}: holds shards for {' and '.join(index.shards)}, but none for {split}")
+    index.require(split, where=root)
     return WebDatasetSplit(root, split, index)
 
 

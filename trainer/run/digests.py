@@ -138,11 +138,16 @@ class DigestRecorder:
         return {"ranks": ranks, **by_microbatch(chain(*rows_P), num_microbatches=len(ranks))}
 
 
+def digest_in_order(digests: Sequence[int]) -> str:
+    """Return one digest of images from those of each, which another order of them changes."""
+    return word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests)))
+
+
 def by_place(ordered: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return a record's entries on images, from digest and position of each in the order of the global batch."""
     digests = [digest for digest, _ in ordered]
     return {
-        "pictures": word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests))),
+        "pictures": digest_in_order(digests),
         # the upper half: all bits influence it through the product with MIX
         "places": "".join(word(digest)[:PLACE_LETTERS] for digest in digests),
         "positions": [position for _, position in ordered],

@@ -14,7 +14,7 @@ from bigbatch.comm.connection import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, Row, digests_of_pictures, word
+from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, Row, digest_in_order, digests_of_pictures
 from bigbatch.trainer.run.recompute import recompute
 from bigbatch.trainer.step.plan import Parts, Plan
 
@@ -204,8 +204,7 @@ def verdict(told_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tupl
 
 
 def _words(pictures: Sequence[int], rows: Sequence[Row]) -> Words:
-    images = word(sum(digest * (2 * place + 1) for place, digest in enumerate(pictures)))
-    return {IMAGES: images, **{name: found for phase, name, _, found in rows if phase == BEFORE_SUM}}
+    return {IMAGES: digest_in_order(pictures), **{name: found for phase, name, _, found in rows if phase == BEFORE_SUM}}
 
 
 def _number(words: Words | None) -> float:

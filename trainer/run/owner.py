@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
 
-from bigbatch.boot import boot_id, start_ticks
+from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous.environ import slurm_job, start_of_launcher
 from bigbatch.errors import RunFolderError
 from bigbatch.files import open_plain, parse_json, read_plain, write_new, write_whole
@@ -74,18 +74,15 @@ class Claim:
 def own_claim() -> Claim:
     """Return the claim of this process."""
     job, restart = slurm_job() or ("", 0)
-    user, kernel = str(os.getuid()), ""
+    user = str(os.getuid())
     with suppress(KeyError, OSError):  # a container may have no entry for this number
         user = getpass.getuser()
-    with suppress(OSError):
-        if boot := boot_id():
-            kernel = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return Claim(
         user=user,
         host=socket.gethostname(),
         pid=os.getpid(),
         born=str(start_ticks(os.getpid()) or ""),
-        kernel=kernel,
+        kernel=own_kernel(),
         job=job,
         restart=restart,
         start=start_of_launcher(),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from error_texts import naming
 
-from bigbatch.boot import start_ticks
+from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous import regroup as module
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -21,7 +21,6 @@ from bigbatch.comm.rendezvous.regroup import (
     Seats,
     has_quorum,
     order_of_holders,
-    own_kernel,
     place_in,
     regroup,
 )
