@@ -173,12 +173,10 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
     fewer = math.gcd(shares, world_size)
     size = batch.bn_span // fewer
     remedy = f"start {_fitting_ranks(batch, limit=world_size)} ranks"
-    if batch.virtual_ranks is not None:
-        remedy = (
-            f"set batch.microbatch_size to {size} and batch.virtual_ranks to {batch.virtual_ranks * fewer // shares}"
-        )
-    elif _can_share(batch, size, num_ranks=world_size):
+    if _can_share(batch, size, num_ranks=world_size):
         remedy = f"set batch.microbatch_size to {size}"
+        if batch.virtual_ranks is not None:
+            remedy += f" and batch.virtual_ranks to {batch.virtual_ranks * fewer // shares}"
     raise ConfigError(
         f"batch.bn_span={batch.bn_span} is spread over {shares} ranks by batch.microbatch_size="
         f"{batch.microbatch_size}, and {world_size} rank(s) do not form such groups: {remedy}"

@@ -21,7 +21,7 @@ def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Map
     """
     try:
         make = library_model(name) if name.startswith(LIBRARIES) else _find(name)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         raise ConfigError(f"model.name={name}: {error}") from error
     try:
         model = make(num_classes=num_classes, **options)

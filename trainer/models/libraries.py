@@ -13,7 +13,7 @@ from bigbatch.errors import CheckpointError, nearest
 def library_model(name: str) -> Callable[..., nn.Module]:
     """Return the function that builds the model of that name, randomly initialized, such as timm:resnet18.
 
-    Raises: ValueError if there is none.
+    Raises: ValueError if there is none, ImportError without timm.
     """
     library, _, model = name.partition(":")
     if library == "torchvision":
@@ -24,7 +24,7 @@ def library_model(name: str) -> Callable[..., nn.Module]:
         try:
             import timm
         except ImportError as error:
-            raise ValueError(f"{error}: pip install timm") from error
+            raise ImportError(f"{error}: pip install timm") from error
         known, make = timm.list_models(), partial(timm.create_model, model)
     # timm:resnet50.a1_in1k is what timm calls the model that such weights are of
     architecture = model.partition(".")[0] if library == "timm" else model

@@ -173,7 +173,7 @@ def make(tmp_path, **changes):
         ({"space": ("optimizer.momentum=linear:0.5:1.5",)}, (" 1.5, ", "optimizer.momentum=1.5 ")),
         ({"space": ("optimizer.momentum=choice:0.9,high",)}, (" high, ", "optimizer.momentum=high ")),
         ({"space": ("schedule.base_lr=log:1e-5:1",)}, (" 1e-05, ", "schedule.end_lr=")),
-        ({"launch": Launch(("mpirun",), 3)}, ("batch.global_batch_size=512 ", " x 3 rank")),
+        ({"launch": Launch(("mpirun",), 5)}, ("batch.global_batch_size=512 ", " 5 rank")),
         ({"config": ("--config", "quickstart", "--run.epoch", "2")}, (" run.epoch;", " run.epochs")),
     ],
 )
