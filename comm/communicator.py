@@ -16,7 +16,7 @@ from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
+from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type
 from bigbatch.comm.backends.host_staging import HostStaging, Staged
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
@@ -28,7 +28,7 @@ from bigbatch.comm.rendezvous.regroup import Seats
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline, merge
-from bigbatch.errors import CommError, exit_code_of, tell
+from bigbatch.errors import CommError, PeerLostError, exit_code_of, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
 from bigbatch.words import count
 
@@ -187,8 +187,10 @@ class Communicator:
         """Start summing a flat tensor over all ranks, in place. Collective.
 
         A host tensor that is not from allocate() is copied there and back.
-        Raises: ValueError for a tensor on another device, not flat, or of a dtype that the backend cannot sum.
+        Raises: TypeError for what is no tensor; ValueError for a tensor on another device, not flat, or of a dtype that
+        the backend cannot sum.
         """
+        require_type(tensor_N, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
         return self.start_by(
             self.all_reduce_, tensor_N, label=label, algorithm=self.algorithm_for(tensor_N), wire=self.wire
         )
@@ -257,7 +259,8 @@ class Communicator:
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
         """Sum a flat tensor, or a scalar one, over all ranks, in place, and wait for it. Collective."""
-        self.start(tensor_N.detach().view(1) if tensor_N.dim() == 0 else tensor_N, label=label).wait()
+        is_scalar = isinstance(tensor_N, Tensor) and tensor_N.dim() == 0
+        self.start(tensor_N.detach().view(1) if is_scalar else tensor_N, label=label).wait()
         return tensor_N
 
     def gather_text(self, text: str) -> list[str]:
@@ -287,8 +290,12 @@ class Communicator:
     def close(self) -> None:
         """End communication after a run that ended well. Collective. MPI ends with the last connection.
 
-        If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others.
+        If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others. After a
+        loss no rank comes to the last barrier, so this returns without one.
         """
+        if self.control.detector.verdict is not None:
+            self.abort()
+            return
         with suppress(RuntimeError):  # without its store the last barrier says what there is to say
             self.control.detector.leave()
         if self.registered is not None:
@@ -379,8 +386,11 @@ def _close_all() -> None:
     uncaught = getattr(sys, "last_value", None)
     has_lost = False
     for communicator in reversed(list(open_connections.values())):
+        verdict = communicator.control.detector.verdict
         try:
             communicator.abort() if uncaught is not None else communicator.close()
+            if verdict is not None and uncaught is None:
+                raise PeerLostError(verdict.reason)
         except CommError as error:
             tell(*error.args)
             has_lost = True

@@ -4,12 +4,13 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Real
 
 import torch
 
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.backends.base import Backend, require_type
 from bigbatch.comm.backends.horovod import HorovodBackend, sums_on_gpus
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.mpi import MpiBackend
@@ -142,9 +143,21 @@ def connect(
     rank's image or file system may be much slower than another's.
     `with connect() as communicator:` closes it at the end, and tells the other ranks of an exception, so that they end,
     too. Without it call close() at the end of a good run; otherwise it is closed when the interpreter ends.
-    Raises: CommError if the ranks cannot meet, or disagree about their places; ValueError for an unknown or impossible
-    choice.
+    Raises: CommError if the ranks cannot meet, or disagree about their places; TypeError for an argument of another
+    type; ValueError for an unknown or impossible choice.
     """
+    number = "a number of seconds, such as 60.0"
+    require_type(timeout_seconds, Real, what="timeout_seconds", legal=number)
+    require_type(predivide, Real, what="predivide", legal="a number, such as 1.0")
+    for name, value, kinds, legal in (
+        ("warn_seconds", warn_seconds, Real, number),
+        ("meeting_seconds", meeting_seconds, Real, number),
+        ("group_size", group_size, int, "a number of ranks, such as 4"),
+        ("device", device, torch.device, 'a device, such as torch.device("cpu")'),
+    ):
+        if value is not None:
+            require_type(value, kinds, what=name, legal=legal)
+    require_type(algorithm, (str, Callable), what="algorithm", legal='a name, such as "ring", or a function')
     env = group.env if group else env or read_process_env()
     record_begin(env)
     if backend not in BACKENDS:

@@ -1,5 +1,6 @@
 """The contract of a transport, and its errors."""
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,12 @@ ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name in configs and tables, such as float16."""
     return str(dtype).removeprefix("torch.")
+
+
+def require_type(value: object, kinds: type | tuple[type, ...], *, what: str, legal: str) -> None:
+    """Refuse an argument of another type. Raises: TypeError naming it, and a legal one."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(f"{what} must be {legal}, not {reprlib.repr(value)} ({type(value).__name__})")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.communicator import Communicator
 
 
@@ -52,10 +53,14 @@ def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average
 
     For a loss or a count; gradients need DistributedOptimizer or GradientReducer. Integers, and dtypes that the backend
     cannot sum, travel as float64, exact up to 2**53.
-    Raises: ValueError for an unknown op, or the average of integers.
+    Raises: TypeError for what is no tensor; ValueError for an unknown op, the average of integers, or complex numbers.
     """
+    require_type(tensor, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
+    require_type(communicator, Communicator, what="communicator", legal="what connect() returns")
     if op not in ("average", "sum"):
         raise ValueError(f"op={op!r} is unknown; choose one of average, sum")
+    if tensor.is_complex():
+        raise ValueError(f"{tensor.dtype} values are not summed: pass torch.view_as_real(tensor), their real pairs")
     if op == "average" and not tensor.is_floating_point():
         raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: average tensor.float(), or sum")
     backend = communicator.backend

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.gradients.trained_set import as_pairs
 
 OPS = ("average", "sum")
 
@@ -28,9 +30,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     define is the wrapped optimizer's. Horovod makes a new class from the wrapped one's and constructs that from its
     parameter groups; here the wrapped object itself stays, with its state, hooks and constructor.
     All methods are to be called by all ranks alike. reducer_options go to GradientReducer.
-    Raises: ValueError for an unknown op, a count below 1, an optimizer that is distributed already or LBFGS, and a
-    parameter that named_parameters leaves out; from GradientReducer as there. step() and synchronize() raise CommError
-    naming a parameter that was frozen, unfrozen, cast or replaced since: close() this one and wrap the optimizer anew.
+    Raises: TypeError for an argument of another type; ValueError for an unknown op, a count below 1, an optimizer that
+    is distributed already or LBFGS, and a parameter that named_parameters leaves out; from GradientReducer as there.
+    step() and synchronize() raise CommError naming a parameter that was frozen, unfrozen, cast or replaced since:
+    close() this one and wrap the optimizer anew.
     Source: horovod.torch.DistributedOptimizer of Horovod 0.28.1.
     """
 
@@ -45,6 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **reducer_options: Any,
     ) -> None:
         # not super().__init__: it would make a second set of parameter groups and state
+        require_type(optimizer, torch.optim.Optimizer, what="optimizer", legal="a torch.optim.Optimizer")
+        require_type(backward_passes_per_step, int, what="backward_passes_per_step", legal="a whole number")
         if op not in OPS:
             raise ValueError(f"op={op!r} is unknown; choose one of {', '.join(OPS)}")
         if backward_passes_per_step < 1:
@@ -184,7 +189,7 @@ def _of_optimizer(
 ) -> list[tuple[str, nn.Parameter]]:
     """List the parameters of named_parameters that the optimizer updates: the others keep their rank's gradients."""
     own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    named = [(name, parameter) for name, parameter in named_parameters if id(parameter) in own]
+    named = [(name, parameter) for name, parameter in as_pairs(named_parameters) if id(parameter) in own]
     left_out = own.keys() - {id(parameter) for _, parameter in named}
     if left_out:
         shapes = ", ".join(str(tuple(parameter.shape)) for key, parameter in own.items() if key in left_out)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.backends.base import Done, InFlight, dtype_name
+from bigbatch.comm.backends.base import Done, InFlight, dtype_name, require_type
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
@@ -51,9 +51,10 @@ class GradientReducer:
     gradients that no reducer sums beside summed ones. close() this reducer and make another one after such a change.
     Give it the frozen parameters, too: it drops their gradients.
     All ranks must call the same methods. After a failed backward, wait() and zero_grad() prepare the next one.
-    Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or one of
-    another reducer that is not closed, or nothing to reduce; CommError where ranks have different parameters, other
-    weights, or another choice of them; RuntimeError from a backward that adds to a gradient already on its way.
+    Raises: TypeError for an argument of another type; ValueError for two parameters of one name, or one on another
+    device than the communicator's, or one of another reducer that is not closed, or nothing to reduce; CommError where
+    ranks have different parameters, other weights, or another choice of them; RuntimeError from a backward that adds to
+    a gradient already on its way.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class GradientReducer:
         average: bool = False,
         exposed: "ExposedTime | None" = None,
     ) -> None:
+        require_type(communicator, Communicator, what="communicator", legal="what connect() returns")
         self._communicator = communicator
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid

@@ -5,7 +5,7 @@ from functools import cache
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -25,16 +25,29 @@ _watched: "WeakSet[TrainedSet]" = WeakSet()
 """All watched sets: one optimizer may update the parameters of several."""
 
 
+def as_pairs(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """List names and parameters. Raises: TypeError for a model, or for parameters without names."""
+    pairs = [*named_parameters] if isinstance(named_parameters, Iterable) else [named_parameters]
+    for pair in pairs:
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
+            raise TypeError(
+                "named_parameters must be pairs of a name and a parameter, such as model.named_parameters(), not "
+                f"{type(pair).__name__}"
+            )
+    return pairs
+
+
 class TrainedSet:
     """The parameters that a reducer sums, by name, and the frozen ones that it was given with them.
 
-    Raises: ValueError for two parameters of one name, one on another device than the ranks', one that is watched
-    already, or none to sum.
+    Raises: TypeError without names; ValueError for two parameters of one name, one on another device than the ranks',
+    one that is watched already, or none to sum.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, device: torch.device) -> None:
         given: dict[str, nn.Parameter] = {}
-        for name, p in named_parameters:
+        for name, p in as_pairs(named_parameters):
             if given.setdefault(name, p) is not p:
                 raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
         self.parameters = {name: p for name, p in given.items() if p.requires_grad}

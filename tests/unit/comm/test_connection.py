@@ -31,6 +31,7 @@ from bigbatch.comm.rendezvous import last_words, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.failures import Verdict
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
 from bigbatch.comm.rendezvous.watch import Pending
@@ -181,6 +182,22 @@ def test_links_lead_to_where_the_ranks_met(
 
 
 # --- choices ---
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"timeout_seconds": "60"}, ("timeout_seconds", "'60' (str)")),
+        ({"warn_seconds": "1"}, ("warn_seconds", "'1' (str)")),
+        ({"predivide": None}, ("predivide", "None (NoneType)")),
+        ({"group_size": 2.0}, ("group_size", "2.0 (float)")),
+        ({"device": "cpu"}, ("device", 'torch.device("cpu")', "'cpu' (str)")),
+        ({"algorithm": None}, ("algorithm", '"ring"', "None (NoneType)")),
+    ],
+)
+def test_settings_of_another_type_are_named(options: dict[str, Any], named: tuple[str, ...]) -> None:
+    with pytest.raises(TypeError, match=naming(*named)):
+        connect(**{"env": ALONE, "device": CPU, **options})
 
 
 @pytest.mark.parametrize("warn_seconds", [0.0, float("nan"), 60.5])
@@ -475,6 +492,7 @@ class Leaving:
     """Backend and control of a connection, which note how it is left."""
 
     name = "single"
+    verdict: Verdict | None = None
 
     def __init__(self) -> None:
         self.noted: list[str] = []
@@ -552,6 +570,25 @@ def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
     communicator._close_all()
     assert codes == [1]
     assert capsys.readouterr().err == "bigbatch: no answer from rank 1\n"
+
+
+def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """close() after a caught error returns; a script that ends without it fails."""
+    monkeypatch.setattr(communicator, "open_connections", {})
+    monkeypatch.setattr(communicator, "_aborted", [])
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setattr(Leaving, "verdict", Verdict(frozenset({1}), "no answer from rank 1", 0.0))
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    made, noted = leaving()
+    made.close()
+    communicator._close_all()
+    assert (noted, communicator.open_connections, codes) == (["reported"], {}, [])
+    leaving()
+    communicator._close_all()
+    assert (codes, capsys.readouterr().err) == ([1], "bigbatch: no answer from rank 1\n")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from bigbatch.comm.gradients.broadcast import (
     broadcast_parameters,
 )
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.measure.timing import time_hops
 from bigbatch.comm.rendezvous.environ import ALONE
 
@@ -464,3 +465,28 @@ def test_all_reduce_refuses_what_has_no_sum_or_average() -> None:
         all_reduce(torch.ones(1), communicator(), op="max")
     with pytest.raises(ValueError, match=naming("torch.int64", "tensor.float()", "sum")):
         all_reduce(torch.tensor(3), communicator())
+    for op in ("average", "sum"):
+        with pytest.raises(ValueError, match=naming("torch.complex64", "torch.view_as_real(tensor)")):
+            all_reduce(torch.tensor([1 + 2j]), communicator(), op=op)
+
+
+MODEL = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda one: all_reduce(3, one), ("tensor", "torch.tensor(1.0)", "3 (int)")),
+        (lambda one: all_reduce(torch.ones(1), connect), ("communicator", "connect()", "(function)")),
+        (lambda one: one.sum_(0.5, label="loss"), ("tensor", "0.5 (float)")),
+        (lambda one: GradientReducer(MODEL, one), ("named_parameters", "model.named_parameters()", "Linear")),
+        (lambda one: GradientReducer(MODEL.parameters(), one), ("model.named_parameters()", "Parameter")),
+        (lambda one: GradientReducer(MODEL.named_parameters(), "nccl"), ("communicator", "'nccl' (str)")),
+        (lambda one: DistributedOptimizer(MODEL, MODEL.named_parameters(), one), ("optimizer", "(Linear)")),
+        (lambda one: DistributedOptimizer(sgd(MODEL), MODEL.parameters(), one), ("named_parameters", "Parameter")),
+        (lambda one: wrap(MODEL, backward_passes_per_step="2"), ("backward_passes_per_step", "'2' (str)")),
+    ],
+)
+def test_arguments_of_another_type_are_named(call: Callable[[Any], object], named: tuple[str, ...]) -> None:
+    with pytest.raises(TypeError, match=naming(*named)):
+        call(communicator())
