@@ -58,7 +58,6 @@ class HostBackend(SingleBackend):
     capabilities = Capabilities(("cpu",))
 
     def all_reduce_(self, tensor_N: torch.Tensor, group: Group) -> None:
-        """Read the memory, as a socket would."""
         tensor_N.numpy()[:] *= 2
 
 
@@ -84,12 +83,10 @@ class PlayedStaging:
         """Do nothing."""
 
     def fetch(self, host_N: torch.Tensor, device_N: torch.Tensor, *, ready: None) -> None:
-        """From the GPU."""
         assert device_N.is_meta
         host_N.copy_(self.content_N)
 
     def bring_back(self, device_N: torch.Tensor, host_N: torch.Tensor) -> None:
-        """To the GPU."""
         assert device_N.is_meta
         self.content_N.copy_(host_N)
 

@@ -45,7 +45,6 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank will answer: do not wait for it."""
     hurry_count(monkeypatch)
     monkeypatch.setattr(meeting, "_met", {})
 
@@ -54,7 +53,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def places(*told: tuple[str, str, int, int]) -> list[RankPlace]:
-    """(host, process space, local rank, local size) of each rank."""
     return [RankPlace(rank, *each) for rank, each in enumerate(told)]
 
 
@@ -239,12 +237,10 @@ class NativeBackend(SingleBackend):
         self.is_abandoned = False
 
     def abandon(self) -> None:
-        """Take it down."""
         self.is_abandoned = True
 
 
 def table(*names: str) -> HybridTable:
-    """One row each."""
     limits = [*range(1, len(names)), None]
     return HybridTable(tuple(HybridRow(limit, name) for limit, name in zip(limits, names, strict=True)))
 

@@ -21,7 +21,6 @@ LIBRARIES = ("nccl", "gloo")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedGpu]:
-    """One that this thread uses."""
     played = RecordedGpu(monkeypatch)
     with played.running():
         yield played

@@ -58,7 +58,6 @@ class NamedMpi(SingleBackend):
 
 
 def staged() -> Communicator:
-    """As for tensors of a GPU over a transport of the host's."""
     return replace(connect(env=ALONE, device=CPU), staging=SimpleNamespace(join=lambda: None), memory=None)  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from error_texts import naming
 from thread_ranks import Post, PostBackend, sum_by_threads
 from torch import Tensor
 
-from bigbatch.comm.algorithms import ALGORITHMS, make_allreduce
+from bigbatch.comm.algorithms import make_allreduce, ring
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import HOPS_AT_ONCE, SEGMENT_BYTES, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Owners, shared_allreduce_
@@ -27,14 +28,13 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 
 
 def numbers(num_ranks: int, num_elements: int, dtype: torch.dtype = FP32) -> list[Tensor]:
-    """Whole numbers, of which every sum is exact."""
     return [torch.arange(num_elements).remainder(7).add(rank).to(dtype) for rank in range(num_ranks)]
 
 
 # --- what is sent ---
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("wire", [Wire(), Wire(FP16), Wire(FP16, in_fp32=False)])
 def test_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
     num_elements = 840 * 3  # divides by every number of ranks
@@ -53,15 +53,7 @@ def test_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
         assert sum(n for (source, _), n in post.messages.items() if source == rank) == 2 * (num_ranks - 1)
 
 
-def test_ring_sends_a_long_part_in_segments() -> None:
-    num_elements = 2 * 5 * SEGMENT_BYTES // 4
-    post = sum_by_threads(ring_allreduce_, tensors := numbers(2, num_elements), wire=Wire())
-    assert torch.equal(tensors[0], tensors[1])
-    assert post.messages[0, 1] == 2 * 5
-    assert post.num_bytes[0, 1] == num_elements * 4
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("num_ranks", [2, 5])
 def test_ring_announces_each_part_once_when_it_is_final(num_ranks: int) -> None:
     tensors, announced = numbers(num_ranks, 100), [list[int]() for _ in range(num_ranks)]
     expected = torch.stack(tensors).sum(0).tensor_split(num_ranks)
@@ -80,7 +72,7 @@ def test_ring_announces_each_part_once_when_it_is_final(num_ranks: int) -> None:
     assert [tuple(parts) for parts in announced] == [ring_order(num_ranks, rank) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize(("num_ranks", "hops"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)])
+@pytest.mark.parametrize(("num_ranks", "hops"), [(1, 0), (2, 1), (3, 2), (4, 2), (7, 3), (8, 3)])
 def test_doubling_takes_the_logarithm_of_the_ranks_in_hops(num_ranks: int, hops: int) -> None:
     tensors = numbers(num_ranks, 10)
     expected_N = torch.stack(tensors).sum(0)
@@ -102,8 +94,7 @@ def test_doubling_brings_the_other_ranks_of_a_node_into_the_sum(algorithm: Calla
     expected_N = torch.stack([*tensors, other_N, other_N]).sum(0)
     before_N = other_N.clone()
     sum_by_threads(algorithm, tensors, wire=wire, others=[other_N])
-    assert torch.equal(tensors[0], expected_N)
-    assert torch.equal(tensors[1], expected_N)
+    assert all(torch.equal(tensor_N, expected_N) for tensor_N in tensors)
     assert torch.equal(other_N, before_N)
 
 
@@ -149,10 +140,11 @@ def test_wire_with_sums_in_fp32_keeps_ones_beside_a_large_value(
 @pytest.mark.parametrize("wire", [Wire(FP16), Wire(BF16, predivide=3.0)])
 @pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
-@pytest.mark.parametrize("num_elements", [1, 101, SEGMENT_BYTES])
+@pytest.mark.parametrize("num_elements", [1, 1001])
 def test_wire_with_sums_in_fp32_rounds_each_share_and_the_sum_once(
-    algorithm: Callable[..., None], num_ranks: int, num_elements: int, wire: Wire
+    algorithm: Callable[..., None], num_ranks: int, num_elements: int, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ring, "SEGMENT_BYTES", 64)
     assert wire.dtype is not None
     for dtype in (FP32, wire.dtype):
         generator = torch.Generator().manual_seed(num_ranks)
@@ -174,9 +166,8 @@ class LoggingBackend(SingleBackend):
         self.log: list[str] = []
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Receive at once."""
-        name = f"{sum(line.startswith(f'start {to}') for line in self.log)} to {to}"
-        self.log.append(f"start {to}, number {name}")
+        name = f"{sum(line.startswith('start') and line.endswith(f'to {to}') for line in self.log)} to {to}"
+        self.log.append(f"start number {name}")
         receive.fill_(source)
         return SimpleNamespace(wait=lambda: self.log.append(f"wait for number {name}"))
 
@@ -186,24 +177,17 @@ def test_wire_with_sums_in_fp32_sends_a_segment_on_before_it_waits_for_the_next(
     backend, num_elements = LoggingBackend(), 3 * 2 * SEGMENT_BYTES // 2
     ring_allreduce_(torch.ones(num_elements, dtype=BF16), backend, (0, 1, 2), wire=Wire(), staging=Staging())
     log = backend.log
-    assert [log.index(f"start 1, number {number} to 1") for number in (0, 1)] == [0, 1]
-    assert log.index("start 1, number 2 to 1") < log.index("wait for number 1 to 2")
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, HOPS_AT_ONCE, HOPS_AT_ONCE + 1, HOPS_AT_ONCE + 3])
-def test_wire_with_sums_in_fp32_has_shares_of_several_ranks_under_way(num_ranks: int) -> None:
-    """Before the first wait; a late rank delays its own share alone."""
-    backend = LoggingBackend()
-    ring_allreduce_(torch.ones(60, dtype=BF16), backend, range(num_ranks), wire=Wire(), staging=Staging())
-    first_wait = next(at for at, line in enumerate(backend.log) if line.startswith("wait"))
-    assert first_wait == min(num_ranks - 1, HOPS_AT_ONCE)
+    assert [log.index(f"start number {number} to 1") for number in (0, 1)] == [0, 1]
+    assert log.index("start number 2 to 1") < log.index("wait for number 1 to 2")
 
 
 @pytest.mark.parametrize("num_ranks", [2, HOPS_AT_ONCE, HOPS_AT_ONCE + 1, 2 * HOPS_AT_ONCE + 3])
-def test_wire_with_sums_in_fp32_adds_every_share_once_however_early_it_comes(num_ranks: int) -> None:
-    """To the part that the first rank sums, which is the second one."""
-    own_N = torch.ones(num_ranks * 3, dtype=BF16)
-    ring_allreduce_(own_N, LoggingBackend(), range(num_ranks), wire=Wire(), staging=Staging())
+def test_wire_with_sums_in_fp32_has_shares_of_several_ranks_under_way_and_adds_each_once(num_ranks: int) -> None:
+    """A late rank delays its own share alone. The first rank sums the second part."""
+    backend, own_N = LoggingBackend(), torch.ones(num_ranks * 3, dtype=BF16)
+    ring_allreduce_(own_N, backend, range(num_ranks), wire=Wire(), staging=Staging())
+    first_wait = next(at for at, line in enumerate(backend.log) if line.startswith("wait"))
+    assert first_wait == min(num_ranks - 1, HOPS_AT_ONCE)
     assert own_N[3:6].tolist() == [1.0 + sum(range(num_ranks))] * 3
 
 
@@ -213,15 +197,12 @@ class RoundingBackend(SingleBackend):
     capabilities = Capabilities(("cpu",), sums_half_in_fp32=False)
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Rounded twice."""
         tensor_N.add_(1).add_(1)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Rounded twice."""
         self.all_reduce_(tensor_N, group)
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Rounded twice."""
         self.all_reduce_(shard_M.copy_(tensor_N), group)
 
 
@@ -247,22 +228,10 @@ def test_wire_with_sums_in_fp32_gives_fp32_to_a_library_that_rounds_each_additio
 
 def test_wire_with_sums_in_fp32_leaves_a_narrow_wire_to_libraries_that_sum_in_fp32() -> None:
     wire = Wire(BF16)
-    make_allreduce("native", backend=SingleBackend(), topology=make_topology(["here"], rank=0), wire=wire)(
-        narrow_N := torch.tensor([257.0])
-    )
-    assert narrow_N.tolist() == [256.0]
-    make_allreduce("native", backend=RoundingBackend(), topology=make_topology(["here"], rank=0), wire=wire)(
-        wide_N := torch.tensor([257.0])
-    )
-    assert wide_N.tolist() == [260.0]  # 259 in fp32
-
-
-def test_staging_is_kept_and_grows() -> None:
-    staging, like = Staging(), torch.zeros(1)
-    first_N = staging.take("incoming", 100, like, FP32)
-    assert staging.take("incoming", 150, like, FP16).data_ptr() == first_N.data_ptr()
-    assert staging.take("packed", 100, like, FP32).data_ptr() != first_N.data_ptr()
-    assert staging.take("incoming", 101, like, FP32).numel() == 101
+    topology = make_topology(["here"], rank=0)
+    for backend, sum_ in ((SingleBackend(), 256.0), (RoundingBackend(), 260.0)):  # 259 in fp32
+        make_allreduce("native", backend=backend, topology=topology, wire=wire)(own_N := torch.tensor([257.0]))
+        assert own_N.tolist() == [sum_]
 
 
 # --- what is refused ---
@@ -275,26 +244,12 @@ def test_ring_and_doubling_take_only_flat_tensors(algorithm: Callable[..., None]
         algorithm(tensor, SingleBackend(), (0,), wire=Wire(), staging=Staging())
 
 
-class NoMemory:
-    """Knows no tensor."""
-
-    def views(self, tensor_N: Tensor) -> None:
-        """It lies elsewhere."""
-
-
 @pytest.mark.parametrize(
     ("tensor", "named"),
     [(torch.zeros(4), ("Communicator.allocate()",)), (torch.zeros(2, 2), ("contiguous", "shape (2, 2)"))],
 )
 def test_shared_allreduce_wants_shared_memory(tensor: Tensor, named: tuple[str, ...]) -> None:
     owners = Owners(1, lambda own_N, others, announce: None, (0,))
+    elsewhere: Any = SimpleNamespace(views=lambda tensor_N: None)
     with pytest.raises(ValueError, match=naming(*named)):
-        shared_allreduce_(tensor, backend=SingleBackend(), memory=NoMemory(), node=(0,), owners=owners)  # type: ignore
-
-
-def test_make_allreduce_refuses_unknown_names_and_a_hybrid_without_a_table() -> None:
-    topology = make_topology(["here"], rank=0)
-    with pytest.raises(ValueError, match=naming("'tree'", ", ".join(ALGORITHMS))):
-        make_allreduce("tree", backend=SingleBackend(), topology=topology)
-    with pytest.raises(ValueError, match=naming("'hybrid'", "bigbatch comm tune")):
-        make_allreduce("hybrid", backend=SingleBackend(), topology=topology)
+        shared_allreduce_(tensor, backend=SingleBackend(), memory=elsewhere, node=(0,), owners=owners)

@@ -16,7 +16,6 @@ PER_HOP = Wire(in_fp32=False)
 
 
 def note(algorithm: str, wire: Wire, dtype: torch.dtype, *, num_ranks: int, rounds: bool = True) -> str:
-    """Nodes of 8."""
     capabilities = Capabilities(("cpu",), sums_half_in_fp32=not rounds)
     backend: Any = SimpleNamespace(name="some", world_size=num_ranks, capabilities=capabilities)
     return rounding_note((algorithm,), wire, dtype=dtype, backend=backend, num_nodes=-(-num_ranks // 8))

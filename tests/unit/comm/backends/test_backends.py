@@ -15,7 +15,6 @@ from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
 from silent_ranks import hurry_count
 
 from bigbatch.comm.backends import horovod, in_flight, mpi
-from bigbatch.comm.backends.base import ALL_DTYPES
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
@@ -36,7 +35,6 @@ LOST = r".* \d+\.\d s.*rank 1 on node1 .*control"
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank will answer: do not wait for it."""
     hurry_count(monkeypatch)
     monkeypatch.setattr(meeting, "_met", {})
 
@@ -52,11 +50,10 @@ def half_a_job(seconds: float = 1.0) -> Control:
 # --- one process ---
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_single_backends_transfers_are_copies(dtype: torch.dtype) -> None:
+def test_single_backends_transfers_are_copies() -> None:
     backend = SingleBackend()
     group = backend.new_group([[0]])
-    source_N, target_N = torch.arange(3).to(dtype), torch.zeros(3, dtype=dtype)
+    source_N, target_N = torch.arange(3.0), torch.zeros(3)
     backend.all_gather(target_N, source_N, group)
     assert torch.equal(target_N, source_N)
     backend.reduce_scatter(target_N, 2 * source_N, group)
@@ -67,10 +64,6 @@ def test_single_backends_transfers_are_copies(dtype: torch.dtype) -> None:
     backend.reduce_(target_N, group, root=0)
     backend.broadcast_(target_N, group, root=0)
     assert torch.equal(target_N, source_N)
-    assert dtype in backend.capabilities.dtypes
-
-
-def test_single_world_of_one_has_no_peers() -> None:
     with pytest.raises(ValueError, match=naming("world of one", "send")):
         SingleBackend().start_send(torch.ones(1), to=0)
     with pytest.raises(ValueError, match=naming("world of one", "receive")):
@@ -98,19 +91,7 @@ def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) 
         work.wait()
 
 
-def test_tcp_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
-    with pytest.raises(CommError, match=r"'ib7': \S+ .*\blo\b.*comm\.interface"):
-        TcpBackend(TWO, half_a_job(), interface="ib7")
-
-
 # --- torch.distributed ---
-
-
-@pytest.mark.slow
-def test_gloo_without_its_peers_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with pytest.raises(CommError, match=naming("rank 0 on here", "gloo", "2 ranks", "comm.interface")):
-        TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU)
 
 
 def test_nccl_without_room_in_shared_memory_says_how_to_get_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +141,11 @@ def test_mpi_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPat
         by_mpi.import_mpi()
 
 
-@pytest.mark.parametrize("failure", [ImportError, RuntimeError])
-def test_mpi4py_without_a_library_names_the_extra(
-    failure: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_mpi4py_without_a_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").write_text("class rc: pass\n")
-    (package / "MPI.py").write_text(f"raise {failure.__name__}('cannot load MPI library\\nlong story')\n")
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nlong story')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
@@ -178,7 +156,6 @@ def test_mpi4py_without_a_library_names_the_extra(
 
 
 def fake_mpi(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None:
-    """An MPI world in which a broadcast gives rank 0's answer."""
     world = SimpleNamespace(rank=rank, size=size, bcast=lambda answer, root: answer)
     monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
 
@@ -212,7 +189,6 @@ def test_mpi_meeting_tells_all_ranks_that_rank_0_has_no_address(
 
 
 def forever(*_: object, **__: object) -> None:
-    """A library without a time limit waits for a rank that never comes."""
     Event().wait(60)
 
 
@@ -225,7 +201,6 @@ def test_mpi_meeting_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> mpi.MpiBackend:
-    """Rank 0 of two over a library whose calls are these."""
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(mpi, "is_cuda_aware", lambda: False)
     world = SimpleNamespace(rank=0, size=2, Dup=lambda: SimpleNamespace(rank=0, size=2, **calls))
@@ -261,7 +236,6 @@ def test_mpi_message_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> No
         """A message of eight bytes."""
 
         def Wait(self, status: SimpleNamespace) -> None:
-            """As MPI's."""
             status.Get_count = {"byte": 8}.__getitem__
 
     backend = mpi_backend(monkeypatch, Irecv=lambda data, source: Arrived())
@@ -303,13 +277,8 @@ def test_mpi_is_given_the_gpu_only_if_cuda_aware(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_horovod_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
-    names: dict[str, Any] = {
-        "is_initialized": lambda: False,
-        "rank": lambda: 0,
-        "size": lambda: 2,
-        "nccl_built": lambda: False,
-    }
-    hvd = SimpleNamespace(**names, init=forever, global_process_set="all", add_process_set=forever)
+    hvd = SimpleNamespace(is_initialized=lambda: False, nccl_built=lambda: False, rank=lambda: 0, size=lambda: 2)
+    vars(hvd).update(init=forever, global_process_set="all", add_process_set=forever)
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
     monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
     with pytest.raises(PeerLostError, match=rf"rank 0: start of Horovod {LOST}"):

@@ -22,7 +22,6 @@ from bigbatch.errors import CommError
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
-    """Put a Horovod with these names in place of any real one."""
     package, module = ModuleType("horovod"), ModuleType("horovod.torch")
     vars(module).update(names)
     package.torch = module  # type: ignore[attr-defined]

@@ -26,7 +26,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> PlayedGpus:
 
 
 def on_a_thread(work: Callable[[], None]) -> None:
-    """Such as the one on which a transport of host tensors sums."""
     failures: list[BaseException] = []
 
     def run() -> None:

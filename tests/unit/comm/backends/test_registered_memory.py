@@ -42,14 +42,12 @@ class PlayedNccl:
 
     @property
     def held(self) -> list[PlayedPool]:
-        """Those that are registered now."""
         gone = [pool for what, pool in self.asked if what == "deregister"]
         return [pool for what, pool in self.asked if what == "register" and pool not in gone]
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> PlayedGpus:
-    """With an NCCL of today."""
     monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 30, 7)))
     return PlayedGpus(2, monkeypatch=monkeypatch)
 
@@ -95,7 +93,6 @@ def test_communicator_takes_its_buffers_there() -> None:
 
 
 def refuse(*_: Any, **__: Any) -> None:
-    """As torch does."""
     raise RuntimeError("NCCL says no\nwith a stack")
 
 

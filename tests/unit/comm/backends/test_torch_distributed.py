@@ -35,7 +35,6 @@ GPU = torch.device("cuda", 2)
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedNccl]:
-    """Leaves no group behind."""
     PlayedGpus(4, monkeypatch=monkeypatch)
     yield PlayedNccl(monkeypatch)
     if dist.is_initialized():
@@ -43,7 +42,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedNccl]:
 
 
 def backend_of(library: str, *, rank: int = 0, world_size: int = 4, **settings: Any) -> TorchDistributedBackend:
-    """One rank's backend; no other rank lives."""
     met = Control(ALONE, timeout_seconds=5)
     met.store = BoundedStore(HashStore(), seconds=5)
     env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 0))
@@ -53,7 +51,6 @@ def backend_of(library: str, *, rank: int = 0, world_size: int = 4, **settings: 
 
 
 def start_script(world_size: int = 4) -> None:
-    """The script has a process group of its own, which is bound to no GPU."""
     dist.init_process_group("nccl", rank=0, world_size=world_size, store=None, device_id=None)
 
 
@@ -170,7 +167,6 @@ def test_groups_in_a_script_that_is_bound_to_no_gpu_are_not_split(library: Playe
 
 
 def groups() -> set[Any]:
-    """Of this process, the default one among them."""
     return set(dist.distributed_c10d._world.pg_map)
 
 

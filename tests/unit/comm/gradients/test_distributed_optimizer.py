@@ -45,44 +45,37 @@ def communicator(*, num_ranks: int = 1, sums: list[int] | None = None) -> Commun
 
 
 def make_model() -> nn.Sequential:
-    """Six parameters in float64."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
-    """Depends on all parameters."""
     inputs_BC = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return model(inputs_BC).square().mean()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer with state."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def wrap(
     model: nn.Module, *, num_ranks: int = 1, sums: list[int] | None = None, **options: Any
 ) -> DistributedOptimizer:
-    """sgd(model), distributed."""
     ranks = communicator(num_ranks=num_ranks, sums=sums)
     return DistributedOptimizer(sgd(model), model.named_parameters(), ranks, **{**SMALL, **options})
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    """All parameters, up to rounding."""
     for ours, reference in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-14)
 
 
 def twins() -> tuple[nn.Module, nn.Module]:
-    """Two equal models."""
     model = make_model()
     return model, copy.deepcopy(model)
 
 
 def assert_trains(optimizer: DistributedOptimizer, model: nn.Module, plain: nn.Module, *, scale: float = 1.0) -> None:
-    """Some steps end like those of a plain optimizer with scale times the loss."""
     reference = sgd(plain)
     for step in range(4):
         for factor, twin, either in ((1.0, model, optimizer), (scale, plain, reference)):
@@ -419,15 +412,12 @@ class HostOnly(SingleBackend):
         self.seen: list[str] = []
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Of one rank."""
         self.seen.append(tensor_N.device.type)
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Of one rank."""
         self.seen.append(tensor_N.device.type)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """With nobody."""
         self.seen += [send.device.type, receive.device.type]
         return Done()
 
@@ -452,7 +442,6 @@ def test_broadcast_parameters_reaches_tensors_that_are_not_contiguous() -> None:
         """Rank 0 is elsewhere, and sends bytes of 1."""
 
         def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-            """Of another rank."""
             tensor_N.fill_(1)
 
     tensor = torch.zeros(3, 2, dtype=torch.uint8)

@@ -8,7 +8,6 @@ from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, Te
 
 
 def spec(name: str, num_bytes: int, dtype: str = "float32") -> TensorSpec:
-    """A gradient of so many bytes."""
     element_bytes = {"float32": 4, "float16": 2}[dtype]
     return TensorSpec(name, num_bytes // element_bytes, element_bytes, dtype)
 

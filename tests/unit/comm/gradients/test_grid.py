@@ -13,7 +13,6 @@ STEP = Fraction(1, 2**50)
 
 
 def summed(grid: Grid, *terms: torch.Tensor) -> torch.Tensor:
-    """Of fp32, bf16 or fp16."""
     sums_N = torch.zeros(terms[0].numel() + 1, dtype=torch.int64)
     for term_N in terms:
         grid.add_(sums_N, term_N)
@@ -23,14 +22,12 @@ def summed(grid: Grid, *terms: torch.Tensor) -> torch.Tensor:
 
 
 def random_terms(count: int, *, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Of 2**-40 to 2**5."""
     generator = torch.Generator().manual_seed(1)
     magnitudes = (torch.exp2(torch.rand(1000, generator=generator) * 45 - 40) for _ in range(count))
     return [(each * torch.randn(1000, generator=generator)).clamp_(-60, 60).to(dtype) for each in magnitudes]
 
 
 def nearest_fp32(number: Fraction) -> float:
-    """By whole numbers alone."""
     if not number:
         return 0.0
     digits = Fraction(2) ** (math.floor(math.log2(abs(number))) - 23)

@@ -30,7 +30,6 @@ class RecordingBackend(SingleBackend):
         self._failure = failure
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Run at once, but raise only when waited for, as a thread would."""
         self.events.append(label)
         work = super().submit(operation, label=label)
         return _Failing(self._failure) if self._failure else work
@@ -64,17 +63,14 @@ def make_model() -> nn.Sequential:
 
 
 def make_images(num_images: int = 4) -> Tensor:
-    """Random images, the same at each call."""
     return torch.randn(num_images, 3, 6, 6, generator=torch.Generator().manual_seed(num_images))
 
 
 def loss_of(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """Any scalar that depends on all parameters."""
     return model(images_BCHW).square().sum()
 
 
 def plain_gradients(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
-    """What autograd alone gives, summed over batches."""
     twin = copy.deepcopy(model)
     twin.zero_grad(set_to_none=True)
     for images_BCHW in batches:
@@ -83,7 +79,6 @@ def plain_gradients(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    """All gradients, bit for bit."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
@@ -274,7 +269,6 @@ class Branches(nn.Module):
         self.use_late = True
 
     def forward(self, input_BC: Tensor) -> Tensor:
-        """late only where asked for."""
         hidden_BC = self.early(input_BC)
         return self.late(hidden_BC) if self.use_late else hidden_BC
 

@@ -16,7 +16,6 @@ from bigbatch.errors import CommError
 
 
 def weights(*, odd: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Two tensors, the second of which differs by one bit of one element."""
     named = {"first": torch.ones(3), "second": torch.linspace(0, 1, 12).view(3, 4).T.to(dtype), "scale": torch.ones(())}
     if odd:
         named["second"][1, 2] = torch.nextafter(named["second"][1, 2].float(), torch.tensor(2.0))

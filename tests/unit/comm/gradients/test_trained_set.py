@@ -22,7 +22,6 @@ Step = Callable[[], object]
 
 
 def make_model() -> nn.Sequential:
-    """Three layers, of which the first is frozen."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
@@ -30,12 +29,10 @@ def make_model() -> nn.Sequential:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Moves weights without a gradient of their own, by momentum and decay."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def communicator(*, factor: int = 1) -> Communicator:
-    """One rank whose sum is factor times its own part."""
 
     def all_reduce_(tensor_N: Tensor) -> None:
         tensor_N.mul_(factor)
@@ -44,13 +41,11 @@ def communicator(*, factor: int = 1) -> Communicator:
 
 
 def backward(model: nn.Module) -> None:
-    """Of any loss; in the dtype of the first layer."""
     parameter = next(model.parameters())
     model(torch.ones(2, 3, dtype=parameter.dtype)).square().sum().backward()
 
 
 def with_reducer(model: nn.Module, ranks: Communicator) -> Step:
-    """A step of a plain loop."""
     optimizer, reducer = sgd(model), GradientReducer(model.named_parameters(), ranks)
 
     def step() -> None:
@@ -63,7 +58,6 @@ def with_reducer(model: nn.Module, ranks: Communicator) -> Step:
 
 
 def with_distributed_optimizer(model: nn.Module, ranks: Communicator) -> Step:
-    """A step of a Horovod script."""
     optimizer = DistributedOptimizer(sgd(model), model.named_parameters(), ranks)
 
     def step() -> None:
@@ -78,7 +72,6 @@ WAYS = [with_reducer, with_distributed_optimizer]
 
 
 def resize_(model: nn.Module) -> None:
-    """Fewer rows; autograd itself would spread their gradient over the former ones."""
     model[2].weight.data, model[2].bias.data = torch.ones(1, 4), torch.ones(1)
 
 
@@ -161,7 +154,6 @@ def test_trained_set_names_a_gradient_that_was_replaced_while_it_travelled() -> 
 
 
 def replace_all(model: nn.Sequential) -> None:
-    """No parameter of before is left."""
     model[1], model[2] = nn.Linear(4, 4), nn.Linear(4, 2)
 
 

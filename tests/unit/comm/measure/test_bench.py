@@ -50,7 +50,6 @@ ROOT = Path(__file__).resolve().parents[4]
 def row(
     algorithm: str = "ring", *, count: int = 25_000_000, seconds: float = 0.1, limit: Limit | None = None
 ) -> BenchRow:
-    """One measurement of fp32 over 8 ranks."""
     measured = MeasuredTimes((seconds, seconds / 2, 2 * seconds))
     return bench.make_row(
         measured, count=count, dtype="float32", algorithm=algorithm, num_wrong=0, world_size=8, limit=limit
@@ -251,7 +250,6 @@ class FakeCommunicator:
         self._other_seconds = other_seconds
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
-        """Add what rank 1 has: its pattern to rank 0's, zeros to zeros."""
         self.calls += 1
         if bool((tensor_N >= 1).any()):
             other_N = torch.empty_like(tensor_N)
@@ -261,7 +259,6 @@ class FakeCommunicator:
         return tensor_N
 
     def gather_text(self, text: str) -> list[str]:
-        """Rank 1 has the same counts, and other times."""
         mine = json.loads(text)
         if isinstance(mine, list):
             return [text, json.dumps([self._other_seconds] * len(mine))]
@@ -270,7 +267,6 @@ class FakeCommunicator:
 
 
 def times(num_elements: int = 3000, *, effort: Effort | None = None, **ranks: FakeCommunicator) -> Any:
-    """time_sums with fakes."""
     effort = effort or Effort(repetitions=3, seconds=1)
     return time_sums(torch.ones(num_elements), ranks, effort=effort)  # type: ignore[arg-type]
 
@@ -282,18 +278,15 @@ def test_time_sums_finds_right_sums_right() -> None:
 
 
 def spoil_one(tensor_N: Tensor) -> None:
-    """A wrong element in a sum of numbers."""
     if bool(tensor_N.any()):
         tensor_N[7] += 1
 
 
 def swap_halves(tensor_N: Tensor) -> None:
-    """Parts in each other's place."""
     tensor_N.copy_(tensor_N.roll(tensor_N.numel() // 2))
 
 
 def spoil_zeros(tensor_N: Tensor) -> None:
-    """A sum that is only wrong while it is timed."""
     if not bool((tensor_N >= 1).any()):
         tensor_N[5] = 1e-30
 
@@ -316,7 +309,6 @@ class Clock:
     now = 0.0
 
     def passes(self, seconds: float) -> Callable[[Tensor], None]:
-        """What a sum does that takes so long."""
 
         def spend(tensor_N: Tensor) -> None:
             self.now += seconds

@@ -42,7 +42,6 @@ def one_rank() -> Communicator:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Measurements that take no time; the seconds that each was given."""
     given: list[float] = []
 
     def measure(*_: object, start: float, seconds: float, **__: object) -> Any:

@@ -19,7 +19,6 @@ CLUSTERS = [(1,), (8,), (1, 1, 1, 1), (2, 2, 2, 2), (4, 4), (8,) * 16]
 
 
 def cluster(*group_sizes: int, g: float = 0.0) -> ClusterModel:
-    """Fast nodes, slow links between them."""
     return ClusterModel(group_sizes, INSIDE, ACROSS, g)
 
 

@@ -39,7 +39,6 @@ def hooked(candidate: Candidate) -> Candidate:
 
 
 def played(seconds: dict[Candidate, float]) -> tuple[list[Candidate], Measured]:
-    """The turns, and the result, where each candidate takes its seconds."""
     turns, running = [], search([each for each in seconds if not each.has_hook])
     candidate = next(running)
     while True:

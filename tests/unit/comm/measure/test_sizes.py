@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
 
 
 def exact(seconds: float) -> MeasuredTimes:
-    """A time without noise."""
     return MeasuredTimes((seconds, seconds))
 
 

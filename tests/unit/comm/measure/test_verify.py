@@ -47,14 +47,12 @@ FP32, GRID = PRECISIONS["fp32"], PRECISIONS["grid"]
 
 
 def mixed(word: int) -> int:
-    """The mixing of 32 bits, in whole numbers without a limit."""
     for _ in range(2):
         word = ((word >> 16) ^ word) * 0x45D9F3B % 2**32
     return (word >> 16) ^ word
 
 
 def drawn_by_hand(element: int, *, rank: int, seed: int) -> float:
-    """The definition of draw(), in plain Python."""
     place, key = mixed(element), mixed(seed % 2**32)
     scale = mixed(place ^ mixed(key ^ 0x5EED)) % 24
     own = mixed(place ^ mixed(key ^ (0x9E3779B1 + rank) % 2**32))
@@ -102,7 +100,6 @@ def test_grid_has_room_for_any_number_of_ranks() -> None:
 
 
 def reference_of(*exact: float, magnitude: float = 1.0, num_ranks: int = 4, start: int = 0) -> ExactSums:
-    """What sums must be, stated."""
     exact_S = torch.tensor(exact, dtype=torch.float64)
     return ExactSums(start, num_ranks, exact_S, torch.full_like(exact_S, magnitude), exact_S.float())
 
@@ -203,7 +200,6 @@ class PlayedRank:
         self._job, self._spoil = job, spoil
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
-        """Add, and spoil."""
         parts = [part_N for _, part_N in sorted(self._job.exchange(self.rank, tensor_N.clone()).items())]
         tensor_N.zero_()
         for rank in self._job.order:
@@ -213,7 +209,6 @@ class PlayedRank:
         return tensor_N
 
     def gather_text(self, text: str) -> list[str]:
-        """Gather in the order of the ranks."""
         return [each for _, each in sorted(self._job.exchange(self.rank, text).items())]
 
 
@@ -226,7 +221,6 @@ class PlayedJob:
         self._there: dict[int, Any] = {}
 
     def exchange(self, rank: int, value: Any) -> dict[int, Any]:
-        """Give one's own, and take everyone's."""
         self._there[rank] = value
         self._barrier.wait()
         everyone = dict(self._there)
@@ -239,7 +233,6 @@ def good(sums_N: Tensor, rank: int, number: int) -> None:
 
 
 def flip(sums_N: Tensor, element: int) -> None:
-    """Turn the last bit of a number."""
     sums_N.view(torch.int32 if sums_N.dtype == torch.float32 else torch.int64)[element] ^= 1
 
 
@@ -252,7 +245,6 @@ def play(
     pieces: int = 1,
     repetitions: int = 3,
 ) -> Outcome:
-    """What every rank finds, as all must find the same."""
     job = PlayedJob(order)
 
     def live(rank: int) -> Outcome:
@@ -350,13 +342,11 @@ def test_grid_that_is_a_step_off_everywhere_is_named() -> None:
 
 
 def outcome_of(digest: str, *findings: str) -> Outcome:
-    """A played one."""
     errors = Errors(num_elements=8, largest_ulp=1.5, total_ulp=4.0, num_off=3, bound_share=0.25)
     return Outcome(errors, digest, ranks_agree=True, num_repeated=5, findings=findings)
 
 
 def rows_of(precision: str, **digests: str) -> list[VerifyRow]:
-    """Rows of one size, by algorithm."""
     outcomes = {(name, 1): outcome_of(digest) for name, digest in digests.items()}
     return make_rows(outcomes, count=8, precision=precision, repetitions=5)
 
@@ -397,7 +387,6 @@ def test_verdict_counts_pairs_that_differ_at_any_size() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world of one that the command takes for one of several."""
     monkeypatch.setattr(bench, "read_process_env", lambda: SimpleNamespace(world_size=2))
 
 
@@ -480,7 +469,6 @@ def test_verify_messages_once_ranks_have_met(
 
 
 def check_message(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, and code 1."""
     assert main(["comm", "bench", "--verify", *options]) == 1
     err = capsys.readouterr().err
     assert err.startswith("bigbatch: ")

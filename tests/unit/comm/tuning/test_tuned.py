@@ -122,12 +122,10 @@ def test_placement() -> None:
 
 
 def remove(key: str) -> Callable[[dict[str, Any]], None]:
-    """A file without a key."""
     return lambda record: record.pop(key)
 
 
 def replace(key: str, value: object) -> Callable[[dict[str, Any]], None]:
-    """A file with another value."""
     return lambda record: record.update({key: value})
 
 
