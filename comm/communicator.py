@@ -345,9 +345,10 @@ class Communicator:
         self.backend.abandon()
 
     def __str__(self) -> str:
+        started = "" if self.env.started_by == "none" else f", started by {self.env.started_by}"
         return (
-            f"{count(self.world_size, 'rank')} in {count(self.topology.num_nodes, 'node group')}, started by "
-            f"{self.env.launcher}; backend {self.backend.name}, all-reduce {self.algorithm}"
+            f"{count(self.world_size, 'rank')} in {count(self.topology.num_nodes, 'node group')}{started}; backend "
+            f"{self.backend.name}, all-reduce {self.algorithm}"
         )
 
 

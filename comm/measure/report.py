@@ -67,9 +67,10 @@ class BenchReport:
         self.write({"kind": "conditions", "command": self._command, **asdict(conditions), **record})
         hosts = ", ".join(dict.fromkeys(conditions.hosts))
         first, *others = lines
+        started = "" if conditions.launcher == "none" else f"; started by {conditions.launcher}"
         self.print(
             f"# bigbatch comm bench: {len(conditions.hosts)} ranks, {groups_text(conditions)} per node; backend "
-            f"{conditions.backend}; {first}; started by {conditions.launcher}"
+            f"{conditions.backend}; {first}{started}"
         )
         self.print(f"# hosts {hosts}; {conditions.device}; torch {conditions.torch}; {conditions.date}")
         for line in others:

@@ -74,6 +74,8 @@ class ProcessEnv:
     local_size: int
     host: str
     master: tuple[str, int] | None
+    names_launcher: bool = True
+    """False for RANK and WORLD_SIZE without torchrun's own variables: any launcher may set these."""
     master_runs: bool = False
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
     terminal_columns: int | None = None
@@ -95,6 +97,11 @@ class ProcessEnv:
 
     notice_seconds: int | None = None
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
+
+    @property
+    def started_by(self) -> str:
+        """Return the launcher's name, or "none" for one process alone and for a launcher that does not say its own."""
+        return self.launcher if self.names_launcher else "none"
 
     @property
     def is_one_host(self) -> bool:
@@ -143,6 +150,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         local_rank=local_rank,
         local_size=local_size,
         master=_master(environ, launcher, is_one_host=one_host),
+        names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,
         master_runs=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

@@ -43,6 +43,7 @@ class Conditions:
     device: str
     """The kinds of device that ranks compute on."""
     launcher: str
+    """none: one process alone, or a launcher that does not say its name."""
     backend: str
     wire_dtype: str | None
     predivide: float
@@ -72,7 +73,7 @@ def gather_conditions(communicator: Communicator) -> Conditions:
         groups=communicator.topology.groups,
         cores=tuple(int(count) for count, _, _ in each),
         device=", ".join(sorted({device for _, _, device in each})),
-        launcher=communicator.env.launcher,
+        launcher=communicator.env.started_by,
         backend=communicator.backend.name,
         predivide=communicator.wire.predivide,
         **_settings(communicator),

@@ -117,7 +117,7 @@ def test_sum_over_one_rank_rounds_as_many_do(algorithm: str) -> None:
 def test_communicator_of_a_world_of_one() -> None:
     alone = connect(env=ALONE, device=CPU)
     assert (alone.rank, alone.world_size, alone.device) == (0, 1, CPU)
-    assert str(alone) == "1 rank in 1 node group, started by none; backend single, all-reduce native"
+    assert str(alone) == "1 rank in 1 node group; backend single, all-reduce native"
     assert alone.gather_text("text") == ["text"]
     alone.agree("anything", "text")
     alone.close()

@@ -239,6 +239,12 @@ def test_torchrun_may_serve_the_rendezvous_itself(word: str, runs: bool) -> None
     assert not read_process_env({**OPENMPI, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs
 
 
+def test_launcher_is_named_if_it_says_so() -> None:
+    """`bigbatch launch local`, and any script, sets RANK and WORLD_SIZE as torchrun does."""
+    environs = ({}, TORCHRUN, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}, OPENMPI, SRUN)
+    assert [read_process_env(each).started_by for each in environs] == ["none", "none", "torchrun", "openmpi", "srun"]
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
