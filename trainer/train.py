@@ -88,7 +88,8 @@ def lead(
             config, job = chosen.config, replace(job, mode_told=chosen.told, mode_record=chosen.text)
             make_run = partial(TrainingRun, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
             if is_dry_run:
-                summary: dict[str, Any] | None = make_run(config, job=job, owner=None).describe()
+                stop = StopRequest(takes_signals=False)
+                summary: dict[str, Any] | None = make_run(config, job=job, owner=None, stop=stop).describe()
             else:
                 summary = _run_agreed(make_run, config, job, ownership, groups=groups)
     except (RuntimeError, MemoryError) as error:

@@ -48,16 +48,16 @@ class StopRequest:
     """Remembers the first stop signal, and lets all ranks act on it together; a second Ctrl-C interrupts at once.
 
     Constructed in the main thread only. launcher: process id of a parent whose end is such a signal, too: ranks would
-    train on unseen.
+    train on unseen. takes_signals: False for work that a first Ctrl-C may interrupt.
     """
 
-    def __init__(self, *, launcher: int | None = None) -> None:
+    def __init__(self, *, launcher: int | None = None, takes_signals: bool = True) -> None:
         self._launcher = launcher
         self.signal_name: str | None = None
         """The first stop signal of this rank, or another source of a request to stop."""
         self._is_asked = False
         self._departure: Departure | None = None
-        for number in heeded_signals():
+        for number in heeded_signals() if takes_signals else ():
             signal.signal(number, self._note)
         _leave_children_out()
 
