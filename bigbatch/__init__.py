@@ -21,7 +21,7 @@ _HOMES = {
     "broadcast_parameters": "bigbatch.comm.gradients.broadcast",
     "connect": "bigbatch.comm.connection",
     "train": "bigbatch.trainer.in_python",
-    "TrainingHooks": "bigbatch.trainer.run.hooks",
+    "TrainingHooks": "bigbatch.trainer.training_loop",
 }
 
 __all__ = [
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from bigbatch.trainer.optim.muon import Muon
     from bigbatch.trainer.optim.param_groups import param_groups
     from bigbatch.trainer.optim.shampoo import Shampoo
-    from bigbatch.trainer.run.hooks import TrainingHooks
     from bigbatch.trainer.step.loss_scale import Scaling
     from bigbatch.trainer.step.precision import Precision
+    from bigbatch.trainer.training_loop import TrainingHooks
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from bigbatch.launch.tables import Table
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import import_paths
-from bigbatch.trainer.run.reason import find_reason
+from bigbatch.trainer.run.child import find_reason
 
 Told = tuple[float, float]
 """Images per second of the model alone, and top-1."""

@@ -17,10 +17,10 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.memory.largest_batch import free_memory
-from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.train import join, lead
+from bigbatch.trainer.training_loop import TrainingHooks
 
 
 def train(

@@ -35,14 +35,14 @@ from bigbatch.trainer.run.digests import (
     digests_of_update,
 )
 from bigbatch.trainer.run.folder import RunDir, load_run_config
-from bigbatch.trainer.run.hooks import TrainingHooks
-from bigbatch.trainer.run.recompute import recompute
+from bigbatch.trainer.run.gradient_audit import recompute
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import describe_job
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.train import join
+from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import TrainingRun
 from bigbatch.words import count
 

@@ -23,9 +23,9 @@ from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.step.stop_request import StopRequest, leave_stopped
+from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import JoinedRank, TrainingRun
 
 

@@ -2,11 +2,14 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.build.plan import make_guess_watch
@@ -17,7 +20,6 @@ from bigbatch.trainer.input.reading import require_few
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.gradient_audit import GradientAudit
-from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.saving import CheckpointSaver
@@ -25,6 +27,26 @@ from bigbatch.trainer.step.loop import InputLost, Steps
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.window import Totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingHooks:
+    """Functions that `bigbatch.train` calls on every rank, with equal arguments except an evaluation's seconds.
+
+    Return values are ignored, exceptions end the run, and records must not be changed. A run that returns to a
+    checkpoint because its ranks' weights differ calls them again for the steps after it.
+    """
+
+    on_step: Callable[[int], None] = lambda done: None
+    """(steps done), after each step, without synchronizing: the device may still compute the weights."""
+    on_report: Callable[[dict[str, Any]], None] = lambda record: None
+    """(record of metrics.jsonl), after every run.log_every_steps."""
+    on_evaluation: Callable[[dict[str, Any], nn.Module], None] = lambda record, model: None
+    """(record of metrics.jsonl, model), in evaluation mode with the evaluated weights."""
+    on_checkpoint: Callable[[Path], None] = lambda path: None
+    """(folder of the checkpoint), after rank 0 has written it: at a report some steps later."""
+    on_end: Callable[[dict[str, Any]], None] = lambda summary: None
+    """(contents of summary.json), at the end of a run that was not stopped."""
 
 
 class NoticeWatch:
@@ -100,17 +122,8 @@ class TrainingLoop:
         steps.train_step.before_update = self._audit
         totals = steps.totals
         for step in range(plan.first_step, plan.num_steps):
-            self._record_timeline(step)
-            self.digests.before_step(step)
-            self.is_audited = self.audit.before_step(step)
-            self.noise.probe.before_step(step)
-            steps(step)
-            self.done = done = step + 1
-            self.noise.probe.after_step(done)
-            if record := self.digests.record(done):
-                self.output.log("digests", record)
-            self.hooks.on_step(done)
-
+            self._train_step(steps, step)
+            done = self.done
             # a run that has done its last step is stopped in its evaluation, or not at all
             is_stop = parts.stop.is_due() and done < plan.num_steps
             if not (is_stop or plan.is_report(done)):
@@ -120,14 +133,7 @@ class TrainingLoop:
             if is_stop:
                 self.save(done, None)  # an evaluation that is due is the resumed run's
             elif plan.is_evaluation(done):
-                try:
-                    with self._saving_on_failure(done):
-                        totals.last_evaluation = self.evaluate(done)
-                except Stopped:
-                    is_stop = True
-                else:
-                    self.save(done, totals.last_evaluation["top1"])
-                    parts.model.train()
+                is_stop = self._evaluate_and_save(totals)
             elif plan.is_checkpoint(done):
                 self.save(done, None)
             if is_stop:
@@ -139,6 +145,30 @@ class TrainingLoop:
         self.settle(wait=True)
         self._record_timeline(sys.maxsize)  # what is still being recorded is written
         return totals
+
+    def _train_step(self, steps: Steps, step: int) -> None:
+        """Make a step, with the records that are due of it."""
+        self._record_timeline(step)
+        self.digests.before_step(step)
+        self.is_audited = self.audit.before_step(step)
+        self.noise.probe.before_step(step)
+        steps(step)
+        self.done = done = step + 1
+        self.noise.probe.after_step(done)
+        if record := self.digests.record(done):
+            self.output.log("digests", record)
+        self.hooks.on_step(done)
+
+    def _evaluate_and_save(self, totals: Totals) -> bool:
+        """Evaluate, and save the result; return whether a stop came first."""
+        try:
+            with self._saving_on_failure(self.done):
+                totals.last_evaluation = self.evaluate(self.done)
+        except Stopped:
+            return True
+        self.save(self.done, totals.last_evaluation["top1"])
+        self.parts.model.train()
+        return False
 
     def copy_state(self) -> dict[str, Any] | None:
         """Return a copy of the state after the last step, in host memory. Not collective.

@@ -33,7 +33,6 @@ from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.gradient_audit import GradientAudit
-from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
@@ -43,7 +42,7 @@ from bigbatch.trainer.run.summary import describe_job, introduction
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import Stopped, StopRequest
 from bigbatch.trainer.step.window import Totals
-from bigbatch.trainer.training_loop import TrainingLoop
+from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from bigbatch.experiments.engine.points import Point
 from bigbatch.files import parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
-from bigbatch.trainer.config.older import renamed
+from bigbatch.trainer.config.names import renamed
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run import folder as run_folder

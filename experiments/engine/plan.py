@@ -15,7 +15,7 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.kinds import is_option
-from bigbatch.trainer.config.older import renamed
+from bigbatch.trainer.config.names import renamed
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known, typed
 from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml

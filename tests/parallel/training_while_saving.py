@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import bigbatch
-from bigbatch.trainer.run import background, saving
-from bigbatch.trainer.run.background import BackgroundWrite
+from bigbatch.trainer.run import saving
 from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.saving import BackgroundWrite
 from tests.parallel.training_in_python import STEPS, settings
 
 LONG_SECONDS = 60.0
@@ -41,7 +41,7 @@ def in_turn(root: str, out: str, sharded: str) -> int:
             assert self.ends_within(LONG_SECONDS)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "copy_to_host", lambda state: state)
+        patch.setattr(saving, "copy_to_host", lambda state: state)
         patch.setattr(saving, "BackgroundWrite", Waiting)
         _train(root, out, sharded)
     return 0

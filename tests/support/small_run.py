@@ -25,7 +25,6 @@ from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics,
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.gradient_audit import GradientAudit
-from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -33,7 +32,7 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.statistics import StepStatistics
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.window import Totals
-from bigbatch.trainer.training_loop import TrainingLoop
+from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
 
 CPU = torch.device("cpu")
 SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1

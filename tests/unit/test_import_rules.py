@@ -80,8 +80,8 @@ DOORS = {
     "onnx": ("bigbatch.trainer.inference.formats",),
     "onnxscript": ("bigbatch.trainer.inference.formats",),
     "onnxruntime": ("bigbatch.trainer.inference.formats",),
-    "wandb": ("bigbatch.trainer.run.weights_and_biases",),
-    "mlflow": ("bigbatch.trainer.run.mlflow_run",),
+    "wandb": ("bigbatch.trainer.run.loggers",),
+    "mlflow": ("bigbatch.trainer.run.loggers",),
     "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
 ENVIRONMENT_READERS = (

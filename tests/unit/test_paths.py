@@ -13,7 +13,7 @@ from bigbatch.groups import GROUPS, load_command
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.paths import PathError, as_path, expand_path
 from bigbatch.trainer.config.fields import takes_text
-from bigbatch.trainer.config.older import MOVED
+from bigbatch.trainer.config.names import MOVED
 from bigbatch.trainer.config.schema import KEYS, key_of, typed
 
 MODULES = [module for module, _ in COMMANDS.values() if module != GROUP]

@@ -16,8 +16,8 @@ from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.build.compute import logits_of_noise, memory_format
 from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost
+from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.dotted import words_of
-from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.models import build_model

@@ -20,7 +20,7 @@ from bigbatch.trainer.build.model import make_model, require_sizes
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
-from bigbatch.trainer.config.model import is_foreign_model
+from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.models.foreign import refuse_own_state

@@ -10,7 +10,7 @@ from bigbatch.errors import ConfigError, nearest, tell
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import fold, is_option, spread
-from bigbatch.trainer.config.older import modernize_
+from bigbatch.trainer.config.names import modernize_
 from bigbatch.trainer.config.options import parse_options
 from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.range_test import suggested_rate

@@ -12,7 +12,7 @@ from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import HOLDERS, KINDS, OPTION_KEYS, is_option
-from bigbatch.trainer.config.older import MOVED, says_nothing
+from bigbatch.trainer.config.names import MOVED, says_nothing
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP

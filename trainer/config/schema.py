@@ -19,6 +19,8 @@ from bigbatch.trainer.config.checks import (
     check_image_size,
     check_loader,
     check_loggers,
+    check_model,
+    check_model_name,
     check_noise_scale,
     check_patience,
     check_reproducible,
@@ -27,9 +29,7 @@ from bigbatch.trainer.config.checks import (
 )
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, check_ranges, complete, fold
-from bigbatch.trainer.config.model import check_model, check_model_name
-from bigbatch.trainer.config.names import ELSEWHERE, meant_name
-from bigbatch.trainer.config.older import MOVED, REMOVED
+from bigbatch.trainer.config.names import ELSEWHERE, MOVED, REMOVED, meant_name
 from bigbatch.trainer.config.optimizer import (
     check_average,
     check_loss,

@@ -8,8 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.checks import LIBRARIES
 from bigbatch.trainer.config.dotted import import_owner, is_of_library, words_of
-from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.models.libraries import is_library_builder, library_model
 from bigbatch.trainer.models.norm import NormFactory
 

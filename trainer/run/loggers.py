@@ -1,19 +1,203 @@
-"""Loggers for the numbers of metrics.jsonl: TensorBoard, Weights & Biases and MLflow."""
+"""Loggers for the numbers of metrics.jsonl: TensorBoard, Weights & Biases and MLflow. Only this module uses them."""
 
+import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any, Protocol
 
+from bigbatch.comm.rendezvous.environ import mlflow_settings, wandb_settings
 from bigbatch.errors import first_line
+from bigbatch.trainer.config.file import flatten
+from bigbatch.trainer.config.kinds import spread
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.run.background_logger import BackgroundLogger
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.mlflow_run import log_to_mlflow
-from bigbatch.trainer.run.weights_and_biases import log_to_wandb
+
+CLOSE_SECONDS = 60.0
+"""How long the end of a run waits for unsent data."""
 
 Say = Callable[[str], None]
+
+
+class Session(Protocol):
+    """A run at a server, or in its files; all calls are made by one thread."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send figures by name."""
+
+    def finish(self) -> None:
+        """End the run, once all is sent."""
+
+
+class BackgroundLogger:
+    """Passes figures to a thread that opens a session and sends them; its news are printed by the next call."""
+
+    def __init__(self, name: str, open_session: Callable[[Say], Session], *, say: Say) -> None:
+        """Start the thread. open_session: gets a function that takes news."""
+        self._open, self._say = open_session, say
+        self._news: list[str] = []
+        self._error: BaseException | None = None
+        self._figures: Queue[tuple[int, dict[str, float]] | None] = Queue()
+        self._thread = Thread(target=self._speak, name=name, daemon=True)
+        self._thread.start()
+
+    def _speak(self) -> None:
+        try:
+            session = self._open(self._news.append)
+            while (figures := self._figures.get()) is not None:
+                session.log(*figures)
+            session.finish()
+        except BaseException as error:  # SystemExit, too, would end only this thread
+            self._error = error
+
+    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """Pass the figures to the thread. Raises: RuntimeError with the thread's error."""
+        self._tell()
+        self._figures.put((step, {f"{kind}/{name}": value for name, value in figures.items()}))
+
+    def close(self) -> None:
+        """Wait until all is sent, at most CLOSE_SECONDS. Raises: RuntimeError with the thread's error; TimeoutError."""
+        self._figures.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        self._tell()
+        if self._thread.is_alive():
+            raise TimeoutError(f"it has not sent all of its records {CLOSE_SECONDS:g} s after the run's end")
+
+    def _tell(self) -> None:
+        """Print news on the run's main thread, which owns the terminal."""
+        while self._news:
+            self._say(self._news.pop(0))
+        if self._error:
+            raise RuntimeError(first_line(self._error)) from self._error
+
+
+REACH_SECONDS = 30.0
+"""How long wandb tries to reach its server before the run is logged offline."""
+
+
+def log_to_wandb(rundir: RunDir, *, stated: Mapping[str, Any], from_step: int, say: Say) -> BackgroundLogger:
+    """Send figures to a run of Weights & Biases, or keep them on disk for `wandb sync`; a resumed run continues it.
+
+    If the server cannot be reached, the figures are kept as with WANDB_MODE=offline, and a line is printed.
+    Raises: ImportError that names what to install.
+    """
+    try:
+        import wandb
+        from wandb import init  # noqa: F401  a folder named wandb, such as it leaves behind, imports, and has none
+    except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
+        raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
+    rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
+    arguments = {
+        "project": "bigbatch",
+        "name": rundir.path.name,
+        **wandb_settings(),
+        "id": _run_id(rundir, is_new=from_step == 0),
+        "resume": "allow",
+        "dir": str(rundir.path),
+        "config": dict(stated),
+    }
+    return BackgroundLogger("wandb", lambda tell: _WandbRun(wandb, rundir, arguments, tell), say=say)
+
+
+class _WandbRun:
+    """One run in wandb."""
+
+    def __init__(self, wandb: Any, rundir: RunDir, arguments: Mapping[str, Any], tell: Say) -> None:
+        # quiet: otherwise it would ask for a key on the terminal and replace standard output
+        settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
+        wandb.setup(settings)
+        try:
+            run = wandb.init(**arguments, settings=settings)
+        except Exception as error:  # no network, no key, no answer
+            if arguments.get("mode") == "offline":
+                raise
+            tell(f"wandb cannot be reached ({first_line(error)}): the run goes on, logged as offline")
+            # a new id: wandb considers the other one in use
+            offline = {**arguments, "mode": "offline", "id": _run_id(rundir, is_new=True)}
+            run = wandb.init(**offline, settings=settings)
+        tell(f"wandb: {_where(run)}")
+        # our own step count: a resumed run repeats steps, and wandb's own count cannot go back
+        run.define_metric("*", step_metric="step")
+        self._run = run
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **figures})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _where(run: Any) -> str:
+    """Print where the records go."""
+    if run.disabled:
+        return "disabled, as WANDB_MODE tells: nothing is kept or sent"
+    return f"run {run.id} " + (
+        f"in {Path(run.dir).parent}, which `wandb sync` sends" if run.offline else f"at {run.url}"
+    )
+
+
+def _run_id(rundir: RunDir, *, is_new: bool) -> str:
+    """Return the run's id in wandb, which the run folder keeps."""
+    path = rundir.wandb_id
+    if not is_new and path.is_file() and (kept := path.read_text().strip()).isalnum():
+        return kept
+    rundir.write_text(path, f"{(run_id := secrets.token_hex(4))}\n")
+    return run_id
+
+
+MOST_PARAMS = 100
+"""Parameters of one request, by MLflow's limits."""
+
+
+def log_to_mlflow(rundir: RunDir, *, stated: Mapping[str, Any], from_step: int, say: Say) -> BackgroundLogger:
+    """Send figures to a run of MLflow: at MLFLOW_TRACKING_URI, else in RUN/mlflow; a resumed run continues it."""
+    return BackgroundLogger(
+        "mlflow", lambda tell: _MlflowRun(rundir, stated=stated, is_new=from_step == 0, tell=tell), say=say
+    )
+
+
+class _MlflowRun:
+    """One run in MLflow, whose id the run folder keeps."""
+
+    def __init__(self, rundir: RunDir, *, stated: Mapping[str, Any], is_new: bool, tell: Say) -> None:
+        store = rundir.path / "mlflow"
+        settings = mlflow_settings(default_store=store)
+        if settings["tracking_uri"] == store.resolve().as_uri():
+            rundir.make_folder(store)
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        except Exception as error:  # its dependencies may raise anything at import
+            raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[mlflow]'") from error
+        self._metric = Metric
+        self._client = client = MlflowClient(tracking_uri=settings["tracking_uri"])
+        name = settings["experiment_name"]
+        kept = rundir.mlflow_id.read_text().strip() if not is_new and rundir.mlflow_id.is_file() else ""
+        if kept:
+            client.update_run(kept, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else client.create_experiment(name)
+            kept = client.create_run(experiment, run_name=settings.get("run_name", rundir.path.name)).info.run_id
+            rundir.write_text(rundir.mlflow_id, f"{kept}\n")
+            params = [Param(key, str(value)) for key, value in spread(flatten(stated)).items()]
+            for first in range(0, len(params), MOST_PARAMS):
+                client.log_batch(kept, params=params[first : first + MOST_PARAMS])
+        self._run = kept
+        tell(f"mlflow: run {kept} of experiment {name} at {settings['tracking_uri']}")
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, float(value), now, step) for name, value in figures.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run)
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, float]:

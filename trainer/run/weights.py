@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.files import parse_json, write_whole
+from bigbatch.trainer.config.checks import LIBRARIES
 from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.config.kinds import OPTION_KEYS
-from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign, holds_weights, names_head, partly_from_foreign

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
-from bigbatch.trainer import train
-from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.run import background_logger, weights_and_biases
-from bigbatch.trainer.run.background_logger import BackgroundLogger
+from bigbatch.trainer.run import loggers
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.loggers import Guarded, TensorBoard, open_loggers
+from bigbatch.trainer.run.loggers import (
+    BackgroundLogger,
+    Guarded,
+    TensorBoard,
+    log_to_mlflow,
+    log_to_wandb,
+    open_loggers,
+)
 from bigbatch.trainer.run.metrics import MetricsLog
-from bigbatch.trainer.run.mlflow_run import log_to_mlflow
-from bigbatch.trainer.run.weights_and_biases import log_to_wandb
 
 
 class PlayedWandb(ModuleType):
@@ -39,7 +41,7 @@ class PlayedWandb(ModuleType):
         return settings
 
     def setup(self, settings: Mapping[str, object]) -> None:
-        assert settings == {"console": "off", "silent": True, "init_timeout": weights_and_biases.REACH_SECONDS}
+        assert settings == {"console": "off", "silent": True, "init_timeout": loggers.REACH_SECONDS}
 
     def init(self, **arguments: Any) -> Any:
         self.inits.append(arguments)
@@ -208,7 +210,7 @@ def test_loggers_wandb_that_fails_is_said_once(
 def test_loggers_wandb_that_hangs_holds_neither_steps_nor_the_end_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_logger, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.01)
     play(monkeypatch, PlayedWandb(log=lambda: time.sleep(0.5)))
     said = send(RunDir(tmp_path))
     assert naming_all(said[-1], "wandb failed", "0.01 s after the run's end")
@@ -240,40 +242,6 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
     log.close()
     assert said == [told]
     assert [record["step"] for record in read_records(rundir.metrics)] == [1, 2]
-
-
-@pytest.mark.slow
-def test_loggers_of_a_whole_run_whose_wandb_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
-    play(monkeypatch, PlayedWandb(failing_inits=2))
-    settings = {
-        "data.loader": "synthetic",
-        "data.num_synthetic_samples": 64,
-        "data.image_size": 8,
-        "data.probe_seconds": 0,
-        "model.options.width": 2,
-        "batch.global_batch_size": 32,
-        "batch.microbatch_size": 16,
-        "batch.bn_span": 16,
-        "run.epochs": 2,
-        "run.log_every_steps": 1,
-        "run.noise_scale_every_steps": 2,
-        "schedule.warmup_epochs": 1,
-        "run.loggers": "[wandb]",
-        "run.directory": tmp_path,
-        "data.std": "[0.01,0.01,0.01]",
-    }
-    assert train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]) == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if "wandb" in line]) == 2
-    rundir = RunDir(tmp_path)
-    steps = [(record["kind"], record["step"]) for record in read_records(rundir.metrics)]
-    assert [step for kind, step in steps if kind == "train"] == [1, 2, 3, 4]
-    assert [step for kind, step in steps if kind == "noise"] == [2, 4]
-    hints = [record["hint"] for record in read_records(rundir.metrics) if record["kind"] == "hint"]
-    assert sum("far from normalised" in text for text in hints) == 1, "a hint has no figures, and no table"
-    assert not rundir.tensorboard.exists()
 
 
 def send_to_mlflow(rundir: RunDir, *, from_step: int = 0) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch.trainer.run.reason import find_reason
+from bigbatch.trainer.run.child import find_reason
 
 CPU_MEMORY = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"
 GPU_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"

@@ -22,10 +22,9 @@ from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
 from bigbatch.trainer.build.optimizer import make_native
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.run import background, owner, saving
-from bigbatch.trainer.run.background import copy_to_host
+from bigbatch.trainer.run import owner, saving
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from bigbatch.trainer.run.saving import CheckpointSaver, Saved
+from bigbatch.trainer.run.saving import CheckpointSaver, Saved, copy_to_host
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
 
@@ -217,7 +216,7 @@ def test_saving_without_memory_for_the_copy_ends_all_ranks(tmp_path: Path, monke
     def refuse(state: object) -> object:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: 4 bytes")
 
-    monkeypatch.setattr(background, "copy_to_host", refuse)
+    monkeypatch.setattr(saving, "copy_to_host", refuse)
 
     def job(saver: CheckpointSaver, rank: int) -> None:
         start(saver, done=3)
@@ -232,7 +231,7 @@ def test_saving_a_state_that_cannot_be_read_fails_at_once(tmp_path: Path, monkey
     def refuse(state: object) -> object:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(background, "copy_to_host", refuse)
+    monkeypatch.setattr(saving, "copy_to_host", refuse)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         start(make_saver(tmp_path), done=3)
 
