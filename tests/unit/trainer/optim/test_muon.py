@@ -95,18 +95,6 @@ def test_muon_is_orthogonal_in_the_precision_that_it_is_given(precision, dtype):
     assert seen == [dtype] * 3
 
 
-def test_muon_does_not_see_the_scale_of_a_gradient():
-    ends = []
-    for scale in (1.0, 2.0**20):
-        weights = random_weights()[:2]
-        optimizer = Muon(weights, lr=0.1)
-        for seed in range(3):
-            set_random_grads(weights, seed=seed, scale=scale)
-            optimizer.step()
-        ends.append([w.detach().clone() for w in weights])
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
-
-
 def test_muon_on_a_vector_is_refused_by_name():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     names = ["0.weight", "1.weight"]
@@ -119,23 +107,13 @@ def test_muon_on_a_vector_is_refused_by_name():
     assert isinstance(Muon(groups, lr=0.1), Muon)
 
 
-@pytest.mark.parametrize("steps", [0, -1, 2.5, True, None])
-def test_muon_refuses_steps_that_are_no_count(steps):
-    with pytest.raises(ValueError, match=naming("newton_schulz_steps ", str(steps))):
-        Muon(random_weights()[:1], lr=0.1, newton_schulz_steps=steps)
-
-
-def test_muon_refuses_an_unknown_precision():
-    with pytest.raises(ValueError, match=naming("newton_schulz_precision ", "fp32, bf16", "'fp8'")):
-        Muon(random_weights()[:1], lr=0.1, newton_schulz_precision="fp8")
-
-
-def test_muon_without_matrices_is_nesterovs():
-    ours, theirs = random_weights(), random_weights()
-    shared = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-    both = ((ours, Muon([{"params": ours, "adapt": False}], **shared)), (theirs, torch.optim.SGD(theirs, **shared)))
-    for weights, optimizer in both:
-        for seed in range(5):
-            set_random_grads(weights, seed=seed)
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        *(({"newton_schulz_steps": steps}, str(steps)) for steps in (0, 2.5, True)),
+        ({"newton_schulz_precision": "fp8"}, "fp32, bf16"),
+    ],
+)
+def test_muon_refuses_a_setting_that_is_out_of_range(setting, named):
+    with pytest.raises(ValueError, match=naming(*setting, named)):
+        Muon(random_weights()[:1], lr=0.1, **setting)

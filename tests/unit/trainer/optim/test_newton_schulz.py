@@ -29,7 +29,7 @@ def with_singular_values(values_M, *, rows, columns, seed=0):
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("steps", [1, 5])
 def test_newton_schulz_is_a_polynomial_of_the_singular_values(rows, columns, steps):
     values = torch.linspace(0.02, 0.9, min(rows, columns), dtype=torch.float64)
     matrix, u, v = with_singular_values(values, rows=rows, columns=columns)
@@ -37,18 +37,6 @@ def test_newton_schulz_is_a_polynomial_of_the_singular_values(rows, columns, ste
         values = polynomial(values)
     found = newton_schulz(matrix[None], steps=steps)[0]
     torch.testing.assert_close(found, u @ values.diag() @ v.T, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_newton_schulz_with_coefficients_that_converge_finds_the_orthogonal_factor(rows, columns):
-    """(G G^T)^(-1/2) G, with the root by eigenvalues; s (3 - s**2) / 2 goes to 1 from everywhere in (0, sqrt 3)."""
-    values = torch.linspace(0.1, 0.9, min(rows, columns), dtype=torch.float64)
-    matrix, _, _ = with_singular_values(values, rows=rows, columns=columns)
-    wide = matrix.T if rows > columns else matrix
-    eigenvalues, vectors = torch.linalg.eigh(wide @ wide.T)
-    expected = vectors @ eigenvalues.rsqrt().diag() @ vectors.T @ wide
-    found = newton_schulz(matrix[None], steps=20, coefficients=(1.5, -0.5, 0.0))[0]
-    torch.testing.assert_close(found, expected.T if rows > columns else expected, rtol=1e-10, atol=1e-10)
 
 
 def test_newton_schulz_bounds_follow_from_the_polynomials_extremes():
@@ -109,13 +97,6 @@ def test_orthogonalised_divides_what_is_next_to_nothing_by_the_smallest_norm():
     found = orthogonalised([small, own], steps=1, dtype=torch.float64)
     assert float(found[0]) == pytest.approx(polynomial(0.01), rel=1e-9)
     assert float(found[1]) == pytest.approx(polynomial(1.0), rel=1e-9)
-
-
-def test_orthogonalised_in_bf16_is_near_that_in_fp32():
-    tensor = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-    exact, half = (orthogonalised([tensor], steps=5, dtype=d)[0] for d in (torch.float32, torch.bfloat16))
-    assert half.dtype == torch.bfloat16
-    assert float((half.float() - exact).norm() / exact.norm()) < 0.05
 
 
 def test_newton_schulz_cost_counts_its_products():

@@ -70,12 +70,9 @@ def test_param_groups_know_biases_under_torchs_other_names():
     }
 
 
-def test_param_groups_see_a_parameter_of_the_root_module():
-    assert decays(nn.Linear(2, 2)) == {"weight": True, "bias": False}
-
-
 def test_param_groups_of_resnet50():
-    model = torchvision.models.resnet50()
+    with torch.device("meta"):
+        model = torchvision.models.resnet50()
     decaying, other = param_groups(model, weight_decay=5e-5)
     # 53 convolutions and the classifier's matrix; 53 batch norms with two vectors each and one bias
     assert [p.dim() for p in decaying["params"]] == [4] * 53 + [2]
@@ -115,21 +112,6 @@ def test_param_groups_refuse_a_substitute_for_no_trainable_parameter():
     substitute = {"bias": torch.zeros(2), "wieght": torch.zeros(2, 2)}
     with pytest.raises(ValueError, match=r": bias, wieght$"):
         param_groups(model, weight_decay=0.1, substitute=substitute)
-
-
-@pytest.mark.parametrize("optimizer_class", [LARS, torch.optim.SGD])
-def test_param_groups_drive_lars_and_sgd(optimizer_class):
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = optimizer_class(param_groups(model, weight_decay=0.5), lr=0.1)
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.step()
-    for name, parameter in model.named_parameters():  # with no gradient, only decay moves a weight
-        kept = 1 - 0.1 * 0.5 if name == "0.weight" else 1.0
-        torch.testing.assert_close(parameter.detach(), kept * before[name])
-    assert [group["adapt"] for group in optimizer.param_groups] == [True, False]
 
 
 def stepped(optimizer_class, model=None, **settings):
