@@ -106,6 +106,8 @@ def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:
         total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
         if len(block) < BLOCK_BYTES or int(block[148:156].strip(b" \0"), 8) != total:
             raise ValueError
+        if block[124] == 0x80:  # in base 256: so GNU tar writes sizes from 8 GiB on, and some writers all
+            return int.from_bytes(block[125:136], "big")
         size = int(block[124:136].strip(b" \0") or b"0", 8)
         if size < 0:
             raise ValueError

@@ -153,6 +153,26 @@ def test_webdataset_what_the_convention_passes_over(tmp_path):
         assert found.left_out == {".bmp": 1, "sample without an image": 1}
 
 
+def test_webdataset_sizes_in_base_256_are_read_as_tarfile_reads_them(tmp_path):
+    """GNU tar writes sizes from 8 GiB on so, and some writers all of them."""
+    path = tar(tmp_path / "s/train/0.tar", list(sample(0))[:2], form=tarfile.USTAR_FORMAT)
+    data = bytearray(path.read_bytes())
+    for start, size in ((0, len(IMAGES[0])), (512 - (-len(IMAGES[0]) // 512) * 512, 1)):
+        data[start + 124 : start + 136] = b"\x80" + size.to_bytes(11, "big")
+        data[start + 148 : start + 156] = b" " * 8
+        data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])
+    path.write_bytes(data)
+    with tarfile.open(path) as oracle:
+        assert [member.size for member in oracle] == [len(IMAGES[0]), 1]
+    assert held(open_split(tmp_path / "s", "train")) == IMAGES[:1]
+
+
+def test_webdataset_shards_may_number_their_samples_alike(tmp_path):
+    for shard in (0, 1):
+        tar(tmp_path / f"s/train/{shard}.tar", sample(shard, key="000"))
+    assert held(open_split(tmp_path / "s", "train")) == IMAGES[:2]
+
+
 def special(name, kind, **facts):
     info = tarfile.TarInfo(name)
     info.type = kind
