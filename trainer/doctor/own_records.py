@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bigbatch.errors import RunFolderError, print_line, print_lines
+from bigbatch.errors import ConfigError, RunFolderError, print_line, print_lines
 from bigbatch.paths import as_path
+from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.verdict import limiting_wait
 from bigbatch.trainer.run.cost import ELAPSED
@@ -39,6 +41,10 @@ class RunTimes:
     """Rate of the input alone, if data.probe_seconds measured it."""
     shares: Mapping[str, float | None]
     """Name in SHARES, or STRAGGLER: share of a step; None if a CUDA graph hides it."""
+    uneven_share: float
+    """Share of the ranks' time in which they wait because others have a microbatch more."""
+    world_size: int
+    """0 if the records do not state it."""
     slow_steps: tuple[int, ...]
     """Last steps of reports with a rate below SLOW of the median."""
     step_seconds: float
@@ -91,6 +97,12 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
     elapsed = max((value for each in own if (value := _number(each, ELAPSED)) is not None), default=seconds)
     settled = reports[1:] or reports  # the first one compiles, and fills caches
     rate = median(each["images_per_second"] for each in settled)
+    job = own[0].get("job")
+    world_size = job.get("world_size") if isinstance(job, dict) else None
+    world_size = world_size if isinstance(world_size, int) and world_size > 0 else 0
+    uneven_share = 0.0
+    with suppress(ConfigError):  # edited records: no such job could start
+        uneven_share = 1 - divide_batch(config.batch, world_size=world_size or 1).used_share
     measured_input = [value for each in own if (value := _number(each, "loader_images_per_second"))]
     return RunTimes(
         step=reports[-1]["step"],
@@ -99,6 +111,8 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
         compute_images_per_second=_median(settled, "compute_images_per_second"),
         loader_images_per_second=measured_input[-1] if measured_input else None,
         shares={name: _median(settled, name) for name in (*SHARES, STRAGGLER)},
+        uneven_share=uneven_share,
+        world_size=world_size,
         slow_steps=tuple(each["step"] for each in settled if each["images_per_second"] < SLOW * rate),
         step_seconds=seconds,
         other_seconds=max(0.0, elapsed - seconds),
@@ -106,11 +120,18 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
 
 
 def limit_of(times: RunTimes) -> str:
-    """Name input, cores, straggler, network or compute: the largest wait of 5% of a step or more, else the model."""
+    """Name the largest wait of 5% of a step or more, else compute: input, cores, network, straggler or uneven.
+
+    The last three are waits for sums. Where ranks have unequal shares of the batch, waiting is no sign of a slow rank.
+    """
     images, sums = (times.shares[name] or 0.0 for name in SHARES)
     alone = {"input_alone": times.loader_images_per_second, "model_alone": times.compute_images_per_second}
     wait = limiting_wait(images, sums, **alone) or "compute"
-    return "straggler" if wait == "network" and (times.shares[STRAGGLER] or 0.0) > sums / 2 else wait
+    if wait != "network":
+        return wait
+    if times.uneven_share > sums / 2:
+        return "uneven"
+    return "straggler" if (times.shares[STRAGGLER] or 0.0) - times.uneven_share > sums / 2 else wait
 
 
 def explain(times: RunTimes, config: Config) -> Iterator[str]:
@@ -125,6 +146,9 @@ def explain(times: RunTimes, config: Config) -> Iterator[str]:
         f"(now {config.compute.cpu_threads or 'all cores of the rank'}), or give each rank more cores",
         "straggler": f"a slow rank: the others wait {shares[STRAGGLER]:.0%} of a step for it. The run's last lines "
         "name it, and `bigbatch launch preflight` compares the nodes",
+        "uneven": f"uneven shares: {config.batch.global_batch_size // config.batch.microbatch_size} microbatches on "
+        f"{times.world_size} ranks, so ranks wait {times.uneven_share:.0%} of a step for those with one more. Use a "
+        "number of ranks that divides the microbatches",
         "network": f"communication: steps wait {shares['exposed_communication_fraction']:.0%} of their time for sums. "
         "`bigbatch comm bench` measures the link, `bigbatch comm tune` the fusion plan",
         "compute": "the model's own work. `bigbatch doctor --config` tries what could make it faster",

@@ -8,7 +8,7 @@ import pytest
 
 from bigbatch.cli import main
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.doctor.own_records import limit_of, run_times
+from bigbatch.trainer.doctor.own_records import explain, limit_of, run_times
 
 CONFIG = load_config(["--config", "quickstart"])  # 512 images a step
 
@@ -42,6 +42,27 @@ def test_limit_follows_from_the_largest_wait(shares: dict[str, Any], alone: floa
     times = run_times(records(train(5), train(10, **shares), alone=alone), CONFIG)
     assert times is not None
     assert limit_of(times) == limit
+
+
+@pytest.mark.parametrize(
+    ("world_size", "waits", "limit"),
+    [
+        (4, {"sums": 0.3, "slow": 0.26}, "straggler"),
+        (3, {"sums": 0.3, "slow": 0.26}, "uneven"),  # 4 microbatches on 3 ranks: 2 of 6 places are empty
+        (3, {"sums": 0.3, "slow": 0.0}, "uneven"),
+        (3, {"sums": 0.9, "slow": 0.8}, "straggler"),
+        (3, {"sums": 0.9, "slow": 0.4}, "network"),
+        (None, {"sums": 0.3, "slow": 0.26}, "straggler"),
+    ],
+)
+def test_uneven_shares_are_no_slow_rank(world_size: int | None, waits: dict[str, float], limit: str) -> None:
+    config = load_config(["--config", "quickstart", "--batch.microbatch_size", "128", "--batch.bn_span", "32"])
+    run = records(train(5), train(10, **waits))
+    run[0]["job"] = {"world_size": world_size}
+    times = run_times(run, config)
+    assert times is not None
+    assert limit_of(times) == limit
+    assert limit != "uneven" or "3 ranks" in next(explain(times, config))
 
 
 def test_times_are_those_of_the_last_start_without_its_first_report() -> None:
