@@ -33,7 +33,7 @@ from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, r
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
-from bigbatch.launch.jobs.findings import Problems
+from bigbatch.launch.jobs.findings import Problems, refusing
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
     if getattr(arguments, "name", None) is not None:
-        parse_name(arguments.name)
+        refusing(parse_name, arguments.name)
     root = state_root(environ)
     if arguments.action == "up":
         plan = replace(_plan(arguments, name=arguments.name), slurm=arguments.slurm)
@@ -66,8 +66,9 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         return _run(arguments, command, root=root, environ=environ)
     if arguments.action == "shape":
         found = clusters.find(arguments.name, root=root)
-        node = parse_node(arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
-        clusters.shape(found, rate=parse_rate(arguments.link), root=root, environ=environ, node=node)
+        node = refusing(parse_node, arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
+        rate = refusing(parse_rate, arguments.link)
+        clusters.shape(found, rate=rate, root=root, environ=environ, node=node)
         print_line(f"{arguments.name}: {'links' if node is None else f'the link of {host(node)}'} of {arguments.link}")
         return 0
     return _status(root, environ) if arguments.action == "status" else _down(arguments, root)
@@ -118,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace, *, name: str) -> ClusterPlan:
-    return make_plan(
+    return refusing(
+        make_plan,
         name=name,
         nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node or "1",
@@ -192,7 +194,7 @@ def _run_on(
     cluster: EmulatedCluster, arguments: argparse.Namespace, job: JobSpec, *, root: Path, environ: Mapping[str, str]
 ) -> int:
     launcher = NODE_LAUNCHERS[arguments.launcher]
-    rehearsal = _rehearsal(arguments, job, cluster, environ=environ)
+    rehearsal = refusing(_rehearsal, arguments, job, cluster, environ=environ)
     site = Site(
         order=arguments.place,
         master_port=FIRST_JOB_PORT + os.getpid() % NUM_JOB_PORTS,

@@ -9,6 +9,16 @@ Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
 
+def refusing(check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+    """Return a check's result. Raises: JobRefused instead of another UserError."""
+    try:
+        return check(*args, **kwargs)
+    except JobRefused:
+        raise
+    except UserError as error:
+        raise JobRefused(tuple(map(str, error.args))) from error
+
+
 class Problems:
     """Collects errors of checks, each once; as a context manager raises JobRefused at the end if there are any."""
 
@@ -18,13 +28,10 @@ class Problems:
     def ask(self, check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer | None:
         """Return a check's result, or None if it raises."""
         try:
-            return check(*args, **kwargs)
+            return refusing(check, *args, **kwargs)
         except JobRefused as error:
-            found = error.findings
-        except UserError as error:
-            found = tuple(map(str, error.args))
-        self._found.update(dict.fromkeys(found))
-        return None
+            self._found.update(dict.fromkeys(error.findings))
+            return None
 
     @property
     def found(self) -> tuple[str, ...]:

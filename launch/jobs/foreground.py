@@ -18,6 +18,11 @@ from bigbatch.trainer.step.signals import handling_stops
 
 LOOK_SECONDS = 1.0
 """Period of the check whether a launcher's ranks have ended without it."""
+MISSING = {
+    "mpirun": "pip install 'bigbatch[mpi]', or use torchrun",
+    "flux": "log in to a host with Flux, or use bigbatch launch mpirun",
+}
+"""What to do without a program."""
 END_SECONDS = 1.0
 """Time for such a launcher to end after SIGTERM."""
 RECALL_SECONDS = 60.0
@@ -119,9 +124,13 @@ def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[
     try:
         return subprocess.Popen(argv, env=dict(environ), start_new_session=True)
     except FileNotFoundError as error:
-        raise LaunchOptionError(
-            f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
-        ) from error
+        raise not_installed(argv[0]) from error
+
+
+def not_installed(program: str) -> LaunchOptionError:
+    """Return the error for a program that this host lacks."""
+    remedy = MISSING.get(Path(program).name, "install it, or use another launcher")
+    return LaunchOptionError(f"{program} is not installed here: {remedy}")
 
 
 def _end(process: "subprocess.Popen[bytes]", name: str) -> int:

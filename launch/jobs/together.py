@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.errors import tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
-from bigbatch.launch.jobs.foreground import Ended, Stopper, shell_code
+from bigbatch.launch.jobs.foreground import Ended, Stopper, not_installed, shell_code
 from bigbatch.launch.jobs.restarts import may_go_on
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
@@ -85,9 +85,7 @@ def _start(
             preexec_fn=None if enter is None else partial(enter, start.node),
         )
     except FileNotFoundError as error:
-        raise LaunchOptionError(
-            f"{start.argv[0]} is not installed: pip install 'bigbatch[mpi]', or use --launcher torchrun"
-        ) from error
+        raise not_installed(start.argv[0]) from error
 
 
 def _wait(

@@ -1,13 +1,11 @@
 """Launcher for Flux: flux run, in the foreground of a login node or of a flux batch script."""
 
 import argparse
-import shutil
 import signal
 import sys
 from collections.abc import Mapping
 
 from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, with_secret
-from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
 from bigbatch.launch.jobs.spec import JobSpec, check_time, refuse
@@ -72,8 +70,6 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    if shutil.which("flux", path=environ.get("PATH")) is None:
-        raise LaunchOptionError("flux is not installed here: log in to a host with Flux, or use bigbatch launch mpirun")
     variables = with_secret(environ) | _variables(job)
     return run_healing(
         lambda job: run_in_foreground(flux_argv(job), environ=variables, asks_to_stop=ASKS_TO_STOP), job

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import JobRefused, LaunchOptionError
 from bigbatch.launch.emulate import losses
 from bigbatch.launch.emulate.losses import Loss, Rehearsal, parse_losses
 from bigbatch.launch.emulate.plan import ClusterPlan
@@ -43,10 +43,23 @@ def test_wrong_losses_are_refused(text: str, parts: tuple[str, ...]) -> None:
         parse_losses(stated(kill=[text]), num_nodes=4)
 
 
-def test_losses_need_the_steps_of_a_run(tmp_path: Path) -> None:
-    words = ["run", "--nodes", "2", "--dry-run", "--launcher", "plain", "--stop", "n1@step=5", "--", "doctor", "--help"]
-    with pytest.raises(LaunchOptionError, match=naming("--stop n1@step=5", "train")):
-        main(words, environ={"XDG_RUNTIME_DIR": str(tmp_path)})
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--stop", "n1@step=5"), ("--stop n1@step=5", "train")),
+        (("--kill", "n1"), ("--kill 'n1'",)),
+        (("--kill", "n9@step=5"), ("--kill 'n9'",)),
+        (("--link", "fast"), ("--link 'fast'",)),
+        (("--name", "a/b"), ("--name 'a/b'",)),
+    ],
+)
+def test_wrong_options_of_emulate_end_with_the_code_of_a_usage_error(
+    words: tuple[str, ...], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = ["run", "--nodes", "2", "--dry-run", "--launcher", "plain", *words, "--", "doctor", "--help"]
+    with pytest.raises(JobRefused, match=naming(*parts)) as caught:
+        main(run, environ={"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert caught.value.exit_code == 2
 
 
 def test_losses_happen_once_at_the_first_new_report_of_their_step_or_a_later_one(

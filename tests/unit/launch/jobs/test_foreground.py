@@ -1,6 +1,7 @@
 """The foreground runner: exit codes, and signals to real processes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,9 +64,13 @@ def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
     assert (ended.code, ended.was_asked) == (code, is_interrupted)
 
 
-def test_foreground_launcher_that_is_missing_names_the_extra() -> None:
-    with pytest.raises(LaunchOptionError, match=r"pip install 'bigbatch\[mpi\]'"):
-        in_foreground(["no-such-mpirun"])
+@pytest.mark.parametrize(
+    ("program", "remedy"),
+    [("/none/mpirun", "pip install 'bigbatch[mpi]'"), ("/none/flux", "a host with Flux"), ("/none/x", "install it, or")],
+)
+def test_missing_launcher_is_named_with_its_own_remedy(program: str, remedy: str) -> None:
+    with pytest.raises(LaunchOptionError, match=f"^{re.escape(program)} is not installed here: .*{re.escape(remedy)}"):
+        in_foreground([program])
 
 
 PARENT = """
