@@ -31,9 +31,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "input_images_per_second_per_core": (0.1, 1e6),
 }
 NEEDED = ("device", "devices_per_node", "inside_gbyte_per_s", "across_gbit_per_s")
-SWITCHES = ("has_trees", "is_replayed")
-"""is_replayed (steps as CUDA graphs) says nothing any more: published rows do not show that it matters."""
-KNOWN = (*dict.fromkeys((*NEEDED, *LIMITS)), "carrier", *SWITCHES, "rates")
+KNOWN = (*dict.fromkeys((*NEEDED, *LIMITS)), "carrier", "has_trees", "rates")
 WHOLE = ("devices_per_node", "switch_nodes", "cores_per_node")
 INPUT, CORES, EACH_CORE = "input_images_per_second", "cores_per_node", "input_images_per_second_per_core"
 FACTS = ("value", "source", "assumed")
@@ -161,10 +159,9 @@ def _read_cluster(name: str, stated: object) -> Cluster:
     carrier = facts.get("carrier", {"value": "nccl"})["value"]
     if carrier not in get_args(Carrier):
         raise SimulationError(f"carrier={carrier} must be one of {', '.join(get_args(Carrier))}")
-    switches = {key: facts[key]["value"] for key in SWITCHES if key in facts}
-    for key, value in switches.items():
-        if not isinstance(value, bool):
-            raise SimulationError(f"{key}={value} must be true or false")
+    has_trees = facts.get("has_trees", {"value": True})["value"]
+    if not isinstance(has_trees, bool):
+        raise SimulationError(f"has_trees={has_trees} must be true or false")
     if (CORES in numbers) != (EACH_CORE in numbers):
         raise SimulationError(f"{CORES} and {EACH_CORE} go together: state both, or {INPUT} alone")
     if INPUT in numbers and CORES in numbers:
@@ -180,7 +177,7 @@ def _read_cluster(name: str, stated: object) -> Cluster:
             numbers["inside_gbyte_per_s"] * 1e9,
             numbers["across_gbit_per_s"] * GIGABIT * constants.link_share,
             carrier=carrier,
-            has_trees=switches.get("has_trees", True),
+            has_trees=has_trees,
             constants=constants,
         ),
         rates=tuple(map(_rate, rates)),
