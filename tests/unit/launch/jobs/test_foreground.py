@@ -66,7 +66,7 @@ def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
 
 @pytest.mark.parametrize(
     ("program", "remedy"),
-    [("/none/mpirun", "pip install 'bigbatch[mpi]'"), ("/none/flux", "a host with Flux"), ("/none/x", "install it, or")],
+    [("/none/mpirun", "pip install 'bigbatch[mpi]'"), ("/none/flux", "a host with Flux"), ("/none/x", "install it")],
 )
 def test_missing_launcher_is_named_with_its_own_remedy(program: str, remedy: str) -> None:
     with pytest.raises(LaunchOptionError, match=f"^{re.escape(program)} is not installed here: .*{re.escape(remedy)}"):
