@@ -134,8 +134,3 @@ def test_launch_mpirun_starts_one_job_in_a_shell_of_torchrun(
 def test_launch_names_what_takes_the_place_of_what_is_gone(words: tuple[str, ...]) -> None:
     with pytest.raises(JobRefused, match=r"is there no more: .*(mpirun|mpijob\.yaml)"):
         main([*words, "--dry-run", "--", *TRAIN])
-
-
-def test_launch_takes_the_value_of_an_option_for_no_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["slurm", "--name", "pbs", "--dry-run", "--", *TRAIN]) == 0
-    assert "--job-name=pbs" in capsys.readouterr().out

@@ -1,10 +1,10 @@
 """The emulated cluster as text: plans, argument lists, counters, the switch's decisions."""
 
 import errno
-import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,17 @@ from error_texts import naming
 from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import agent
-from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, parse_counters
+from bigbatch.launch.emulate.counters import LinkBytes, difference, parse_counters
 from bigbatch.launch.emulate.launchers import Site, mpirun_starts, plain_starts, torchrun_starts
 from bigbatch.launch.emulate.namespaces import enter_cluster, node_fd
 from bigbatch.launch.emulate.plan import (
     ClusterPlan,
     format_rate,
-    hosts_file,
     mac,
-    make_plan,
     parse_delay,
+    parse_name,
     parse_ranks,
     parse_rate,
-    place_ranks,
 )
 from bigbatch.launch.emulate.programs import build_commands, burst_bytes, gso_bytes, shape_commands
 from bigbatch.launch.emulate.switch import TIME, VNET_HEADER_BYTES, age_ns, destinations
@@ -64,48 +62,36 @@ def test_emulated_nodes_that_cannot_be_are_refused(text: str, nodes: int | None,
         parse_ranks(text, nodes=nodes)
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"), [("200mbit", 200_000_000), ("2.5gbit", 2_500_000_000), ("5000kbit", 5_000_000), ("none", None)]
-)
-def test_emulated_link_rates(text: str, rate: int | None) -> None:
-    assert parse_rate(text) == rate
-    assert parse_rate(format_rate(rate)) == rate
-
-
-@pytest.mark.parametrize("text", ["200", "200mb", "0mbit", "1kbit", "200gbit", "-1mbit", "1e3mbit", "mbit", "200mbit "])
-def test_emulated_link_rate_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(LaunchOptionError, match="--link"):
-        parse_rate(text)
-
-
-def test_emulated_link_delays() -> None:
-    assert [parse_delay(text) for text in ("0", "500us", "2ms", "1000ms")] == [0, 500, 2000, 1_000_000]
-
-
-@pytest.mark.parametrize("text", ["500", "1s", "-1us", "1001ms", "", "0.5ms"])
-def test_emulated_link_delay_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(LaunchOptionError, match="--delay"):
-        parse_delay(text)
-
-
-@pytest.mark.parametrize("name", ["", "../x", "a/b", "-x", "Box", "x" * 21, "a b"])
-def test_emulated_cluster_name_is_no_path(name: str) -> None:
-    with pytest.raises(LaunchOptionError, match="--name"):
-        make_plan(name=name, nodes=2, ranks_per_node="1", link="none", delay="0")
-
-
-def test_emulated_hosts_file() -> None:
-    text = hosts_file(ClusterPlan("box", (1, 1), None))
-    assert "10.77.0.1 n0\n10.77.0.2 n1\n" in text
-    assert text.startswith("127.0.0.1 localhost\n")
-
-
-def test_emulated_rank_placement() -> None:
-    assert place_ranks((3, 2, 2, 1), order="block") == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
-    assert place_ranks((3, 2, 2, 1), order="cyclic") == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
-
-
 # --- commands ---
+
+
+@pytest.mark.parametrize(
+    ("parse", "legal"),
+    [
+        (parse_rate, {"200mbit": 200_000_000, "2.5gbit": 2_500_000_000, "5000kbit": 5_000_000, "none": None}),
+        (parse_delay, {"0": 0, "500us": 500, "2ms": 2000, "1000ms": 1_000_000}),
+    ],
+)
+def test_emulated_link_numbers(parse: Callable[[str], int | None], legal: dict[str, int | None]) -> None:
+    assert {text: parse(text) for text in legal} == legal
+    if parse is parse_rate:
+        assert [parse(format_rate(rate)) for rate in legal.values()] == [*legal.values()]
+
+
+@pytest.mark.parametrize(
+    ("parse", "option", "texts"),
+    [
+        (parse_rate, "--link", ("200", "200mb", "0mbit", "1kbit", "200gbit", "-1mbit", "1e3mbit", "200mbit ")),
+        (parse_delay, "--delay", ("500", "1s", "-1us", "1001ms", "", "0.5ms")),
+        (parse_name, "--name", ("", "../x", "a/b", "-x", "Box", "x" * 21, "a b")),
+    ],
+)
+def test_emulated_words_that_are_none_are_refused(
+    parse: Callable[[str], object], option: str, texts: tuple[str, ...]
+) -> None:
+    for text in texts:
+        with pytest.raises(LaunchOptionError, match=option):
+            parse(text)
 
 
 def test_emulated_network_commands_for_two_nodes() -> None:
@@ -211,11 +197,6 @@ def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> No
     assert "--nproc-per-node=3" in starts[0].argv
 
 
-def test_torchrun_places_no_ranks_cyclically() -> None:
-    with pytest.raises(LaunchOptionError, match=naming("--place cyclic", "--launcher mpirun", "plain")):
-        torchrun_starts(JOB, UNEVEN, CYCLIC)
-
-
 def test_plain_ranks_get_torchruns_variables() -> None:
     starts = plain_starts(JOB, UNEVEN, CYCLIC)
     assert [start.node for start in starts] == [0, 1, 2, 3, 0, 1, 2, 0]
@@ -256,14 +237,6 @@ def test_counters_say_that_the_node_has_sent_what_the_switch_receives() -> None:
     counted = parse_counters(DEV, num_nodes=2)
     assert counted == (LinkBytes("n0", 1000, 3000), LinkBytes("n1", 3000, 1000))
     assert difference(counted, (LinkBytes("n0", 1, 2), LinkBytes("n1", 3, 4)))[1] == LinkBytes("n1", 2997, 996)
-
-
-def test_counters_for_people_and_programs() -> None:
-    counted = (LinkBytes("n0", 1_500_000, 0),)
-    assert format_table(counted).splitlines()[1].split() == ["n0", "1.500", "0.000"]
-    facts = json.loads(format_json(counted, plan=UNEVEN, seconds=2.5, exit_code=0))
-    assert facts["nodes"] == [{"host": "n0", "sent_bytes": 1_500_000, "received_bytes": 0}]
-    assert (facts["link"], facts["ranks_per_node"], facts["seconds"]) == ("200mbit", [3, 2, 2, 1], 2.5)
 
 
 # --- switch ---

@@ -12,8 +12,7 @@ from bigbatch.boot import boot_id, start_ticks
 from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, slurm_start
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.slurm import log_path, parse_states, slurm_commands, slurm_conf, slurm_environ
-from bigbatch.launch.emulate.state import EmulatedCluster, load, save, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from bigbatch.launch.start import main
 
 UNEVEN = ClusterPlan("box", (3, 1), None, slurm=True)
@@ -71,10 +70,6 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_slurm_configuration_line_by_line() -> None:
-    assert slurm_conf(UNEVEN, folder=FOLDER).splitlines() == CONF.splitlines()
-
-
 def test_slurm_dry_run_prints_configuration_and_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert emulate("up", "--ranks-per-node", "3,1", "--slurm", "--dry-run") == 0
     said = capsys.readouterr().out.replace(f"{tmp_path}/bigbatch-emulate/box", "/run/box").splitlines()
@@ -84,32 +79,6 @@ def test_slurm_dry_run_prints_configuration_and_commands(capsys: pytest.CaptureF
     assert not (tmp_path / "bigbatch-emulate/box").exists()
     assert emulate("up", "--ranks-per-node", "3,1", "--dry-run") == 0
     assert "slurm" not in capsys.readouterr().out
-
-
-def test_slurm_programs_have_a_log_each() -> None:
-    logs = [log_path(argv, folder=FOLDER).name for _, argv in slurm_commands(UNEVEN, folder=FOLDER)]
-    assert logs == ["munged.log", "slurmctld.log", "slurmd.n0.log", "slurmd.n1.log"]
-
-
-def test_slurm_states_as_sinfo_prints_them() -> None:
-    assert parse_states("n0 idle\nn1 down*\n") == {"n0": "idle", "n1": "down*"}
-    assert parse_states("") == {}
-
-
-def test_slurm_environ_leaves_out_a_job_around_us() -> None:
-    environ = {"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm/slurm.conf", "SBATCH_ACCOUNT": "physics"}
-    assert slurm_environ(environ, cluster_folder=Path("/run/box")) == {
-        "PATH": "/bin",
-        "SBATCH_ACCOUNT": "physics",
-        "SLURM_CONF": "/run/box/slurm/slurm.conf",
-    }
-
-
-def test_slurm_is_remembered_by_its_cluster(tmp_path: Path) -> None:
-    save(tmp_path, EmulatedCluster(UNEVEN, 4711, 99, "1-2-3"))
-    found = load(tmp_path)
-    assert found is not None
-    assert found.plan.slurm
 
 
 # --- what is refused ---

@@ -54,12 +54,6 @@ def test_emulate_state_folder_that_others_can_reach_is_not_trusted(trap: str, to
         state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
-def test_emulate_state_is_written_and_read(tmp_path: Path) -> None:
-    written = EmulatedCluster(UNEVEN, 4711, 99, "1-2-3")
-    save(tmp_path, written)
-    assert load(tmp_path) == written
-
-
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": {}}', '{"plan": {"ranks_per_node": [1]}, "keeper": 1}'])
 def test_emulate_state_that_is_no_cluster_is_none(text: str, tmp_path: Path) -> None:
     assert load(tmp_path) is None
@@ -128,29 +122,17 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     assert "MASTER_ADDR" not in given
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_emulate_run_takes_a_bigbatch_command_with_both_launchers(
-    launcher: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert emulate("run", "--nodes", "2", "--launcher", launcher, "--dry-run", "--", "comm", "bench") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == (1 if launcher == "mpirun" else 2)
-    assert all(line.endswith("-m bigbatch comm bench") for line in lines)
-
-
-def test_emulate_run_refuses_nothing_to_run() -> None:
-    with pytest.raises(LaunchOptionError, match="-- train"):
-        emulate("run", "--nodes", "2", "--")
-
-
-def test_emulate_run_takes_a_link_with_nodes_alone() -> None:
-    with pytest.raises(LaunchOptionError, match="bigbatch launch emulate shape"):
-        emulate("run", "--link", "1gbit", "--", "train")
-
-
-@pytest.mark.parametrize("words", [("run", "--", "train"), ("shape", "--link", "1gbit")])
-def test_emulate_says_how_to_get_a_cluster_where_there_is_none(words: tuple[str, ...]) -> None:
-    with pytest.raises(EmulationError, match="bigbatch launch emulate up --nodes"):
+@pytest.mark.parametrize(
+    ("words", "error", "told"),
+    [
+        (("run", "--nodes", "2", "--"), LaunchOptionError, "-- train"),
+        (("run", "--link", "1gbit", "--", "train"), LaunchOptionError, "bigbatch launch emulate shape"),
+        (("run", "--", "train"), EmulationError, "bigbatch launch emulate up --nodes"),
+        (("shape", "--link", "1gbit"), EmulationError, "bigbatch launch emulate up --nodes"),
+    ],
+)
+def test_emulate_says_what_to_do_instead(words: tuple[str, ...], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
         emulate(*words)
 
 

@@ -135,7 +135,6 @@ HOSTS = ("--hosts", "n0:2,n1:2,n2:2", "--ranks", "4")
     ("choice", "code", "bad", "result", "hosts"),
     [
         ("warn", 0, "", 0, "n0:2,n1:2,n2:2"),
-        ("stop", 0, "", 0, "n0:2,n1:2,n2:2"),
         ("exclude", 0, "", 0, "n0:2,n1:2,n2:2"),
         ("warn", 4, "n1\\n", 0, "n0:2,n1:2,n2:2"),
         ("exclude", 4, "n1\\n", 0, "n0:2,n2:2"),
@@ -145,7 +144,6 @@ HOSTS = ("--hosts", "n0:2,n1:2,n2:2", "--ranks", "4")
         ("exclude", 137, "n1\\n", 0, "n0:2,n2:2"),  # what hung there had to be killed
         ("exclude", 4, "n1\\nn2\\n", 1, None),  # too few are left
         ("exclude", 4, "n9\\n", 1, None),  # of which nobody knows which one it is
-        ("warn", 1, "", 0, "n0:2,n1:2,n2:2"),
         ("warn", 137, "n1\\n", 0, "n0:2,n1:2,n2:2"),
     ],
 )
@@ -175,8 +173,7 @@ def test_mpirun_looks_first(
         assert started[0].endswith("-m bigbatch train --config quickstart")
 
 
-@pytest.mark.parametrize("choice", ["warn", "stop", "exclude"])
-@pytest.mark.parametrize("code", [0, 1, 4, 138])
+@pytest.mark.parametrize(("choice", "code"), [("warn", 0), ("exclude", 1), ("stop", 4), ("exclude", 138)])
 def test_ctrl_c_while_it_looks_starts_nothing(
     choice: str, code: int, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,11 +211,6 @@ def test_preflight_dry_runs_show_both(calls: Path, capsys: pytest.CaptureFixture
     assert "#SBATCH --nodes=4" in script
     assert "-m bigbatch preflight --config quickstart &" in script
     assert not calls.exists()
-
-
-def test_preflight_is_refused_by_other_launchers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "torchrun", "--preflight", "stop", "--", *TRAIN]) == 2
-    assert "--preflight: bigbatch launch torchrun " in capsys.readouterr().err
 
 
 def test_preflight_alone_excludes_nobody(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:

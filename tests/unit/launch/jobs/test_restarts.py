@@ -45,26 +45,16 @@ class Played:
         return run_healing(self.start, job, say=self.said.append, **others).code  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("code", [6, 7, 134, 137, 139, 143])
-def test_restarts_are_for_who_lost_a_rank_by_the_promise_of_the_codes(code: int) -> None:
-    assert may_go_on(code, is_python=False)
-    assert may_go_on(code, is_python=True)
-
-
 @pytest.mark.parametrize(
-    ("code", "of_script"), [(0, False), (1, True), (2, False), (5, True), (130, False), (141, False)]
+    ("code", "of_ours", "of_script"),
+    [
+        *((code, True, True) for code in (6, 7, 134, 137, 143)),
+        # what 1 means in a user's script is not known
+        *((0, False, False), (1, False, True), (2, False, False), (5, False, True), (130, False, False)),
+    ],
 )
-def test_restarts_are_not_for_what_a_person_must_mend(code: int, of_script: bool) -> None:
-    """What 1 means in a script of one's own is not known."""
-    assert not may_go_on(code, is_python=False)
-    assert may_go_on(code, is_python=True) == of_script
-
-
-@pytest.mark.parametrize("restarts", [None, 0])
-def test_restarts_that_nobody_asked_for_are_none(restarts: int | None, tmp_path: Path) -> None:
-    played = Played(tmp_path, 137)
-    assert played.run(restarts=restarts) == 137
-    assert not played.said
+def test_restarts_follow_the_promise_of_the_codes(code: int, of_ours: bool, of_script: bool) -> None:
+    assert (may_go_on(code, is_python=False), may_go_on(code, is_python=True)) == (of_ours, of_script)
 
 
 def test_job_that_may_go_on_says_what_resumes_it(tmp_path: Path) -> None:
@@ -110,12 +100,6 @@ def test_restarts_take_the_checkpoint_before_a_damaged_one_for_no_newer(tmp_path
     job = JobSpec((*TRAIN, f"--run.directory={tmp_path}"), 1, restarts=3)
     assert run_healing(start, job, say=lambda text: None).code == 137
     assert number_of_starts == 4, "the first saves step 8, and the others nothing after it"
-
-
-def test_restarts_of_a_script_count_without_its_checkpoints(tmp_path: Path) -> None:
-    played = Played(tmp_path, 1, 1, 1, 0)
-    assert played.run(restarts=2, is_python=True) == 1
-    assert len(played.started) == 3
 
 
 def test_restarts_end_with_who_asked_to_stop(tmp_path: Path) -> None:
@@ -166,12 +150,6 @@ def test_hosts_left_are_those_that_answer_with_ranks_that_share_the_batch() -> N
     assert on_hosts_left(job, answers=lambda host: True) == job
 
 
-def test_hosts_left_of_a_script_have_a_rank_in_each_slot() -> None:
-    job = JobSpec(("own.py",), 4, hosts=(("n0", 1), ("n1", 3)), is_python=True)
-    left = on_hosts_left(job, answers=lambda host: host == "n1")
-    assert (left.hosts, left.num_ranks) == ((("n1", 3),), 3)
-
-
 @pytest.mark.parametrize("options", [(), ("--batch.microbatch_size", "64", "--batch.bn_span", "128")])
 def test_hosts_left_that_cannot_share_the_batch_are_said(options: tuple[str, ...]) -> None:
     """None is left, or one where a ghost batch lies on two ranks."""
@@ -194,18 +172,3 @@ def test_hosts_left_that_cannot_share_the_batch_are_said(options: tuple[str, ...
 def test_restarts_that_cannot_be_are_refused_before_anything_starts(words: tuple[str, ...], told: str) -> None:
     with pytest.raises((LaunchOptionError, ConfigError), match=naming(told)):
         main(words)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "shown"),
-    [
-        ("torchrun", "--max-restarts=3"),
-        ("k8s --image bb", "maxRestarts: 3"),
-        ("slurm", "most=4"),
-    ],
-)
-def test_restarts_are_in_what_others_run(launcher: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    places = ("--mount", "r:/r"), ("--data.root", "/r/data", "--run.directory", "/r/run")
-    mounts, folders = places if launcher.startswith("k8s") else ((), ())
-    assert main([*launcher.split(), *mounts, "--restarts", "3", "--dry-run", "--", *TRAIN, *folders]) == 0
-    assert shown in capsys.readouterr().out

@@ -252,25 +252,6 @@ def test_local_counts_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytes
     assert count_gpus() == 0
 
 
-def test_local_ranks_get_the_variables(capfd: pytest.CaptureFixture[str]) -> None:
-    main(["local", "--env", "BIGBATCH_HOST=played", "--interface", "lo", "--dry-run", "--", *TRAIN])
-    words = capfd.readouterr().out.split()
-    interface = ["BIGBATCH_INTERFACE=lo", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME==lo"]
-    assert [word for word in words if word.startswith(("BIGBATCH", "GLOO", "NCCL"))] == [
-        *interface,
-        "BIGBATCH_HOST=played",
-    ]
-
-
-@pytest.mark.parametrize("launcher", ["local", "mpirun", "torchrun", "slurm", "k8s"])
-def test_device_is_told_to_all_ranks(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
-    for words, stands in ((["--device", "cpu"], True), ([], False)):
-        start, command = (K8S, IN_PODS) if launcher == "k8s" else ((launcher,), TRAIN)
-        main([*start, *words, "--ranks", "2", "--dry-run", "--", *command])
-        shown = r"name: BIGBATCH_DEVICE\n +value: cpu" if launcher == "k8s" else "BIGBATCH_DEVICE=cpu"
-        assert bool(re.search(shown, capfd.readouterr().out)) == stands
-
-
 def test_local_starts_one_rank_on_the_cpu_whatever_gpus_there_are(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -253,14 +253,6 @@ def test_slurm_job_number_that_is_none_is_refused(number: str) -> None:
         find_jobs(number)
 
 
-def test_slurm_job_that_it_has_forgotten(cluster: Cluster) -> None:
-    (cluster.folder / "scontrol").write_text(
-        "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n"
-    )
-    with pytest.raises(SchedulerError, match=naming("job 9", "Invalid job id specified", "log")):
-        find_jobs("9")
-
-
 @pytest.fixture
 def array(cluster: Cluster) -> Cluster:
     """Of whose jobs one has ended, one runs, and four wait, at most two at a time."""

@@ -23,29 +23,15 @@ from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import OF_KUBERNETES, JobSpec, interface_variables
 from bigbatch.launch.jobs.words import PATTERNS, option
 from bigbatch.launch.launchers.slurm import job_script
-from bigbatch.launch.launchers.slurm_script import FOREIGN_VARIABLES, directives, log_path, sbatch_script
-from bigbatch.trainer.config.file import load_config
+from bigbatch.launch.launchers.slurm_script import FOREIGN_VARIABLES, directives, sbatch_script
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAIN = ("train", "--config", "quickstart")
 SCRIPT = sbatch_script(JobSpec(TRAIN, 2, num_nodes=2, minutes=60))
-NASTY = [
-    "a b",
-    "it's",
-    '"',
-    "a\nb",
-    "; touch x",
-    "$(touch x)",
-    "`touch x`",
-    "$HOME",
-    "\\",
-    "#c",
-    "-x",
-    "",
-    "*",
-    "é",
-    "\udc80",
-]
+
+
+NASTY = ["a b", "it's", '"', "a\nb", "; touch x", "$(touch x)", "`touch x`", "$HOME", "\\", "#c", "-x", "", "*"]
+NASTY += ["é", "\udc80"]
 
 
 @pytest.fixture
@@ -62,17 +48,6 @@ def test_slurm_script_gives_ranks_words_and_variables_whatever_they_hold(stubs: 
     assert [given[name] for name, _ in pairs] == NASTY
     assert [given[name] for name, _ in interface_variables("ib0")] == ["ib0", "ib0", "=ib0"]
     assert not (stubs.folder / "x").exists()
-
-
-@pytest.mark.long
-@settings(max_examples=25)
-@given(words=st.lists(st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]))))
-def test_slurm_script_lets_no_word_reach_the_shell(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    stubs = Stubs(tmp_path_factory.mktemp("stubs"))
-    job = JobSpec((*TRAIN, "{index}", *words), 2, array="0-7", environment=(("WORDS", " ".join(words)),))
-    stubs.run(sbatch_script(job))
-    assert stubs.argv()[-len(words) - 1 :] == ["5", *(word.replace("{index}", "5") for word in words)]
-    assert stubs.variables()["WORDS"] == " ".join(words)
 
 
 def test_slurm_script_mounts_and_images_are_single_words(stubs: Stubs) -> None:
@@ -105,13 +80,7 @@ def test_slurm_script_names_a_registry_as_the_containers_program_does(
     assert written in sbatch_script(JobSpec(TRAIN, 2, image=image, container=container))
 
 
-def test_slurm_script_mounts_the_work_folder_and_what_is_asked_by_pyxis(stubs: Stubs) -> None:
-    stubs.run(sbatch_script(JobSpec(TRAIN, 2, image="bb.sqsh", mounts=("/a:/b",))))
-    assert f"--container-mounts={stubs.folder}:{stubs.folder},/a:/b" in stubs.argv()
-    assert f"--container-workdir={stubs.folder}" in stubs.argv()
-
-
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(field=st.sampled_from(sorted(PATTERNS.keys() - OF_KUBERNETES)), data=st.data())
 def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(["a", "b7", ",", "[1-3]", "/", ".", "%", *NASTY])
@@ -126,12 +95,12 @@ def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: s
     assert all(line.startswith("#") for line in sbatch_script(job).split("\n\n")[0].splitlines())
 
 
-@pytest.mark.parametrize("value", NASTY)
 @pytest.mark.parametrize("field", [field for field in PATTERNS if field != "image"])
-def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: str, value: str) -> None:
-    with pytest.raises(LaunchOptionError, match=f"{option(field)} ") as caught:
-        JobSpec(TRAIN, 2, **{field: value})
-    assert len(str(caught.value).splitlines()) == 1
+def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: str) -> None:
+    for value in NASTY:
+        with pytest.raises(LaunchOptionError, match=f"{option(field)} ") as caught:
+            JobSpec(TRAIN, 2, **{field: value})
+        assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,11 +109,8 @@ def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: 
         {"environment": (("A B", "x"),)},
         {"environment": (("A", "x\0"),)},
         {"modules": ("a b",)},
-        {"modules": ("-x",)},
-        {"modules": ("$(id)",)},
         {"mounts": ("/a",)},
         {"mounts": ("/a:/b,/c:/d",)},
-        {"mounts": ("-a:/b",)},
         {"command": ("train", "a\rb")},
         {"gpus_per_node": -1},
         {"cpus_per_rank": 0},
@@ -206,10 +172,10 @@ OWN = sbatch_script(JobSpec(("my train.py", "-m"), 2, is_python=True), python="/
 @pytest.mark.parametrize(
     ("script", "asked", "ranks", "code", "is_requeued", "said"),
     [
-        *((SCRIPT, (), str(code), code, False, f"exit code {code}") for code in (0, 3, 137)),
+        *((SCRIPT, (), str(code), code, False, f"exit code {code}") for code in (0, 3)),
         (SCRIPT, (LIMIT,), "130", 0, True, "time limit"),
         (SCRIPT, (LIMIT,), None, 0, True, "time limit"),  # the ranks were not yet listening
-        *((SCRIPT, (LIMIT,), str(code), code, False, f"exit code {code}") for code in (0, 1)),  # done, or failed
+        (SCRIPT, (LIMIT,), "1", 1, False, "exit code 1"),
         *((SCRIPT, asked, "130", 130, False, "130") for asked in ((CANCEL,), (LIMIT, CANCEL), (CANCEL, LIMIT))),
         (SCRIPT, (CANCEL,), None, 130, False, "130"),
         (OWN, (LIMIT,), "130", 0, True, "time limit"),
@@ -317,18 +283,13 @@ def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> Non
 HEALING = sbatch_script(JobSpec(TRAIN, 2, restarts=2), folder=RUN)
 
 
-def test_slurm_script_without_restarts_is_that_of_none() -> None:
-    """The queue may start it as often as any other."""
-    assert sbatch_script(JobSpec(TRAIN, 2, restarts=0)) == sbatch_script(JobSpec(TRAIN, 2))
-
-
 def test_slurm_script_starts_ranks_again_after_a_loss(stubs: Stubs) -> None:
     code, output = stubs.run(HEALING, STUB_CODE="137 6 0")
     assert (code, stubs.num_starts(), stubs.requeued()) == (0, 3, False)
     assert output.count("starting again") == 2
 
 
-@pytest.mark.parametrize(("code", "of_script"), [(1, True), (2, False), (127, False), (130, False)])
+@pytest.mark.parametrize(("code", "of_script"), [(1, True), (2, False)])
 def test_slurm_script_starts_nothing_again_that_a_person_must_mend(stubs: Stubs, code: int, of_script: bool) -> None:
     assert (stubs.run(HEALING, STUB_CODE=str(code))[0], stubs.num_starts()) == (code, 1)
     own = sbatch_script(JobSpec(("own.py",), 2, restarts=1, is_python=True))
@@ -356,7 +317,7 @@ def place(stubs: Stubs) -> list[str]:
     return [word for word in stubs.argv() if word.startswith(("--nodes=", "--ntasks=", "--nodelist="))]
 
 
-@pytest.mark.parametrize(("code", "lost"), [("137", ""), ("137", "n1"), ("1", "n1"), ("137", "n0 n1 n2 n3")])
+@pytest.mark.parametrize(("code", "lost"), [("137", ""), ("1", "n1"), ("137", "n0 n1 n2 n3")])
 def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code: str, lost: str) -> None:
     """On as many of the others as can share the batch: of three, two. Where none answers it is Slurm that does not."""
     ended, output = stubs.run(SHRINKING, STUB_CODE=f"{code} 0", STUB_LOST=lost)
@@ -377,7 +338,7 @@ def test_slurm_script_goes_back_into_the_queue_where_too_few_nodes_are_left(stub
     assert re.search(naming("back into the queue", "too few nodes are left: n0"), output)
 
 
-@pytest.mark.parametrize(("code", "lost"), [("2", "n1"), ("130", "n1"), ("1", ""), ("4", "")])
+@pytest.mark.parametrize(("code", "lost"), [("2", "n1"), ("1", "")])
 def test_slurm_script_starts_nothing_again_on_fewer_nodes_that_a_person_must_mend(
     stubs: Stubs, code: str, lost: str
 ) -> None:
@@ -407,12 +368,6 @@ def test_slurm_script_states_the_numbers_of_nodes_that_can_share_the_batch() -> 
     assert "for count" not in job_script(replace(job, restarts=None), folder=None)
 
 
-def test_slurm_script_of_another_job_of_that_number_counts_for_itself(stubs: Stubs) -> None:
-    """Numbers begin anew on another cluster."""
-    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=RUN))
-    assert all(goes_back(stubs, script, restart=0)[0] for _ in range(3))
-
-
 def test_slurm_script_leaves_to_slurm_what_slurm_itself_ends(stubs: Stubs) -> None:
     process = stubs.start(SCRIPT, STUB_WAITS="1", STUB_STOPPED="130")
     while not (stubs.folder / "srun.pid").exists():
@@ -428,23 +383,15 @@ def test_slurm_script_leaves_to_slurm_what_slurm_itself_ends(stubs: Stubs) -> No
     ("words", "seconds"),
     [
         (TRAIN, 60),
-        (("train", "--config", "imagenet/resnet50_8k"), 300),
         ((*TRAIN, "--comm.timeout_seconds", "1000.5"), 1001),
-        ((*TRAIN, "--comm.timeout_seconds=20"), 20),
         (("comm", "bench"), 300),
     ],
 )
 def test_slurm_script_gives_ranks_the_time_to_name_a_lost_one(words: tuple[str, ...], seconds: int) -> None:
-    scripts = [job_script(JobSpec(words, 2, image=image, preflight="warn"), folder=None) for image in (None, "bb.sif")]
-    waits = [int(wait) for wait in re.findall(r"srun .*--wait=(\d+)", "".join(scripts))]
-    assert len(waits) == 4
+    script = job_script(JobSpec(words, 2, preflight="warn"), folder=None)
+    waits = [int(wait) for wait in re.findall(r"srun .*--wait=(\d+)", script)]
+    assert len(waits) == 2
     assert all(wait > seconds + ROLL_CALL_SECONDS + LINGER_SECONDS for wait in waits)
-
-
-def test_slurm_script_of_torchrun_gives_ranks_that_time_too() -> None:
-    timeout = load_config(["--config", "imagenet/resnet50_8k"]).comm.timeout_seconds
-    (wait,) = re.findall(r"srun .*--wait=(\d+)", TORCHRUN)
-    assert int(wait) > timeout + ROLL_CALL_SECONDS + LINGER_SECONDS
 
 
 @pytest.mark.parametrize("script", [SCRIPT, (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()])
@@ -493,12 +440,6 @@ def test_ready_mpirun_script_says_what_it_misses(tmp_path: Path) -> None:
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 1
     assert re.fullmatch(r"mpirun .*pip install 'bigbatch\[mpi\]'\n", done.stderr)
-
-
-def test_slurm_script_logs_have_names_that_slurm_fills_in() -> None:
-    assert log_path(JobSpec(TRAIN, 1, name="x", logs="/l")) == "/l/x-%j.log"
-    assert log_path(JobSpec(TRAIN, 1, array="0-3")) == "logs/bigbatch-%A_%a.log"
-    assert log_path(JobSpec(TRAIN, 1), job_id="7") == "logs/bigbatch-7.log"
 
 
 def test_slurm_script_time_limit_must_leave_time_to_train() -> None:

@@ -74,7 +74,7 @@ def random_case(seed: int, *, count: int) -> tuple[list[TensorSpec], Backward, f
     return tensors, backward(*times), latency, draw.choice((0.3, 1.0, 2.0)) / sum(t.num_bytes for t in tensors)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 30))])
+@pytest.mark.parametrize("seed", range(3))
 def test_search_finds_the_best_of_all_sizes(seed: int) -> None:
     """Brute force over every threshold, buffer and first buffer from 4 bytes to the sum of all, in steps of 4."""
     tensors, times, a, b = random_case(seed, count=5)
@@ -92,22 +92,6 @@ def test_search_finds_the_best_of_all_sizes(seed: int) -> None:
     choice = search_plan(tensors, times, seconds_of)
     assert best - 1e-12 <= choice.exposed_seconds <= best + LEAST_GAIN * (times.seconds + best) + 1e-12
     assert exposed_seconds(choice.sizes.plan(tensors), times, seconds_of) == choice.exposed_seconds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
-def test_search_over_many_gradients(seed: int) -> None:
-    """Far more sizes than can be tried. Three sizes cannot make every cut, but they beat the obvious ones."""
-    tensors, times, a, b = random_case(seed, count=150)
-
-    def seconds_of(num_bytes: int) -> float:
-        return 0.01 * a + num_bytes * b
-
-    total = sum(t.num_bytes for t in tensors)
-    choice = search_plan(tensors, times, seconds_of)
-    for sizes in (PlanSizes(total, total), one_each(tensors)):
-        other = exposed_seconds(sizes.plan(tensors), times, seconds_of)
-        assert choice.exposed_seconds <= other + LEAST_GAIN * (times.seconds + other)
 
 
 def test_search_takes_as_few_buffers_as_will_do() -> None:

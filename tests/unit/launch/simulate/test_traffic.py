@@ -21,13 +21,6 @@ def test_ring_enters_and_leaves_each_node_once_with_its_2_of_p_minus_1_over_p(gr
     assert stream_bytes(counted[0, 1]) == 5600 + 14 * 8
 
 
-def test_leaders_ring_and_shards_rings_carry_the_same_bytes():
-    by_leaders = node_traffic("hierarchical", 800, element_bytes=4, groups=PAIRS, segment_bytes=1000)
-    assert by_leaders == {(node, (node + 1) % 4): Traffic(4800, 6) for node in range(4)}
-    by_shards = node_traffic("sharded", 800, element_bytes=4, groups=PAIRS, segment_bytes=1000)
-    assert by_shards == {(node, (node + 1) % 4): Traffic(4800, 12) for node in range(4)}
-
-
 def test_long_parts_travel_in_segments():
     # parts of 800 bytes in three segments of at most 300
     counted = node_traffic("hierarchical", 800, element_bytes=4, groups=PAIRS, segment_bytes=300)
