@@ -97,6 +97,8 @@ class ProcessEnv:
 
     notice_seconds: int | None = None
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
+    launched_as: int | None = None
+    """Rank that the launcher gave this process; None if that is rank: ranks get new numbers after a loss."""
 
     @property
     def started_by(self) -> str:

@@ -1,4 +1,7 @@
-"""Record how the first rank ended, for `bigbatch launch mpirun`: mpirun ends with 0 after it lost a node's daemon."""
+"""Record how the first rank ended, for launchers with other exit codes: mpirun's is 0 after it lost a node's daemon.
+
+The file holds the exit code; before that "begun", and "begun 3" once the rank that was launched as rank 3 is the first.
+"""
 
 import atexit
 import os
@@ -17,19 +20,28 @@ BEGUN = "begun"
 def record_begin(env: ProcessEnv) -> None:
     """Record that rank 0 has started; record exit code 0 when the interpreter ends without an exception.
 
-    Does nothing on other ranks, and on a host that cannot read the launcher's file.
+    The first rank of a later group replaces what a former first rank recorded, which is not of the job any more. Does
+    nothing on other ranks, and on a host that cannot read the launcher's file.
     """
-    if _write(env, BEGUN, over=("",)):
+    if env.rank == 0 and (_write(env, _begun(env)) if env.launched_as else _write(env, BEGUN, over=("",))):
         atexit.register(_record_good_end, env, os.getpid())
 
 
 def record_end(env: ProcessEnv, code: int) -> None:
-    """Record rank 0's exit code, unless one is recorded already."""
-    _write(env, str(code), over=("", BEGUN))
+    """Record the first rank's exit code, unless one is recorded already."""
+    _write(env, str(code), over=("", BEGUN) if _launched_as(env) == 0 else (_begun(env),))
+
+
+def _launched_as(env: ProcessEnv) -> int:
+    return env.rank if env.launched_as is None else env.launched_as
+
+
+def _begun(env: ProcessEnv) -> str:
+    return f"{BEGUN} {_launched_as(env)}"
 
 
 def read_record(path: Path) -> int | str | None:
-    """Return rank 0's exit code; BEGUN or "" if it recorded none; None if there is no file."""
+    """Return the first rank's exit code; what else it recorded, if anything; None if there is no file."""
     with suppress(OSError):
         text = path.read_text()
         return int(text) if text.isdecimal() else text
@@ -37,16 +49,18 @@ def read_record(path: Path) -> int | str | None:
 
 
 def has_recorded_failure(path: Path) -> bool:
-    """Return whether rank 0 failed, other than by a request to stop."""
+    """Return whether the first rank failed, other than by a request to stop."""
     code = read_record(path)
     return isinstance(code, int) and code not in (0, INTERRUPTED)
 
 
-def _write(env: ProcessEnv, text: str, *, over: Collection[str]) -> bool:
+def _write(env: ProcessEnv, text: str, *, over: Collection[str] | None = None) -> bool:
     with suppress(OSError):
-        if env.rank == 0 and env.stopped_file is not None and env.stopped_file.read_text() in over:
-            write_whole(env.stopped_file, text.encode())
-            return True
+        if env.stopped_file is not None:
+            known = env.stopped_file.read_text()  # an error if this host does not see it
+            if over is None or known in over:
+                write_whole(env.stopped_file, text.encode())
+                return True
     return False
 
 

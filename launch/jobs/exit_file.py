@@ -13,6 +13,7 @@ from bigbatch.comm.rendezvous.exit_record import read_record
 from bigbatch.errors import tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import Ended
+from bigbatch.launch.jobs.run_folder import heals_in_place
 from bigbatch.launch.jobs.spec import JobSpec
 
 
@@ -39,7 +40,8 @@ def telling(path: Path | None) -> tuple[tuple[str, str], ...]:
 def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> Ended:
     """Correct a job's end by rank 0's record, if mpirun exited with 0 or waited for a lost host.
 
-    Without a record (a script that never connected, or a host that does not see the file) mpirun's code counts.
+    Without a record (a script that never connected, or a host that does not see the file) mpirun's code counts; that of
+    a job which heals in place is always 0, so the job counts as lost.
     """
     here = socket.gethostname()
     begins_here = not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
@@ -47,9 +49,13 @@ def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> End
     if isinstance(record, int):
         return replace(ended, code=record)
     if record is None or not (record or (begins_here and not job.is_python)):
+        heals = heals_in_place(job)
         if ended.code == 0 and not job.is_python:
-            tell("mpirun ended with 0, and the first rank left no record: its host does not see a file of this folder")
-        return ended
+            tell(
+                "mpirun ended with 0, and the first rank left no record: its host does not see a file of this folder"
+                f"{'. With run.heal=in_place that does not mean that the job is done' if heals else ''}"
+            )
+        return replace(ended, code=ended.code or LOST) if heals else ended
     if ended.was_asked:
         return replace(ended, code=INTERRUPTED)
     tell("mpirun ended before the job's first rank did: a node or its connection to mpirun was lost")

@@ -67,7 +67,7 @@ class Ended:
     was_recalled: bool = False
     """Whether it was asked to stop for a restart."""
     has_left: bool = False
-    """Whether rank 0 had failed and the launcher had to be ended."""
+    """Whether rank 0 had ended and the launcher had to be ended."""
 
 
 def run_in_foreground(
@@ -81,7 +81,7 @@ def run_in_foreground(
 ) -> Ended:
     """Start argv and wait for its end. is_recalled: called every RECALL_SECONDS; if true, the job is stopped.
 
-    has_left: called every LOOK_SECONDS; if true, rank 0 failed some time ago, and the launcher is ended. It may wait a
+    has_left: called every LOOK_SECONDS; if true, rank 0 ended some time ago, and the launcher is ended. It may wait a
     quarter of an hour for a lost host otherwise.
 
     The job runs in a new session, so Ctrl-C reaches only this process. The first Ctrl-C sends asks_to_stop to the
@@ -135,7 +135,7 @@ def not_installed(program: str) -> LaunchOptionError:
 
 def _end(process: "subprocess.Popen[bytes]", name: str) -> int:
     """End a launcher whose ranks have ended; return its code."""
-    tell(f"{Path(name).name} waits, and the job's first rank has failed: ending it")
+    tell(f"{Path(name).name} waits, and the job's first rank has ended: ending it")
     process.terminate()
     try:
         return process.wait(timeout=END_SECONDS)

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-from bigbatch.comm.rendezvous.exit_record import has_recorded_failure
-from bigbatch.errors import ConfigError
+from bigbatch.comm.rendezvous.exit_record import has_recorded_failure, read_record
+from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import find_config, load_config
@@ -88,35 +88,50 @@ def heals_in_place(job: JobSpec) -> bool:
     return config is not None and config.run.heal == "in_place"
 
 
+def refuse_healing(job: JobSpec, *, launcher: str) -> None:
+    """Raise LaunchOptionError if the job heals in place, for a launcher that ends all ranks after a loss."""
+    if heals_in_place(job):
+        raise LaunchOptionError(
+            f"--run.heal in_place: {launcher} ends all ranks of a job that has lost one: leave it out, or use bigbatch "
+            "launch local, mpirun or slurm"
+        )
+
+
 def newest_checkpoint(folder: str | None) -> Path | None:
     """Return the name of a run's newest checkpoint; None without one."""
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 
 class RunLeft:
-    """Returns whether rank 0 of a start failed at least LEFT_LOOKS checks ago; called periodically.
+    """Returns whether rank 0 of a start failed at least LEFT_LOOKS checks ago; called once a second.
 
     A thread checks, so storage that does not answer does not block the caller.
     """
 
-    def __init__(self, folder: str | None, *, start: str) -> None:
-        """start: the ranks' STOPPED_VARIABLE. folder: run folder of the training."""
+    def __init__(self, folder: str | None, *, start: str, heal_seconds: float | None = None) -> None:
+        """start: the ranks' STOPPED_VARIABLE. folder: run folder of the training.
+
+        heal_seconds: if the job heals in place, the time in which another rank takes over, or all end, after rank 0 has
+        ended, well or not.
+        """
         self._folder, self._start = folder, start
+        self._counts_good_end = heal_seconds is not None
+        self._most_looks = LEFT_LOOKS if heal_seconds is None else heal_seconds
         self._num_looks = 0
         self._looking: Thread | None = None
 
     def __call__(self) -> bool:
         """Return the last check's result, and start the next check."""
-        has_left = self._num_looks > LEFT_LOOKS
+        has_left = self._num_looks > self._most_looks
         if self._looking is None or not self._looking.is_alive():
             self._looking = Thread(target=self._look, name="bigbatch-run-left", daemon=True)
             self._looking.start()
         return has_left
 
     def _look(self) -> None:
-        is_over = has_recorded_failure(Path(self._start)) or (
-            self._folder is not None and has_failed(Path(self._folder), start=self._start)
-        )
+        record = Path(self._start)
+        has_ended = isinstance(read_record(record), int) if self._counts_good_end else has_recorded_failure(record)
+        is_over = has_ended or (self._folder is not None and has_failed(Path(self._folder), start=self._start))
         self._num_looks = self._num_looks + 1 if is_over else 0
 
 

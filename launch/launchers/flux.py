@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, with_secret
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
+from bigbatch.launch.jobs.run_folder import refuse_healing
 from bigbatch.launch.jobs.spec import JobSpec, check_time, refuse
 from bigbatch.launch.launchers.base import Launcher, command_line
 
@@ -34,9 +35,11 @@ def flux_argv(job: JobSpec) -> list[str]:
     """Return flux's command line, with the same number of tasks on each node; pure.
 
     Without --cpus-per-rank the job has whole nodes. Source: flux-run(1) of flux-core 0.88.
-    Raises: LaunchOptionError for unsupported options, and a time limit that leaves no time to train.
+    Raises: LaunchOptionError for unsupported options, a job that heals in place, and a time limit that leaves no time
+    to train.
     """
     refuse(job, launcher="flux", refused=REFUSED)
+    refuse_healing(job, launcher="flux")
     check_time(job, stop_seconds=job.grace_seconds)
     excluded = None if job.exclude is None else f"not hosts:{job.exclude}"
     needs = [need for need in (job.constraint and f"({job.constraint})", excluded) if need]

@@ -18,7 +18,7 @@ from bigbatch.launch.jobs.fit_hosts import on_hosts_left, preflight_of, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
-from bigbatch.launch.jobs.run_folder import RunLeft, known_experiment
+from bigbatch.launch.jobs.run_folder import RunLeft, heals_in_place, known_experiment
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
@@ -27,6 +27,9 @@ ASKS_TO_STOP = signal.SIGUSR1
 
 ANSWER_SECONDS = 30.0
 """Time for a host to start a program before it counts as lost."""
+
+LEAVE_SECONDS = 30.0
+"""Time for the ranks of a job that heals in place to end, after its first rank and comm.timeout_seconds."""
 
 FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", SECRET_VARIABLE)
 """Prefixes of variables that are passed to ranks on other hosts; mpirun itself passes none."""
@@ -54,7 +57,8 @@ def mpirun_argv(
     """Return mpirun's command line with one process per rank; pure.
 
     Ranks are not bound to cores (each would decode and compute on one); waiting ranks yield their core if ranks
-    outnumber cores. mpirun passes SIGUSR1 to all ranks, which then save a checkpoint and stop.
+    outnumber cores. mpirun passes SIGUSR1 to all ranks, which then save a checkpoint and stop. Of a job that heals in
+    place it ends no rank because another one failed, and its own exit code is 0.
     variables: names of the variables set here; mpirun's environment must have job.variables. options: of mpirun itself.
     Raises: LaunchOptionError for options that need a scheduler.
     """
@@ -67,6 +71,8 @@ def mpirun_argv(
     if job.oversubscribe:
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     stated = dict(job.variables)
+    if heals_in_place(job):
+        argv += ["--runtime-options", "recoverable,error-nonzero-status=0"]
     if job.interface:
         argv += ["--prtemca", "oob_tcp_if_include", job.interface, "--mca", "btl_tcp_if_include", job.interface]
     for name in sorted(name for name in variables if job.hosts and name.startswith(FORWARDED)):
@@ -178,6 +184,7 @@ def _run(
     if job.interface is not None:
         require_interface(job.interface)
     config = known_experiment(job)
+    heal_seconds = config.comm.timeout_seconds + LEAVE_SECONDS if config and heals_in_place(job) else None
     # the first of other hosts sees this folder
     with exit_file(Path.cwd()) as path:
         told = replace(job, environment=(*job.environment, *telling(path)))
@@ -186,7 +193,9 @@ def _run(
             environ=dict(environ) | dict(told.variables),
             asks_to_stop=ASKS_TO_STOP,
             is_recalled=is_recalled,
-            has_left=RunLeft(config.run.directory if config else None, start=str(path)) if path else None,
+            has_left=RunLeft(config.run.directory if config else None, start=str(path), heal_seconds=heal_seconds)
+            if path
+            else None,
             leaves=(*leaves, path) if path else leaves,
         )
         return as_first_rank_ended(ended, job, path=path)

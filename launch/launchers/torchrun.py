@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
+from bigbatch.launch.jobs.run_folder import refuse_healing
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 from bigbatch.launch.launchers.local import find_node, free_port, own_environment, shared_cores
@@ -31,9 +32,11 @@ def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> lis
     torchrun runs as a module, in this Python. port: rendezvous on one host; torchrun's --standalone would listen on all
     interfaces and unpickle data from any client. log_dir: for the ranks' error files; without it torchrun leaves a
     temporary folder.
-    Raises: LaunchOptionError for unsupported options, and for several nodes without --node-rank and --master.
+    Raises: LaunchOptionError for unsupported options, a job that heals in place, and for several nodes without
+    --node-rank and --master.
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
+    refuse_healing(job, launcher="torchrun")
     node_rank, (address, port) = find_node(job, port=port)
     return [
         *(*python_argv(), "-m", "torch.distributed.run"),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.trainer.run import saving
 from bigbatch.trainer.step.precision import Precision
 
@@ -21,7 +22,7 @@ _done: set[str] = set()
 
 def _die_if_due(where: str) -> None:
     for word in os.environ.get("DIE", "").split():
-        if word == f"{os.environ['RANK']}/{_steps_begun}/{where}" and word not in _done:
+        if word == f"{read_process_env().rank}/{_steps_begun}/{where}" and word not in _done:
             _done.add(word)
             os.kill(os.getpid(), signal.Signals[os.environ.get("DIE_BY", "SIGKILL")])
 

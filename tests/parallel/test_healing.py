@@ -37,6 +37,7 @@ HEALING = {
     "optimizer.loss": "tests.parallel.dying_loss.loss",
     "optimizer.label_smoothing": 0,
 }
+ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 12
 """Two epochs of 160 images."""
 
@@ -134,17 +135,24 @@ def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
     assert_identical(final_state(run), final_state(undisturbed))
 
 
-def test_local_job_ends_well_without_the_rank_that_was_lost(data: Path, tmp_path: Path) -> None:
-    """As a user starts it; without a reproducible sum the images are the same, not the bits."""
-    command = command_of(data, tmp_path, HEALING | {"run.reproducible": False})
+@pytest.mark.parametrize(
+    ("launcher", "lost", "told"),
+    [("local", 1, ["rank 1 was ended by SIGKILL; the others may go on"]), ("mpirun", 0, [])],
+)
+def test_job_ends_well_without_the_rank_that_was_lost(
+    launcher: str, lost: int, told: list[str], data: Path, tmp_path: Path
+) -> None:
+    """As a user starts it."""
+    command = command_of(data, tmp_path / "run", HEALING)
     done = subprocess.run(
-        [sys.executable, "-m", "bigbatch", "launch", "local", "--ranks", "2", "--", *command],
-        env={**os.environ, "DIE": "1/3/forward"},
+        [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", "--", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DIE": f"{lost}/3/forward"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.findall("rank . was ended by .*", done.stderr) == ["rank 1 was ended by SIGKILL; the others may go on"]
-    assert steps(tmp_path) == list(range(1, NUM_STEPS + 1))
+    assert re.findall("rank . was ended by .*", done.stderr) == told
+    assert steps(tmp_path / "run") == list(range(1, NUM_STEPS + 1))

@@ -39,7 +39,7 @@ def test_foreground_ends_a_launcher_that_its_ranks_have_left(
         has_left=(tmp_path / "deaf").exists,
     )
     assert (ended.code, ended.was_asked) == (128 + signal.SIGKILL, False)
-    assert "sh waits, and the job's first rank has failed: ending it" in capfd.readouterr().err
+    assert "sh waits, and the job's first rank has ended: ending it" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("is_interrupted", "code"), [(True, 128 + signal.SIGUSR1), (False, 3)])

@@ -87,6 +87,26 @@ def test_mpirun_exit_code_is_the_first_ranks_where_its_own_is_0(
     assert os.listdir(tmp_path) == ["mpirun"], "the file is gone"
 
 
+@pytest.mark.parametrize(
+    ("rank", "code"),
+    [
+        ("echo -n 0 > $file", 0),
+        ("echo -n 'begun 1' > $file", LOST),
+        ("rm $file", LOST),
+        ("echo -n 0 > $file; exec sleep 60", 0),  # a rank that is stopped is left
+    ],
+)
+def test_mpirun_ends_no_other_rank_of_a_job_that_heals_and_its_0_says_nothing(
+    rank: str, code: int, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(mpirun, "LEAVE_SECONDS", 0.0)
+    played(f'file=$BIGBATCH_STOPPED\n[[ "$*" == *recoverable,error-nonzero-status=0* ]] || exit 9\n{rank}\n')
+    limits = ("--comm.timeout_seconds", "4", "--comm.warn_seconds", "1", "--data.patience_seconds", "1")
+    job = JobSpec((*TRAIN, "--run.heal", "in_place", *limits), 2)
+    assert mpirun._run(job, environ=os.environ).code == code
+
+
 def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
