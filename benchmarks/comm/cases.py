@@ -93,38 +93,10 @@ CASES = (
         link="200mbit",
         seconds=415,
     ),
-    Case("step-resnet50-1gbit", "step", ("--tune-seconds", "15"), link="1gbit", seconds=125),
-    Case("step-resnet50-1gbit-paced", "step", ("--pace", "0.6", "--tune-seconds", "15"), link="1gbit", seconds=125),
     Case("exchange-8x1-1gbit", "exchange", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=90),
     Case("exchange-2x4-1gbit", "exchange", SHORT, "4,4", "1gbit", seconds=90),
     Case("exchange-3+2+2+1-1gbit", "exchange", SHORT, "3,2,2,1", "1gbit", seconds=90),
     Case("reducer-overhead", "reducer_overhead", seconds=25),
-    *(
-        Case(
-            f"ways-wires-{rate}mbit",
-            "ways",
-            ("--ways", "wires", "--repetitions", "7", "--goodput-mbit", f"{rate}"),
-            link=f"{rate}mbit",
-            seconds=30 + 24_000 // rate,
-            is_long=True,
-        )
-        for rate in (1000, 200, 100)
-    ),
-    *(
-        Case(
-            f"ways-paper-{model}",
-            "ways",
-            ("--ways", "paper", "--model", model, *options, "--repetitions", "5", "--goodput-mbit", "1000"),
-            link="1gbit",
-            delay="200us",
-            seconds=120,
-            is_long=True,
-        )
-        for model, options in (
-            ("resnet50", ()),
-            ("alexnet_bn", ("--contestants", "unfused ring,fused hierarchical")),  # all four want 18 GB
-        )
-    ),
     Case(
         "gradients-resnet50-200mbit-cyclic",
         "gradients",
@@ -159,8 +131,6 @@ CASES = (
         seconds=330,
         is_long=True,
     ),
-    Case("step-resnet50-200mbit", "step", link="200mbit", seconds=400, is_long=True),
-    Case("step-resnet50-200mbit-paced", "step", ("--pace", "3"), link="200mbit", seconds=400, is_long=True),
     *(
         Case(
             f"scaling-{model}-{link}-{nodes}",
@@ -199,7 +169,6 @@ QUICK = (
         seconds=30,
     ),
     Case("gradients-resnet50-1gbit", "gradients", (*_FEW, "--contestants", WITHOUT_HOOKS), link="1gbit", seconds=70),
-    Case("step-resnet50-1gbit-paced", "step", (*_FEW, "--pace", "0.6"), link="1gbit", seconds=60),
     Case("reducer-overhead", "reducer_overhead", ("--repetitions", "5"), seconds=15),
 )
 """Check that everything works; too few repetitions for a claim."""

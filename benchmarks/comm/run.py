@@ -2,7 +2,7 @@
 
     python -m benchmarks.comm.run --out benchmarks/results            # about 45 minutes
     python -m benchmarks.comm.run --quick --out /tmp/quick            # under five: does everything work?
-    python -m benchmarks.comm.run --only step --out benchmarks/results
+    python -m benchmarks.comm.run --only scaling --out benchmarks/results
 
 Leave the machine alone meanwhile. Needs what `bigbatch launch emulate` needs, iperf3, and for all peers mpi4py and
 Horovod built with MPI.

@@ -18,20 +18,24 @@ no schedule can exceed: local / (local + the least communication that must be le
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.comm import links, peers
 from benchmarks.comm.case_run import begin, choose_with_horovod, job_parser
 from benchmarks.comm.gradient_sets import CostlessModel, Pace, make_values, start
 from benchmarks.comm.gradients import make_contestant
 from benchmarks.comm.job import Job, run_rank
-from benchmarks.comm.step import make_real_model
 from benchmarks.comm.tuning import describe_tuned, tune_each
 from benchmarks.comm.turns import Repetition, describe_repetitions, take_turns
 from benchmarks.record import spread
 from bigbatch.comm.measure.backward import measure_backward
+from bigbatch.trainer.models import build_model
 
 CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")
 FORWARDS = 3
@@ -108,17 +112,28 @@ def step_lengths(weak: float | None, strong: float | None, *, num_nodes: int) ->
 
 def record_pace(job: Job, options: argparse.Namespace) -> tuple[dict[str, tuple[int, ...]], Pace]:
     """Record shapes of parameters, and the times of forward and backward, on the slowest rank. Collective."""
-    model = make_real_model(job, options)
-    named = dict(model.network.named_parameters())
-    backward = measure_backward(named, lambda: model.loss_of(model.network), job.communicator, seconds=10.0)
+    network, loss = make_real_model(job, options)
+    named = dict(network.named_parameters())
+    backward = measure_backward(named, loss, job.communicator, seconds=10.0)
     forwards = []
     for _ in range(FORWARDS):
         began = time.perf_counter()
-        model.loss_of(model.network)
+        loss()
         forwards.append(time.perf_counter() - began)
     forward_seconds = max(job.gather(statistics.median(forwards)))
     shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
     return shapes, Pace([backward.ready_seconds[name] for name in named], forward_seconds=forward_seconds)
+
+
+def make_real_model(job: Job, options: argparse.Namespace) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Make the network with the same weights everywhere, and its loss for random images of this rank."""
+    torch.manual_seed(0)
+    network = build_model(options.model, num_classes=1000, norm=nn.BatchNorm2d).to(memory_format=torch.channels_last)
+    torch.manual_seed(1 + job.rank)
+    images = torch.randn(options.batch, 3, options.image_size, options.image_size)
+    images_BCHW = images.to(memory_format=torch.channels_last)
+    labels_B = torch.randint(1000, (options.batch,))
+    return network, lambda: F.cross_entropy(network(images_BCHW), labels_B)
 
 
 def tune_model(job: Job, names: Sequence[str], model: CostlessModel, *, seconds: float) -> dict[str, Any]:

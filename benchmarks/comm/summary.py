@@ -1,4 +1,4 @@
-"""The records of one run of benchmarks/comm as Markdown, the issue's targets first. Pure but for reading the files.
+"""The records of one run of benchmarks/comm as Markdown. Pure but for reading the files.
 
 python -m benchmarks.comm.summary benchmarks/results
 """
@@ -7,9 +7,11 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.comm.cases import prefix
-from benchmarks.comm.targets import Record, Verdict, judge, median, show_size
+
+Record = Mapping[str, Any]
 
 
 def main() -> None:
@@ -35,19 +37,10 @@ def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
 
 def summarise(records: Mapping[str, Record]) -> str:
     """Write all of it."""
-    parts = ["# All-reduce of gradients, measured", *_conditions(records), "## Targets", verdict_table(judge(records))]
+    parts = ["# All-reduce of gradients, measured", *_conditions(records)]
     for case, record in records.items():
         parts += [f"## {case}", _origin(record), TABLES[record["benchmark"]](record)]
     return "\n\n".join(parts)
-
-
-def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    """Write verdicts in Markdown, missed targets last."""
-    rows = [
-        (v.what, v.case, v.goal, v.measured, "met" if v.is_met else "**not met**")
-        for v in sorted(verdicts, key=lambda v: not v.is_met)
-    ]
-    return table(("target", "case", "goal", "measured", ""), rows)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -75,6 +68,19 @@ def exchange_table(record: Record) -> str:
             + ".",
         )
     )
+
+
+def median(row: Record) -> float:
+    """Return the median of a row's seconds."""
+    return float(row["seconds"]["median"])
+
+
+def show_size(num_bytes: int) -> str:
+    """Show 1000 as '1 KB'; decimal units."""
+    for unit, name in ((1_000_000, "MB"), (1_000, "KB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:g} {name}"
+    return f"{num_bytes} B"
 
 
 def show_cell(row: Record | None) -> str:
@@ -121,22 +127,6 @@ def gradients_table(record: Record) -> str:
     return (
         f"{record['model']}, {record['num_bytes'] / 1e6:.1f} MB; {_goodput(record)}{at_limit}.\n\n{table(head, lines)}"
     )
-
-
-def step_table(record: Record) -> str:
-    """Write seconds of a step and its parts."""
-    keys = ("seconds", "forward_seconds", "backward_seconds", "exposed_seconds", "limit_exposed_seconds")
-    lines = [
-        (
-            row["contestant"],
-            *(f"{row[key]['median']:.3f}" if key in row else "" for key in keys),
-            f"{row['exposed_over_limit']['median']:.3f}" if "exposed_over_limit" in row else "",
-            str(row["seconds"]["n"]),
-        )
-        for row in record["rows"]
-    ]
-    head = ("", "step", "forward", "backward", "exposed", "limit of exposed", "exposed / limit", "n")
-    return f"{record['model']}, seconds; {_goodput(record)}.\n\n{table(head, lines)}"
 
 
 def scaling_table(record: Record) -> str:
@@ -215,35 +205,9 @@ def _conditions(records: Mapping[str, Record]) -> list[str]:
     ]
 
 
-def ways_table(record: Record) -> str:
-    """Write seconds and bytes of each way, and its speed relative to the first."""
-    lines = []
-    for row in record["rows"]:
-        ratio = row["times_as_fast"]
-        lines.append(
-            (
-                row["way"],
-                f"{row['seconds']['median']:.3f}",
-                f"{row['node_bytes'] / 1e6:.1f}",
-                f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})",
-                f"{row['cores_used']:.2f}",
-                str(row["seconds"]["n"]),
-            )
-        )
-    head = ("", "seconds", "MB over a node's link", "times as fast (quartiles)", "cores", "n")
-    setting, load = record["conditions"]["setting"], record["conditions"]["load_average_at_start"]
-    return (
-        f"{record['model']}, {record['conditions']['machine']}; ranks of each node {setting.get('ranks_per_node')}, "
-        f"links of {setting.get('link')}, delay {setting.get('delay')}; load of others at the start {load:.1f}."
-        f"\n\n{table(head, lines)}"
-    )
-
-
 TABLES = {
-    "ways": ways_table,
     "exchange": exchange_table,
     "gradients": gradients_table,
-    "step": step_table,
     "scaling": scaling_table,
     "reducer_overhead": overhead_table,
 }

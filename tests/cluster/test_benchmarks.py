@@ -30,7 +30,6 @@ PROGRAMS = {
             *("--contestants", "ours tuned,ddp,local"),
         ),
     ),
-    "step": ("plain", (*TUNED, "--model", "resnet9", "--image-size", "32", "--contestants", "ours tuned,ddp,local")),
 }
 
 
@@ -59,29 +58,25 @@ def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: Emula
     assert set(exchange["tuned"]["hybrid"]["times"]["100000"]) >= {"hierarchical", "doubling", "ring"}
     ddp = next(row for row in records["comm-gradients"]["rows"] if row["contestant"] == "ddp")
     assert 1 < ddp["node_bytes"] / records["comm-gradients"]["num_bytes"] < 1.1  # 2(m-1)/m = 1 for two nodes; headers
-    assert {row["contestant"] for row in records["comm-step"]["rows"]} == {"ours tuned", "ddp", "local"}
     text = run_benchmark("comm.summary", tmp_path, check=True, timeout=60).stdout
-    verdicts = [line for line in text.splitlines() if line.startswith("| wrong values, all contestants")]
-    assert [line.endswith("| none | 0 | met |") for line in verdicts] == [True] * 3  # all but step
+    assert {row["num_wrong"] for name in ("exchange", "gradients") for row in records[f"comm-{name}"]["rows"]} == {0}
     scaling = records["comm-scaling"]
     rows = {(row["scaling"], row["contestant"]): row for row in scaling["rows"]}
     assert rows.keys() == {(mode, name) for mode in ("weak", "strong") for name in ("ours tuned", "ddp", "local")}
     assert (rows["weak", "ddp"]["compute_seconds"], rows["strong", "ddp"]["compute_seconds"]) == (0.3, 0.2)
     assert all(row["seconds"]["median"] >= row["compute_seconds"] for row in scaling["rows"])
     assert set(scaling["num_wrong"].values()) == {0}
-    for heading in ("## exchange", "## gradients", "## scaling", "## step"):
+    for heading in ("## exchange", "## gradients", "## scaling"):
         assert heading in text
 
 
 def test_effective_time_of_a_job_that_is_struck(tmp_path: Path) -> None:
-    """Ours, healing, and torchrun's, each with one failure; figures are asked of a machine that does nothing else."""
+    """Ours, healing, with one failure; figures are asked of a machine that does nothing else."""
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     times = ("--seconds", 20, "--mean-seconds", 6, "--seed", 41, "--image-size", 32, "--often-steps", 5)
-    done = run_benchmark("faults.effective", "healing", "torchrun-often", *times, "--out", out, "--plot", plot)
+    done = run_benchmark("faults.effective", "healing", *times, "--out", out, "--plot", plot)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())["ways"]
-    assert [way["failures"] for way in found.values()] == [1, 1]
-    for name, way in found.items():
-        assert 0 < way["effective_share"] < 1, name
-        assert way["cost_seconds"]["n"] == 1, name
+    way = json.loads(out.read_text())["ways"]["healing"]
+    assert (way["failures"], way["cost_seconds"]["n"]) == (1, 1)
+    assert 0 < way["effective_share"] < 1
     assert plot.stat().st_size > 0

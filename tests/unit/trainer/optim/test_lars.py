@@ -3,9 +3,9 @@
 import pytest
 import torch
 from error_texts import naming
+from lars_oracle import Oracle
 from optimizer_steps import DEVICES, assert_steps_follow, clones, random_weights, set_random_grads
 
-from benchmarks.largebatch.oracle import Oracle
 from bigbatch.trainer.optim import lars
 from bigbatch.trainer.optim.fused import scaled_on_gpu
 from bigbatch.trainer.optim.lars import LARS, trust_ratios
