@@ -37,3 +37,17 @@ class WithAttention(nn.Module):
         seen_BTD, _ = self.attention(tokens_BTD, tokens_BTD, tokens_BTD, need_weights=False)
         logits_BK: Tensor = self.head((tokens_BTD + seen_BTD).mean(1))
         return logits_BK
+
+
+class UsedInAnotherOrder(nn.Module):
+    """Layers that are made from the last to the first."""
+
+    def __init__(self, num_classes: int, *, width: int = 8) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, num_classes)
+        self.hidden = nn.Conv2d(width, width, 3)
+        self.first = nn.Conv2d(3, width, 3, stride=4)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        logits_BK: Tensor = self.head(self.hidden(self.first(images_BCHW).relu()).relu().mean((2, 3)))
+        return logits_BK

@@ -27,7 +27,8 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 NUM_CLASSES = 10
 TRAIN_PER_CLASS = 16
 VAL_PER_CLASS = 7
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 240
+"""Of a job: many times what it needs, as other tests may have the cores."""
 
 TINY = {
     "data.probe_seconds": 0,
@@ -53,11 +54,13 @@ SGD = {
     "optimizer.momentum_form": "null",
     "schedule.base_lr": 1e-5,
     "schedule.end_lr": 0,
+    "schedule.warmup_epochs": 0,
+    "run.epochs": 1,
     "run.checkpoint_every_steps": 1,
     "run.keep_checkpoints": 100,
 }
 """Hardly moves the weights, so that each step's gradient is that of the same model in all runs, and keeps
-every step's momentum."""
+every step's momentum. Five steps."""
 
 AUGMENTED = {
     "data.train_sizes": "[[0,24],[1,32]]",

@@ -55,7 +55,6 @@ def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_picture
     ("settings", "fact"),
     [
         ({}, "job: world_size is 1 in "),
-        pytest.param({"batch.microbatch_size": 16}, "job: accumulation_steps is 4 in ", marks=pytest.mark.long),
         # a batch norm over 16 images instead of 8 leaves these alone, and changes the first gradient
         pytest.param({"batch.bn_span": 16, "batch.microbatch_size": 16}, "config: batch.bn_span=16 (was 8)"),
     ],

@@ -55,12 +55,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     [
         {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 2},
         pytest.param({"optimizer.precision": "bf16", "optimizer.sharded": "true"}, marks=pytest.mark.long),
-        pytest.param(
-            {"optimizer.precision": "bf16", "optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 2},
-            marks=pytest.mark.long,
-        ),
     ],
-    ids=["lars-average", "bf16-sharded", "bf16-average"],
+    ids=["lars-average", "bf16-sharded"],
 )
 def test_frozen_parts_stay_and_a_resumed_run_is_exact(
     settings: dict[str, object], data: Path, pretrained: tuple[Path, dict[str, Tensor]], tmp_path: Path
@@ -97,7 +93,7 @@ def test_frozen_any_division_gives_the_same_update(
 
 
 @pytest.mark.long
-def test_fine_tuned_run_is_evaluated_exported_and_started_from(
+def test_fine_tuned_run_is_evaluated_and_started_from(
     data: Path,
     pretrained: tuple[Path, dict[str, Tensor]],
     tmp_path: Path,
@@ -109,9 +105,6 @@ def test_fine_tuned_run_is_evaluated_exported_and_started_from(
     trained = json.loads((folder / "summary.json").read_text())
     assert main(["evaluate", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["top1"] == pytest.approx(trained["top1"])
-    picture = next((data / "val").rglob("*.*"))
-    assert main(["predict", str(folder), str(picture)]) == 0
-    assert main(["export", str(folder), "--format", "torch_export", "--out", str(tmp_path / "a.pt2")]) == 0
     # frozen at first, all of it then: what fine-tuning does in two runs
     start = list_checkpoints(folder / "checkpoints")[-1].path
     thawed = {"data.loader": "torchvision", "model.weights": start, "run.epochs": 1, "schedule.warmup_epochs": 0}

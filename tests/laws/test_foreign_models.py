@@ -33,8 +33,8 @@ def settings(name: str, **changes: object) -> dict[str, object]:
 
 @pytest.fixture(
     scope="module",
-    params=[NORMED, *(pytest.param(name, marks=pytest.mark.long) for name in (ATTENTION, TIMM))],
-    ids=["batch-norm", "attention", "timm"],
+    params=[NORMED, pytest.param(ATTENTION, marks=pytest.mark.long)],
+    ids=["batch-norm", "attention"],
 )
 def one_rank(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("one_rank")
@@ -56,7 +56,7 @@ def distance(ours: Path, theirs: Path) -> float:
     [
         (2, {}),
         pytest.param(2, {"batch__microbatch_size": 4}, marks=pytest.mark.long),  # two ranks share a ghost batch
-        pytest.param(4, {"optimizer__sharded": "true"}, marks=pytest.mark.long),
+        pytest.param(3, {"optimizer__sharded": "true"}, marks=pytest.mark.long),
     ],
 )
 def test_foreign_model_any_division_gives_the_same_update(
@@ -90,7 +90,7 @@ def test_foreign_model_of_timm_trains_on_two_ranks_and_goes_back_to_timm(data: P
 
 def test_foreign_model_resumes_with_the_same_bits(one_rank: tuple[str, Path], data: Path, tmp_path: Path) -> None:
     name, whole = one_rank
-    assert cut_back(whole, tmp_path / "resumed", num_checkpoints=7) == 7  # in the middle of the second epoch
+    assert cut_back(whole, tmp_path / "resumed", num_checkpoints=3) == 3  # in the middle of the epoch
     done = run(alone(train_command(data, tmp_path / "resumed", settings(name))))
-    assert "resumed after step 7" in done.stdout
+    assert "resumed after step 3" in done.stdout
     assert_identical(final_state(tmp_path / "resumed"), final_state(whole))

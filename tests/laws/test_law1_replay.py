@@ -1,4 +1,4 @@
-"""Law 1 at its widest: one rank replays the updates of eight, in fp32, fp16 and autocast."""
+"""Law 1 at its widest: one rank replays the updates of eight, in fp32 and fp16."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ SMALL = {
     **SGD,
     "run.epochs": NUM_STEPS // 2,  # 160 images hold 2 global batches
     "run.eval_every_epochs": NUM_STEPS // 2,
+    "schedule.warmup_epochs": 1,
     "run.checkpoint_every_steps": 0,
     "data.loader": "torchvision",
     "data.image_size": 16,
@@ -24,7 +25,6 @@ SMALL = {
     "schedule.base_lr": 1e-3,
 }
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024, "optimizer.loss_scale_growth_steps": 1000}
-AUTOCAST = {**FP16, "optimizer.precision": "fp16_autocast"}
 REPLAY = {"batch.virtual_ranks": 8}
 
 
@@ -59,9 +59,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     jobs = {
         "8 ranks, fp32": (8, {}),
         "8 ranks, fp16": (8, FP16),
-        "8 ranks, autocast": (8, AUTOCAST),
         "replay, fp32": (1, REPLAY),
-        "replay, autocast": (1, {**REPLAY, **AUTOCAST}),
         "replay, fp16": (1, {**REPLAY, **FP16}),
         "another span, fp32": (1, {**REPLAY, "batch.bn_span": 4}),
     }
@@ -101,11 +99,10 @@ def test_one_rank_replays_eight_in_fp32(runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp16", "autocast"])
-def test_one_rank_replays_eight_in_half_precision(precision: str, runs: Runs) -> None:
+def test_one_rank_replays_eight_in_half_precision(runs: Runs) -> None:
     """As close as half precision lets any two runs be: within what it moves the eight ranks' own run by."""
-    half = distance(runs(f"8 ranks, {precision}"), runs("8 ranks, fp32"))
-    assert distance(runs(f"replay, {precision}"), runs(f"8 ranks, {precision}")).is_within(half, factor=2)
+    half = distance(runs("8 ranks, fp16"), runs("8 ranks, fp32"))
+    assert distance(runs("replay, fp16"), runs("8 ranks, fp16")).is_within(half, factor=2)
 
 
 @pytest.mark.long

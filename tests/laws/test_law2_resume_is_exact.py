@@ -40,20 +40,20 @@ from tests.laws.jobs import (
 )
 
 STEPS_PER_EPOCH = 5
-LONG = {"run.epochs": 4, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 2}
+LONG = {"run.epochs": 2, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 2}
 
 
 @pytest.mark.parametrize(
     ("loader", "settings"),
     [
-        pytest.param("dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[3,32]]"}, marks=pytest.mark.long),
+        pytest.param("dali", AUGMENTED, marks=pytest.mark.long),
         ("torchvision", {}),
     ],
     ids=["dali-augmented", "torchvision"],
 )
 def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], data: Path, tmp_path: Path) -> None:
     whole, broken, go_on = tmp_path / "whole", tmp_path / "broken", tmp_path / "go_on"
-    overrides = {**LONG, **settings, "data.loader": loader, **held(broken, reports=9, until=go_on)}
+    overrides = {**LONG, **settings, "data.loader": loader, **held(broken, reports=6, until=go_on)}
     go_on.touch()
     run(forked(train_command(data, whole, overrides), ranks=2))
 
@@ -61,12 +61,12 @@ def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], da
     command = forked(train_command(data, broken, overrides), ranks=2)
     log = tmp_path / "broken.log"
     process = start(command, log)
-    wait_until(lambda: newest_step(broken) >= 7, process=process, log=log)
+    wait_until(lambda: newest_step(broken) >= 4, process=process, log=log)
     kill_rank(process)
     go_on.touch()
     assert process.wait(timeout=TIMEOUT_SECONDS) != 0, "a job that lost a rank must fail"
     resumed_after = newest_step(broken)
-    assert resumed_after == 9, "the last checkpoint before the rank was killed"
+    assert resumed_after == 6, "the last checkpoint before the rank was killed"
     assert "rank 1" in log.read_text(), log.read_text()
 
     done = run(command)
@@ -76,7 +76,7 @@ def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], da
     assert steps(broken) == steps(whole), "each report stands once, in order"
 
 
-UNPLANNED = {"run.epochs": 3, "run.checkpoint_every_steps": 0, "run.eval_every_epochs": 3}
+UNPLANNED = {"data.loader": "torchvision", "run.epochs": 2, "run.checkpoint_every_steps": 0, "run.eval_every_epochs": 2}
 ACKNOWLEDGED = "will save a checkpoint after this step"
 
 
@@ -107,14 +107,13 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
     go_on.touch()
     assert process.wait(timeout=TIMEOUT_SECONDS) == code, log.read_text()
     assert have_ended(ranks, within_seconds=60), "a rank was left behind"
-    assert 5 <= newest_step(stopped) < 3 * STEPS_PER_EPOCH, "after the step that was under way"
+    assert 5 <= newest_step(stopped) < 2 * STEPS_PER_EPOCH, "after the step that was under way"
     assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"
     assert "the same command goes on" in log.read_text()
     assert launcher != "mpirun" or "non-zero status" not in log.read_text()
 
-    run(launch if launcher == "mpirun" else forked(command, ranks=2))
+    run(forked(command, ranks=2))
     assert_identical(final_state(stopped), final_state(not_stopped))
-    assert launcher != "mpirun" or RunDir(stopped).plot.stat().st_size > 1000, "which forked ranks do not draw"
 
 
 SELDOM = {"run.log_every_steps": 100, "run.epochs": 2, "data.loader": "torchvision"}
@@ -181,14 +180,13 @@ def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: 
 def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: Path) -> None:
     """In a ring of three the place of a gradient in its buffer decides in which order it is added up.
 
-    A ResNet's shortcuts are used in another order than they are made, so the first step lays the buffers out anew.
+    The model uses its layers in another order than it makes them, so the first step lays the buffers out anew.
     """
     overrides = {
         **SGD,
         "schedule.base_lr": 0.01,
-        "model.name": "resnet18",
-        "model.options.zero_gamma": "true",
-        "model.options.blurpool": "false",
+        "data.loader": "torchvision",
+        "model.name": "tests.laws.foreign_models.UsedInAnotherOrder",
         "batch.global_batch_size": 24,
         "run.epochs": 1,
         "schedule.warmup_epochs": 0,

@@ -61,7 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    run(alone(train_command(whole, folder, {"data.loader": "torchvision", "run.epochs": 6, "run.seed": 5})))
+    run(alone(train_command(whole, folder, {"data.loader": "torchvision", "run.epochs": 3, "run.seed": 5})))
     return folder
 
 
@@ -116,15 +116,14 @@ def test_images_of_any_side_count_once(data: Path, trained: Path) -> None:
 def test_foreign_weights_score_the_same_at_any_world_size(data: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     torch.save(torchvision.models.resnet18(num_classes=NUM_CLASSES).state_dict(), tmp_path / "theirs.pth")
-    words = "name=resnet18"
-    options = [f"--data.root={data}", "--data.image_size=40", *(f"--model.{word}" for word in words.split())]
+    options = [f"--data.root={data}", "--data.image_size=40", "--model.name=resnet18"]
     command = ["evaluate", "--config", "quickstart", "--weights", str(tmp_path / "theirs.pth"), "--json", *options]
     records = []
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         records.append(evaluated([*command, "--batch.microbatch_size=8", "--batch.bn_span=8"], ranks=ranks))
     assert {record["count"] for record in records} == {NUM_CLASSES * VAL_PER_CLASS}
     assert len({(record["top1"], record["top5"]) for record in records}) == 1
-    assert [record["loss"] for record in records] == pytest.approx([records[0]["loss"]] * 3, rel=1e-6)
+    assert [record["loss"] for record in records] == pytest.approx([records[0]["loss"]] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,3 @@ def test_lasting_fault_ends_the_run_at_the_first_audit_after_it_and_two_ranks_ar
     assert "in step 3 rank 0 on " in done.stderr
     assert "computed different bits, and no third rank tells which of them is wrong: the gradient of " in done.stderr
     assert done.stderr.rstrip().endswith("it is so again since the run went back to step 2")
-
-
-@pytest.mark.long
-def test_lasting_fault_of_three_ranks_is_named(data: Path, tmp_path: Path) -> None:
-    shape = {**AUDITED, "batch.global_batch_size": 24, "run.audit_every_steps": 3}
-    done = run(miscomputing(train_command(data, tmp_path, shape), ranks=3, first=2, how_many=10**9), expect=5)
-    assert "in step 3 rank 1 on " in done.stderr
-    assert "computed other bits than ranks 0 and 2: the gradient of linear.weight in microbatch " in done.stderr
-    assert "it is so again since the run went back to step 0" in done.stderr

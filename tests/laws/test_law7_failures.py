@@ -1,14 +1,13 @@
 """Law 7: failure is loud, bounded and lossless: one clear line, a non-zero exit, nothing lost."""
 
 import os
-import resource
+import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-from forked_ranks import bigbatch, exit_codes, places, start_rank
+from forked_ranks import exit_codes, places, start_rank
 
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
@@ -22,16 +21,14 @@ from tests.laws.jobs import (
     copy_of,
     fails,
     forked,
-    kill_rank,
-    mpirun,
     newest_step,
     run,
-    start,
     train_command,
     wait_until,
 )
 
 KEPT = {"run.checkpoint_every_steps": 5}
+BOUNDS = {"comm.timeout_seconds": 12, "comm.warn_seconds": 6, "data.patience_seconds": 5}
 LONG = {"run.epochs": 400, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 400}
 
 
@@ -52,18 +49,11 @@ def finished(first: tuple[Path, str], tmp_path: Path) -> Path:
     ("overrides", "parts"),
     [
         ({"run.epoch": 3}, ["run.epoch", "run.epochs"]),
-        ({"run.epochs": "many"}, ["run.epochs", "many"]),
-        ({"batch.bn_span": 3}, ["batch.bn_span=3", "batch.microbatch_size=8"]),
         ({"batch.global_batch_size": 512}, ["batch.global_batch_size=512", "160"]),
         ({"data.num_classes": 12}, ["data.num_classes=12", "10 classes"]),
         ({"data.root": "nowhere/at/all"}, ["nowhere/at/all/train"]),
         ({"run.resume": "nowhere/step-1"}, ["nowhere/step-1"]),
         ({"comm.backend": "nccl"}, ["0 GPUs", "comm.backend"]),
-        ({"data.image_size": 4}, ["data.image_size=4", "model.name=resnet9", "8"]),
-        (
-            {"data.loader": "synthetic", "data.num_synthetic_samples": 31},
-            ["batch.global_batch_size=32", "31 training images"],
-        ),
         ({"schedule.base_lr": 1e30, "optimizer.momentum_form": "lr_outside"}, ["loss is", "schedule.base_lr"]),
     ],
 )
@@ -102,16 +92,6 @@ def test_file_that_is_no_image_is_named(loader: str, num_bytes: int, data: Path,
     assert str(victim) in fails(alone(train_command(broken, tmp_path / "run", {"data.loader": loader})))
 
 
-def test_missing_mpi_names_the_extra(data: Path, tmp_path: Path) -> None:
-    package = tmp_path / "hidden" / "mpi4py"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('hidden by the test')\n")
-    command = mpirun(train_command(data, tmp_path / "run", {}), ranks=2)
-    done = run(command, expect=1, PYTHONPATH=str(package.parent))
-    assert "pip install 'bigbatch[mpi]'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = [
@@ -127,25 +107,6 @@ def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
     assert exit_codes(ranks, timeout_seconds=TIMEOUT_SECONDS) == [1, 1]
     for log in logs:
         assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in log.read_text()
-
-
-def bigbatch_on_a_full_disk(*command: str) -> int:
-    """What the rank runs; the file-size limit stands in for a full disk: a write fails in the middle."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    return bigbatch(*command)
-
-
-@pytest.mark.long
-def test_full_disk_keeps_the_older_checkpoints(data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(alone(train_command(data, folder, {"run.epochs": 1})))
-    before = list_checkpoints(folder / "checkpoints")
-    command = tuple(train_command(data, folder, {"run.epochs": 3}))
-    limited = Forked(command, ranks=1, target="tests.laws.test_law7_failures:bigbatch_on_a_full_disk")
-    assert "cannot write checkpoint" in fails(limited)
-    assert list_checkpoints(folder / "checkpoints") == before
-    load_checkpoint(before[-1].path)
-    assert not list((folder / "checkpoints").glob(".step*")), "the half-written checkpoint is gone"
 
 
 def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, finished: Path) -> None:
@@ -188,7 +149,6 @@ def test_checkpoint_of_another_experiment_is_refused(data: Path, finished: Path)
     ):
         assert words in fails(alone(train_command(data, finished, {**KEPT, **overrides})))
     assert "is of another model" in fails(alone(["evaluate", str(finished), "--model.options.width=8"]))
-    assert "no run folder" in fails(alone(["evaluate", str(finished / "nowhere")]))
 
 
 def test_changed_setting_takes_effect_and_is_said(data: Path, finished: Path) -> None:
@@ -209,9 +169,8 @@ def test_weights_that_are_no_numbers_are_not_saved(data: Path, tmp_path: Path) -
 
 @pytest.mark.long
 def test_slow_plot_fails_no_run(data: Path, tmp_path: Path) -> None:
-    limits = {"comm.timeout_seconds": 20, "comm.warn_seconds": 10, "data.patience_seconds": 9}
-    job = Forked(tuple(train_command(data, tmp_path, limits)), ranks=2, target="tests.laws.ranks_slow:main")
-    run(job, SLOW_PLOT_SECONDS="30")
+    job = Forked(tuple(train_command(data, tmp_path, BOUNDS)), ranks=2, target="tests.laws.ranks_slow:main")
+    run(job, SLOW_PLOT_SECONDS="16")
     assert (tmp_path / "summary.json").exists()
 
 
@@ -223,25 +182,10 @@ def test_finished_run_says_so_again(data: Path, first: tuple[Path, str], finishe
 
 
 @pytest.mark.long
-def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path) -> None:
-    command = train_command(data, tmp_path / "run", LONG)
-    launch = [sys.executable, "-m", "bigbatch", "launch", "torchrun", "--ranks", "2", "--", *command]
-    log = tmp_path / "log"
-    job = start(launch, log)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=job, log=log)
-    kill_rank(job)
-    assert job.wait(timeout=TIMEOUT_SECONDS) != 0
-    text = log.read_text()
-    assert "exitcode  : -9" in text or "Signal 9" in text, text
-    assert "rank      : 1" in text, text
-
-
-@pytest.mark.long
 def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> None:
     """A rank that lives but does not answer: stopped by SIGSTOP, found by the communication timeout."""
-    bounds = {"comm.timeout_seconds": 12, "comm.warn_seconds": 6, "data.patience_seconds": 5}
     log = tmp_path / "log"
-    job = ForkedJob(forked(train_command(data, tmp_path / "run", {**LONG, **bounds}), ranks=2), log)
+    job = ForkedJob(forked(train_command(data, tmp_path / "run", {**LONG, **BOUNDS}), ranks=2), log)
     wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=job, log=log)
     survivor, stalled = job.ranks
     os.kill(stalled.pid or 0, signal.SIGSTOP)
@@ -250,8 +194,8 @@ def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> N
     finally:
         stalled.kill()
     text = log.read_text()
-    assert "no answer from rank 1" in text, text
-    assert "all-reduce of" in text or "sums" in text or "report" in text, text
+    # in what, depends on the moment: a sum, a report, a comparison of weights
+    assert re.search(r"rank 0: \w.+ failed after [\d.]+ s; no answer from rank 1 ", text), text
 
 
 @pytest.mark.long

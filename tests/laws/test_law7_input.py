@@ -73,7 +73,7 @@ def summary(folder: Path) -> dict[str, Any]:
 @pytest.mark.long
 def test_data_that_go_away_change_no_bit(data: Path, tmp_path: Path) -> None:
     """Taken away in mid-run and brought back: the same command goes on after the last whole step."""
-    moving, epochs = copy_of(data, tmp_path), 8
+    moving, epochs = copy_of(data, tmp_path), 4
     whole, broken, go_on = tmp_path / "whole", tmp_path / "broken", tmp_path / "go_on"
     overrides = {
         "data.loader": "dali",
@@ -132,15 +132,12 @@ def test_evaluation_that_fails_is_made_up_for(every_epochs: int, data: Path, tmp
         assert ours[name] == theirs[name]
 
 
-@pytest.mark.parametrize(
-    ("loader", "damage"), [pytest.param("torchvision", no_image, marks=pytest.mark.long), ("dali", only_decoding_tells)]
-)
-def test_bad_image_is_skipped_alike_by_any_ranks(loader: str, damage: Any, data: Path, tmp_path: Path) -> None:
+def test_bad_image_is_skipped_alike_by_any_ranks(data: Path, tmp_path: Path) -> None:
     damaged = copy_of(data, tmp_path)
     victim = image_of(damaged, epoch=0, step=2, rank=1)
-    damage(victim)
+    only_decoding_tells(victim)
     key = f"train/{sorted((damaged / 'train').glob('*/*')).index(victim)}"
-    command = train_command(damaged, tmp_path / "1", {**SGD, "data.max_skipped": 3, "data.loader": loader})
+    command = train_command(damaged, tmp_path / "1", {**SGD, "data.max_skipped": 3})
     run(alone(command))
     run(forked([*command, f"--run.directory={tmp_path / '2'}"], ranks=2))
     assert gradient_distance(step_gradients(tmp_path / "2"), step_gradients(tmp_path / "1")) < ROUNDING
@@ -244,13 +241,8 @@ def test_packed_and_staged_copies_are_the_same_data(data: Path, tmp_path: Path) 
         return run(forked(train_command(root, tmp_path / name, keys), ranks=2)).stdout
 
     trained(data, "folders")
-    trained(packed, "unstaged")
-    assert "GB copied in" in trained(packed, "staged", data__stage=local)
-    assert ", complete already\n" in trained(packed, "again", data__stage=local)
-    shard = max((local / "train").iterdir(), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert "GB copied" in trained(packed, "mended", data__stage=local)
     trained(data, "moved", run__epochs=1)
-    assert "resumed after step 5" in trained(packed, "moved", data__stage=local)
-    for name in ("unstaged", "staged", "again", "mended"):
-        assert_identical(final_state(tmp_path / name), final_state(tmp_path / "folders"))
+    said = trained(packed, "moved", data__stage=local)
+    assert "GB copied in" in said
+    assert "resumed after step 5" in said
+    assert_identical(final_state(tmp_path / "moved"), final_state(tmp_path / "folders"))

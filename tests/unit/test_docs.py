@@ -147,7 +147,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
         "tests/parallel/test_own_script.py::test_own_script_runs_on_every_rank_with_its_arguments"
     ),
     "launch flux": "tests/unit/launch/launchers/test_flux.py::test_ranks_under_flux_know_their_places",
-    "launch torchrun": "tests/laws/test_law7_failures.py::test_killed_rank_ends_a_torchrun_job_and_is_named",
+    "launch torchrun": "tests/laws/test_law2_resume_is_exact.py::test_ctrl_c_saves_a_checkpoint_and_changes_no_bit",
     "launch slurm": "tests/cluster/test_slurm.py::test_training_job_ends_with_the_bits_of_mpirun",
     "launch k8s": "tests/unit/launch/launchers/test_k8s.py::test_k8s_jobs_have_names_of_their_own",
     "launch emulate": "tests/cluster/test_emulate.py::test_bigbatch_command_runs_on_every_rank",
