@@ -73,11 +73,9 @@ def lose(
 @pytest.mark.parametrize(
     ("backend", "deaths", "left"),
     [
-        ("tcp", "2/5/forward", 3),
         ("tcp", "0/5/sums", 3),
         ("tcp", "3/2/update 1/9/forward", 2),
         ("tcp", "0/4/forward 1/4/forward 2/4/sums", 1),
-        ("gloo", "0/5/forward", 3),
         ("gloo", "1/5/sums", 3),
     ],
 )

@@ -56,9 +56,8 @@ def test_example_learns(in_fp32: list[tuple[float, float]]) -> None:
     assert in_fp32[1][1] < in_fp32[0][1]
 
 
-@pytest.mark.parametrize("cell", ["elman", "gru"])
-def test_example_learns_with_other_cells(cell: str, script: Path) -> None:
-    code, output = alone(script, *SHORT, "--cell", cell)
+def test_example_learns_with_other_cells(script: Path) -> None:
+    code, output = alone(script, *SHORT, "--cell", "gru")
     assert code == 0, output
     first, second = perplexities(output)
     assert second[0] < 0.8 * first[0]
@@ -71,9 +70,8 @@ def test_example_on_two_ranks_is_the_same(script: Path, in_fp32: list[tuple[floa
         assert ours == pytest.approx(theirs, rel=3e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_example_in_half_precision_learns(precision: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
-    code, output = alone(script, *SHORT, "--precision", precision)
+def test_example_in_half_precision_learns(script: Path, in_fp32: list[tuple[float, float]]) -> None:
+    code, output = alone(script, *SHORT, "--precision", "fp16")
     assert code == 0, output
     found = perplexities(output)
     assert found != in_fp32

@@ -38,9 +38,8 @@ def test_script_that_forgets_to_close_is_no_failure_to_mpirun() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["tcp", "gloo"])
-def test_exception_inside_with_ends_the_other_ranks(backend: str) -> None:
-    (other, told), (own, shown) = run_processes("raises", backend)
+def test_exception_inside_with_ends_the_other_ranks() -> None:
+    (other, told), (own, shown) = run_processes("raises", "tcp")
     assert (own, other) == (1, 1)
     assert "ArithmeticError: rank 1 has a defect" in shown
     assert "no answer from rank 1" in told, told
@@ -48,7 +47,7 @@ def test_exception_inside_with_ends_the_other_ranks(backend: str) -> None:
     assert float(waited) < 50, "the time limit of 60 s is not waited for"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["tcp", pytest.param("gloo", marks=weekly)])
 def test_exit_before_the_others_ends_them_and_is_named(backend: str) -> None:
     (other, told), (own, _) = run_processes("exits", backend)

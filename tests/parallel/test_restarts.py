@@ -19,6 +19,7 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from tests.laws.jobs import assert_identical, final_state, forked, run, train_command
 
 LOSS = {
+    "data.loader": "torchvision",
     "optimizer.loss": "tests.parallel.losing_loss.loss",
     "optimizer.label_smoothing": 0,
     "run.checkpoint_every_steps": 2,

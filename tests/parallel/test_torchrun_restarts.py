@@ -26,6 +26,7 @@ def start_agent(node: int, *, port: int, arguments: list[str], output: Path) -> 
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_torchrun_on_two_nodes_goes_on_after_each_of_them_lost_a_rank(tmp_path: Path) -> None:
     """After the loss of rank 1, one agent has counted a restart and the other none; then it is the other's turn."""
