@@ -30,20 +30,7 @@ def test_forms_all_take_turns(
     monkeypatch.setattr(nn.Module, "compile", lambda *a, **k: compile_module(*a, **k, backend="eager"))
     monkeypatch.setattr(inference, "forward_rate", rate)
     out = tmp_path / "out.json"
-    words = [
-        "--device",
-        "cpu",
-        "--model",
-        "resnet18",
-        "--image-size",
-        "32",
-        "--batches",
-        "2",
-        "--rounds",
-        "3",
-        "--half",
-        "bf16",
-    ]
+    words = "--device cpu --model resnet18 --image-size 32 --batches 2 --rounds 3 --half bf16".split()  # noqa: SIM905
     monkeypatch.setattr(sys, "argv", ["inference.py", *words, "--out", str(out)])
     with torch.no_grad():  # the script turns gradients off for its process
         threads = torch.get_num_threads()

@@ -20,10 +20,6 @@ from bigbatch.comm.backends import torch_distributed
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
-from bigbatch.trainer.build.job import join_job
-from bigbatch.trainer.build.parts import make_parts
-from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.config.file import load_config
 
 NODES, RANKS_PER_NODE = 256, 8
 WORLD_SIZE = NODES * RANKS_PER_NODE
@@ -40,7 +36,7 @@ def hops_of_a_ring(num_ranks: int, num_bytes: int) -> int:
     return 2 * (num_ranks - 1) * ceil(num_bytes / num_ranks / SEGMENT_BYTES)
 
 
-@pytest.mark.parametrize("rank", [0, 5, WORLD_SIZE - RANKS_PER_NODE, WORLD_SIZE - 1])
+@pytest.mark.parametrize("rank", [0, 5])
 def test_messages_of_each_algorithm_are_those_of_its_closed_form(rank: int) -> None:
     whole, is_leader = 4 * NUM_ELEMENTS, rank % RANKS_PER_NODE == 0
     shard = whole // RANKS_PER_NODE
@@ -54,37 +50,6 @@ def test_messages_of_each_algorithm_are_those_of_its_closed_form(rank: int) -> N
     assert expected["hierarchical"][0] == is_leader * 4 * (NODES - 1)
     found = {name: counted(name, rank) for name in expected}
     assert {name: (each.messages, each.message_bytes, each.collectives) for name, each in found.items()} == expected
-
-
-@pytest.mark.parametrize(("rank", "messages"), [(0, 3), (2, 2), (4, 1), (5, 1)])
-def test_messages_of_doubling_over_six_nodes(rank: int, messages: int) -> None:
-    """Two beyond the largest power of two hand their sums over, and get the sum of all back."""
-    topology = place(rank, nodes=6, ranks_per_node=1)
-    assert count("doubling", topology, [torch.empty(100, device="meta")]).messages == messages
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "collectives"), [("native", 1), ("hierarchical", 3), ("sharded", 3), ("ring", 0), ("doubling", 2)]
-)
-def test_over_nccl_all_but_ring_and_doubling_send_no_message(algorithm: str, collectives: int) -> None:
-    topology = place(0, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
-    found = count(algorithm, topology, [torch.empty(NUM_ELEMENTS, device="meta")], library="nccl")
-    assert found.collectives == collectives
-    assert bool(found.messages) == (algorithm in ("ring", "doubling"))
-
-
-@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
-def test_groups_at_2048_ranks_are_the_own_node_alone(algorithm: str) -> None:
-    groups = [group.ranks for group in counted(algorithm, 13).groups]
-    assert groups == ([] if algorithm in ("native", "ring") else [tuple(range(8, 16))])
-
-
-def test_messages_are_counted_for_the_buffers_of_a_run(tmp_path: Path) -> None:
-    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}"])
-    communicator, tuned = join_job(config, ALONE)
-    plan = make_plan(config, communicator, num_samples=1024, first_step=0)
-    parts = make_parts(config, communicator, plan=plan, tuned=tuned)
-    assert parts.reducer.plan.buffers == plan_of("quickstart")
 
 
 class Asked:
@@ -123,7 +88,7 @@ class Asked:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("recipe", "rank"), [("alexnet_bn_64k", 0), ("nus_resnet50_16k", 13), ("resnet50_8k", 0)])
+@pytest.mark.parametrize(("recipe", "rank"), [("nus_resnet50_16k", 13), ("resnet50_8k", 0)])
 def test_messages_are_those_that_a_rank_asks_of_torch(recipe: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of NCCL's world of 2,048 ranks, for the buffers of each kind of recipe: as they are counted without torch's."""
     plan, topology = plan_of(f"imagenet/{recipe}"), place(rank, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
@@ -147,11 +112,7 @@ def test_messages_are_those_that_a_rank_asks_of_torch(recipe: str, rank: int, mo
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("row", "recipe"),
-    [
-        ("`alexnet_bn_64k`", "imagenet/alexnet_bn_64k"),
-        ("the `nus` ones", "imagenet/nus_resnet50_16k"),
-        ("all others", "imagenet/resnet50_8k"),
-    ],
+    [("`alexnet_bn_64k`", "imagenet/alexnet_bn_64k"), ("all others", "imagenet/resnet50_8k")],
 )
 def test_messages_of_the_page_are_those_that_are_counted(row: str, recipe: str) -> None:
     """The numbers of each cell; the generated one says in words what the page's heads say."""

@@ -11,24 +11,8 @@ from benchmark_process import run_benchmark
 from benchmarks.gpu import precision
 from bigbatch.trainer.datasets.generated import write_dataset
 
-TINY = [
-    "--models",
-    "resnet18",
-    "--repeats",
-    "1",
-    "--steps",
-    "1",
-    "--untimed",
-    "1",
-    "--batch",
-    "32",
-    "--epochs",
-    "1",
-    "--train-batch",
-    "32",
-    "--memory-mb",
-    "64",
-]
+TINY = """--models resnet18 --repeats 1 --steps 1 --untimed 1 --batch 32 --epochs 1 --train-batch 32
+    --memory-mb 64""".split()  # noqa: SIM905
 
 
 def measured(what: str, precision: str, turn: int, **figures: Any) -> dict[str, Any]:

