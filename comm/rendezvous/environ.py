@@ -1,13 +1,12 @@
 """Read the environment: rank, world size and settings. The only module that reads environment variables of jobs."""
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,19 @@ from bigbatch.comm.rendezvous.addresses import loopback
 from bigbatch.comm.rendezvous.launcher import (
     LAUNCHER_VARIABLES,
     PLACE_VARIABLES,
+    expand_hostlist,
     find_launcher,
     local_size_of,
     number,
     refuse_unknown,
 )
 from bigbatch.comm.rendezvous.secret import new_secret
-from bigbatch.errors import LaunchError, shortened
+from bigbatch.errors import LaunchError
 from bigbatch.files import parse_json
 from bigbatch.paths import as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
-MAX_HOSTS = 100_000
-"""Limit of hosts in a host list: more than any cluster has, few enough to expand at once."""
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 if its output is not a terminal."""
 INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
@@ -355,10 +353,9 @@ def _own_folder(variables: Mapping[str, str], kind: str) -> Path:
     return as_path(variables.get(f"XDG_{kind.upper()}_HOME") or f"{Path.home()}/.{kind}") / "bigbatch"
 
 
-def wandb_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def wandb_settings() -> dict[str, str]:
     """Return the project, name and mode for Weights & Biases that the environment states."""
-    stated = {name: environ.get(f"WANDB_{name.upper()}") for name in ("project", "name", "mode")}
-    return {name: value for name, value in stated.items() if value}
+    return _stated("WANDB", "project", "name", "mode")
 
 
 def mlflow_settings(*, default_store: Path) -> dict[str, str]:
@@ -366,14 +363,16 @@ def mlflow_settings(*, default_store: Path) -> dict[str, str]:
 
     Without a server it is a folder, which newer releases of MLflow accept only if a variable allows it.
     """
-    stated = {
-        name: os.environ.get(f"MLFLOW_{name.upper()}") for name in ("tracking_uri", "experiment_name", "run_name")
-    }
-    settings = {"experiment_name": "bigbatch", **{name: value for name, value in stated.items() if value}}
+    settings = {"experiment_name": "bigbatch", **_stated("MLFLOW", "tracking_uri", "experiment_name", "run_name")}
     if "tracking_uri" not in settings:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         settings["tracking_uri"] = default_store.resolve().as_uri()
     return settings
+
+
+def _stated(prefix: str, *names: str) -> dict[str, str]:
+    """Return the variables PREFIX_NAME that are set and not empty, by name."""
+    return {name: value for name in names if (value := os.environ.get(f"{prefix}_{name.upper()}"))}
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -383,31 +382,3 @@ def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         for name, value in sorted(environ.items())
         if name.startswith("NCCL_") and name != "NCCL_COMM_ID" and not name.startswith("NCCL_DEBUG")
     }
-
-
-def expand_hostlist(text: str) -> list[str]:
-    """Write out Slurm's compact host list: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
-
-    Raises: LaunchError if the text is not a host list or has more than MAX_HOSTS hosts.
-    """
-    item = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"
-    if not re.fullmatch(f"{item}(?:,{item})*", text, re.ASCII):
-        raise LaunchError(f"{shortened(text)} is not a Slurm host list, such as node[01-04]")
-    written = (host for each in re.findall(item, text, re.ASCII) for host in _expand_item(each))
-    hosts = list(itertools.islice(written, MAX_HOSTS + 1))
-    if len(hosts) > MAX_HOSTS:
-        raise LaunchError(f"{shortened(text)} holds more than {MAX_HOSTS} hosts: name fewer, such as node[01-04]")
-    return hosts
-
-
-def _expand_item(item: str) -> Iterator[str]:
-    match = re.search(r"\[([^\]]*)\]", item)
-    if not match:
-        yield item
-        return
-    for span in match[1].split(","):
-        limits = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", span, re.ASCII)
-        if not limits or int(limits[1]) > int(limits[2] or limits[1]):
-            raise LaunchError(f"{shortened(item)} is not a Slurm host list, such as node[01-04]")
-        for each in range(int(limits[1]), int(limits[2] or limits[1]) + 1):
-            yield from _expand_item(f"{item[: match.start()]}{each:0{len(limits[1])}d}{item[match.end() :]}")

@@ -1,9 +1,10 @@
 """Find the launcher that started this process from its environment variables. Pure."""
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from bigbatch.errors import LaunchError
+from bigbatch.errors import LaunchError, shortened
 from bigbatch.numbers import whole
 
 LAUNCHER_VARIABLES = {
@@ -175,3 +176,35 @@ def _slurm_local_size(variables: Mapping[str, str]) -> int:
     if not 0 <= node < len(counts):
         raise LaunchError(f"SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
     return counts[node]
+
+
+MAX_HOSTS = 100_000
+"""Limit of hosts in a host list: more than any cluster has, few enough to expand at once."""
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Write out Slurm's compact host list: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
+
+    Raises: LaunchError if the text is not a host list or has more than MAX_HOSTS hosts.
+    """
+    item = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"
+    if not re.fullmatch(f"{item}(?:,{item})*", text, re.ASCII):
+        raise LaunchError(f"{shortened(text)} is not a Slurm host list, such as node[01-04]")
+    written = (host for each in re.findall(item, text, re.ASCII) for host in _expand_item(each))
+    hosts = list(itertools.islice(written, MAX_HOSTS + 1))
+    if len(hosts) > MAX_HOSTS:
+        raise LaunchError(f"{shortened(text)} holds more than {MAX_HOSTS} hosts: name fewer, such as node[01-04]")
+    return hosts
+
+
+def _expand_item(item: str) -> Iterator[str]:
+    match = re.search(r"\[([^\]]*)\]", item)
+    if not match:
+        yield item
+        return
+    for span in match[1].split(","):
+        limits = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", span, re.ASCII)
+        if not limits or int(limits[1]) > int(limits[2] or limits[1]):
+            raise LaunchError(f"{shortened(item)} is not a Slurm host list, such as node[01-04]")
+        for each in range(int(limits[1]), int(limits[2] or limits[1]) + 1):
+            yield from _expand_item(f"{item[: match.start()]}{each:0{len(limits[1])}d}{item[match.end() :]}")

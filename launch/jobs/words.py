@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, expand_hostlist, is_identity
+from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, is_identity
+from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
 
 UNLIMITED = 2**32 - 1

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE, expand_hostlist
+from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE
+from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED
 from bigbatch.launch.jobs.restarts import may_go_on

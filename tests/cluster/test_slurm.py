@@ -17,7 +17,7 @@ import pytest
 import yaml
 from slowed_node import slowed
 
-from bigbatch.comm.rendezvous.environ import expand_hostlist
+from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.namespaces import node_fd

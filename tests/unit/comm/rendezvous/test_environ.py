@@ -11,11 +11,10 @@ import pytest
 from error_texts import naming
 from other_launchers import FAMILIES, SETTINGS, left_by
 
-from bigbatch.comm.rendezvous import environ
+from bigbatch.comm.rendezvous import launcher
 from bigbatch.comm.rendezvous.environ import (
     SECRET_VARIABLE,
     ProcessEnv,
-    expand_hostlist,
     keep_compiled_code,
     measured_folder,
     nccl_settings,
@@ -27,6 +26,7 @@ from bigbatch.comm.rendezvous.environ import (
     with_secret,
     without_identity,
 )
+from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import LaunchError, UserError
 
 TORCHRUN = {
@@ -173,7 +173,7 @@ def test_host_list_that_is_none_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["n[1-99999999999]", "r[1-40]n[1-40]", "n[1-600],m[1-600]"])
 def test_host_list_that_is_too_long_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environ, "MAX_HOSTS", 1000)
+    monkeypatch.setattr(launcher, "MAX_HOSTS", 1000)
     with pytest.raises(LaunchError, match=naming(repr(text), "more than 1000 hosts")):
         expand_hostlist(text)
 
