@@ -74,7 +74,7 @@ def lead(
     groups = [communicator]
     try:
         with ExitStack() as stack:
-            stack.enter_context(using_staged(config, communicator))
+            stack.enter_context(using_staged(config))
             ownership = stack.enter_context(Ownership(config))
             if not is_dry_run:
                 ownership.take(communicator.control)

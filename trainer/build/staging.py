@@ -46,9 +46,9 @@ def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str 
 
 
 @contextmanager
-def using_staged(config: Config, communicator: Communicator) -> Iterator[None]:
-    """Register as a user of the nodes' copies; with data.keep_staged false, a node's last user removes its copy."""
-    if config.data.stage is None or communicator.env.local_rank != 0:
+def using_staged(config: Config) -> Iterator[None]:
+    """Register each rank as a user of its node's copy; with data.keep_staged false, the last user removes it."""
+    if config.data.stage is None:
         yield
         return
     with using_copy(Path(config.data.stage), keep=config.data.keep_staged):

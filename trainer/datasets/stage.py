@@ -152,8 +152,11 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
 
 def _remove(target: Path, users: IO[bytes]) -> None:
     """Remove the copy, unless another process stages or uses it. Raises: OSError."""
+    # users first: of ranks that end at the same moment, which give up their shares by trying, one alone succeeds
+    if not try_lock(users):
+        return
     with open_lock(target / LOCK) as lock:
-        if not (try_lock(lock) and try_lock(users)):
+        if not try_lock(lock):
             return
         for split in (target / name for name in SPLITS):
             if split.is_symlink() or not split.is_dir():

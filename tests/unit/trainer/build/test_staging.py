@@ -19,7 +19,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DataError, PeerLostError
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.build import staging as module
-from bigbatch.trainer.build.staging import bytes_in, stage_data
+from bigbatch.trainer.build.staging import bytes_in, stage_data, using_staged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 
@@ -225,6 +225,18 @@ def test_bytes_in_counts_those_of_the_splits(tmp_path: Path) -> None:
     (tmp_path / "val" / "gone").symlink_to("nowhere")
     assert bytes_in(tmp_path) == 12
     assert bytes_in(tmp_path / "nowhere") == 0
+
+
+def test_each_rank_of_a_host_holds_its_copy(tmp_path: Path) -> None:
+    """Rank 0 may be lost, or end first: the others go on to read."""
+    target = tmp_path / "local"
+    asked = config(root=tmp_path, stage=target, keep_staged="false")
+    with using_staged(asked):
+        with using_staged(asked):
+            (target / "train").mkdir()
+            (target / "train/index.json").touch()
+        assert (target / "train/index.json").exists()
+    assert not (target / "train").exists()
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -479,6 +480,24 @@ def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(sourc
     names = {path.name for path in target.rglob("*")}
     assert names == {"notes.txt", "val", ".stage.lock", ".stage.users"}
     assert sum(path.stat().st_size for path in target.glob(".stage.*")) == 0
+
+
+def test_using_copy_of_ranks_that_end_at_the_same_moment_is_removed(target):
+    def use(start, end):
+        with using_copy(target, keep=False):
+            start.wait()
+            (target / "train").mkdir(exist_ok=True)
+            (target / "train/index.json").touch()
+            end.wait()
+
+    for _ in range(30):
+        barriers = threading.Barrier(2), threading.Barrier(2)
+        ranks = [threading.Thread(target=use, args=barriers) for _ in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert not (target / "train").exists()
 
 
 def test_using_copy_is_not_removed_while_another_process_stages(source, target):
