@@ -1,4 +1,4 @@
-"""A sweep of real runs: one trains, one does not fit into memory; the same command then has nothing left to do."""
+"""A sweep of real runs by an own script: one trains, one does not fit into memory; the rest has nothing left to do."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,6 @@ import yaml
 
 from bigbatch.cli import main
 from bigbatch.experiments.engine.folder import SweepFolder, read_state, read_summary
-
-pytestmark = pytest.mark.long
-
 
 SWEEP = {
     "name": "memory",
@@ -26,33 +23,14 @@ SWEEP = {
         "batch.global_batch_size": 16,
     },
     "steps": 4,
-    "where": "mpirun",
+    "where": "local",
     "launch": {},
     "ranks_per_node": 2,
-    "grid": {"ranks": [2], "model.options.width": [4, 200_000]},  # the last one's weights take terabytes
+    "script": ["mine.py", "--mine"],
+    "grid": {"ranks": [1], "model.options.width": [4, 200_000]},  # the last one's weights take terabytes
     "seeds": 1,
     "timeout_minutes": 10,
 }
-
-
-def test_sweep_point_out_of_memory_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, folder = tmp_path / "sweep.yaml", SweepFolder(tmp_path / "out")
-    file.write_text(yaml.safe_dump(SWEEP))
-    command = ["sweep", str(file), "--folder", str(folder.path)]
-    assert main(command) == 3
-    small, large = read_state(folder, 0), read_state(folder, 1)
-    assert (small["state"], large["state"]) == ("done", "failed"), large["reason"]
-    assert large["reason"].startswith("out of memory: "), large["reason"]
-    summary = read_summary(folder, 0)
-    assert summary is not None
-    assert (summary["steps"], summary["world_size"], summary["global_batch_size"]) == (4, 2, 16)
-    metrics = [json.loads(line) for line in folder.run(0).metrics.read_text().splitlines()]
-    assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3, 4]
-    assert main(command) == 3
-    assert read_state(folder, 0) == small, "what is done stays as it is"
-    assert "0 to run" in capsys.readouterr().out
-
-
 SCRIPT = """
 import sys
 from bigbatch.cli import main
@@ -62,18 +40,24 @@ sys.exit(main(["train", *sys.argv[2:]]))
 """
 
 
-def test_sweep_by_an_own_script_is_measured_as_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_sweep_point_out_of_memory_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(SCRIPT)
-    sweep = SWEEP | {
-        "script": ["mine.py", "--mine"],
-        "where": "local",
-        "grid": {"ranks": [1], "model.options.width": [4]},
-    }
-    Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
-    assert main(["sweep", "sweep.yaml"]) == 0
+    Path("sweep.yaml").write_text(yaml.safe_dump(SWEEP))
+    assert main(["sweep", "sweep.yaml"]) == 3
     folder = SweepFolder(Path("runs/sweeps/memory"))
+    small, large = read_state(folder, 0), read_state(folder, 1)
+    assert (small["state"], large["state"]) == ("done", "failed"), large["reason"]
+    assert large["reason"].startswith("out of memory: "), large["reason"]
     summary = read_summary(folder, 0)
     assert summary is not None
-    assert (summary["steps"], summary["world_size"]) == (4, 1)
+    assert (summary["steps"], summary["world_size"], summary["global_batch_size"]) == (4, 1, 16)
+    metrics = [json.loads(line) for line in folder.run(0).metrics.read_text().splitlines()]
+    assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3, 4]
     assert "by my script" in folder.log(0).read_text()
+    assert main(["sweep", "sweep.yaml"]) == 3
+    assert read_state(folder, 0) == small, "what is done stays as it is"
+    assert "0 to run" in capsys.readouterr().out

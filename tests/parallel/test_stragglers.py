@@ -3,34 +3,23 @@
 import json
 import re
 import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from forked_ranks import bigbatch
+from torch import Tensor
 
-from bigbatch.trainer.run.folder import RunDir, read_records
-
-pytestmark = pytest.mark.long
+from bigbatch.comm.rendezvous.environ import read_process_env
+from tests.laws.jobs import Forked, records, run
 
 SLEEP_SECONDS = 0.5  # far more than a busy machine adds
-SCRIPT = f"""
-import os, sys, time
-import torch.nn.functional as F
-
-if os.environ["RANK"] == "1":
-    fast = F.cross_entropy
-    def slow(*arguments, **options):
-        time.sleep({SLEEP_SECONDS})
-        return fast(*arguments, **options)
-    F.cross_entropy = slow
-from bigbatch.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
 SETTINGS = {
     "data.loader": "synthetic",
-    "data.num_synthetic_samples": 16 * 12,
+    "data.num_synthetic_samples": 16 * 8,
     "data.image_size": 32,
     "data.probe_seconds": 0,
     "model.options.width": 4,
@@ -43,17 +32,27 @@ SETTINGS = {
 }
 
 
+def slow_bigbatch(*command: str) -> int:
+    """What a rank runs: bigbatch, where rank 1 sleeps in each loss."""
+    fast = F.cross_entropy
+
+    def slow(*arguments: Any, **options: Any) -> Tensor:
+        time.sleep(SLEEP_SECONDS)
+        return fast(*arguments, **options)
+
+    if read_process_env().rank == 1:
+        F.cross_entropy = slow
+    return bigbatch(*command)
+
+
+@pytest.mark.long
 def test_straggler_is_measured_and_named(tmp_path: Path) -> None:
     """The other rank waits for it in each step, so on average they wait for half of the time that it sleeps."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
     options = [f"--{key}={value}" for key, value in SETTINGS.items()]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    command = ["train", "--config", "quickstart", f"--run.directory={tmp_path / 'run'}", *options]
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    records = [record for record in read_records(RunDir(tmp_path / "run").metrics) if record["kind"] == "train"][1:]
-    lost = [record["straggler_fraction"] * 16 / record["images_per_second"] for record in records]
+    command = ("train", "--config", "quickstart", f"--run.directory={tmp_path / 'run'}", *options)
+    done = run(Forked(command, ranks=2, target="tests.parallel.test_stragglers:slow_bigbatch"))
+    reports = records(tmp_path / "run", "train")[1:]
+    lost = [report["straggler_fraction"] * 16 / report["images_per_second"] for report in reports]
     assert 0.4 * SLEEP_SECONDS < median(lost) < 0.7 * SLEEP_SECONDS, lost
     named = rf"rank 1 on {re.escape(socket.gethostname())}\b.*bigbatch launch preflight"
     assert re.search(named, done.stdout), done.stdout
