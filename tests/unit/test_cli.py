@@ -28,11 +28,7 @@ def test_exit_codes(argv: list[str], code: int, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(
     ("program", "of_stdout"),
-    [
-        (["-m", "bigbatch", "trian"], False),
-        (["-m", "bigbatch", "--version"], True),
-        (["-c", TOLD], False),
-    ],
+    [(["-m", "bigbatch", "--version"], True), (["-c", TOLD], False)],
 )
 def test_lines_are_written_whole_as_other_ranks_write_beside(program: list[str], of_stdout: bool) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps each write apart
@@ -50,15 +46,14 @@ def test_words_that_nobody_can_read_change_nothing() -> None:
     assert subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "-", sys.executable, "-c", TOLD], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_streams_that_the_caller_has_closed_are_opened_before_any_file(closed: str, tmp_path: Path) -> None:
+def test_streams_that_the_caller_has_closed_are_opened_before_any_file(tmp_path: Path) -> None:
     """Else a file gets the number of standard output, and sys.stdout is None."""
     program = (
         "import os, sys; from bigbatch import cli; cli._run = lambda *_: print('told') or 0\n"
         f"code = cli.main(['train']); file = open({str(tmp_path / 'a')!r}, 'w'); assert file.fileno() > 2\n"
         "sys.exit(code)"
     )
-    command = ["sh", "-c", f'exec "$@" {closed}', "-", sys.executable, "-c", program]
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", program]
     assert subprocess.run(command, check=False).returncode == 0
 
 
@@ -68,7 +63,7 @@ UNENDED = "cli._run = lambda *_: print('no line end', end='') or 0"
 
 @pytest.mark.parametrize(
     ("prepare", "argv"),
-    [("", ["--help"]), ("", ["launch", "local", "--help"]), (UNENDED, ["train"])],
+    [("", ["launch", "local", "--help"]), (UNENDED, ["train"])],
 )
 def test_output_that_nobody_reads_ends_every_command_alike(prepare: str, argv: list[str]) -> None:
     program = f"import sys; from bigbatch import cli; {prepare}\nsys.exit(cli.main(sys.argv[1:]))"
@@ -91,9 +86,9 @@ def test_main_takes_rich_s_word_for_a_pipe_that_nobody_reads(monkeypatch: pytest
     assert cli.main(["report"]) == exit_codes.PIPE_CLOSED
 
 
-@pytest.mark.parametrize("argv", [["launch", "local", "--", "train"], ["train", "--config", "/a.yaml"]])
-def test_main_refuses_a_work_folder_that_was_deleted(argv: list[str], tmp_path: Path) -> None:
-    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "bigbatch", *argv]
+def test_main_refuses_a_work_folder_that_was_deleted(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "bigbatch", "launch", "local"]
+    command += ["--", "train"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == exit_codes.FAILED
     (line,) = done.stderr.splitlines()
@@ -145,11 +140,7 @@ def test_main_leaves_two_dashes_to_a_job_s_own_command(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        ["data", "check", "PATH"],
-        ["launch", "local", "--dry-run", "--", "train", "--config", "PATH"],
-        ["evaluate", "PATH"],
-    ],
+    [["data", "check", "PATH"], ["launch", "local", "--dry-run", "--", "train", "--config", "PATH"]],
 )
 def test_main_takes_a_path_that_may_not_be_looked_at_for_no_defect(
     argv: list[str], capsys: pytest.CaptureFixture[str]

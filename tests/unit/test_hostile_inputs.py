@@ -40,7 +40,7 @@ from bigbatch.trainer.input.webdataset import INDEX
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_curves
 
-SHORT = 60
+SHORT = 40
 CASES = {
     # of the long form, at least 10,000 of each kind; YAML is slow to parse, so that its kinds share them
     "recipe": 5000,

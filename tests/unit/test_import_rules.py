@@ -294,29 +294,18 @@ def test_imports_that_are_slow_wait_until_they_are_used(name: str) -> None:
             "imports bigbatch.trainer.config.schema.Config",
         ),
         ("comm.ring", "def f():\n    import bigbatch.launch.jobs.spec", "imports bigbatch.launch.jobs.spec"),
-        ("comm.ring", "from bigbatch import trainer", "imports bigbatch.trainer"),
-        ("trainer.step.loop", "from bigbatch.trainer.build import parts", "imports bigbatch.trainer.build.parts"),
         (
             "trainer.step.loop",
             "from bigbatch.trainer.config.schema import Config",
             "imports bigbatch.trainer.config.schema.Config",
         ),
-        (
-            "trainer.models.resnet",
-            "from bigbatch.trainer.input.base import Batch",
-            "imports bigbatch.trainer.input.base.Batch",
-        ),
         ("trainer.optim.lars", "import bigbatch.trainer.models", "imports bigbatch.trainer.models"),
-        ("trainer.train", "import mpi4py", "imports mpi4py"),
         ("trainer.input.loaders.pillow", "from nvidia.dali import fn", "imports nvidia.dali.fn"),
         ("trainer.step.precision", "def f():\n    from apex import amp", "imports apex.amp"),
-        ("comm.reducer", "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    pass", "horovod.torch"),
         ("comm.fusion", "import os\nx = os.environ['RANK']", "reads the environment"),
         ("comm.fusion", "import os\ndef f():\n    return os.getenv('RANK')", "reads the environment"),
         ("comm.fusion", "from os import environ", "reads the environment"),
-        ("comm.rendezvous.control", "def f():\n    from bigbatch.comm.backends import mpi", "comm.backends.mpi"),
         ("trainer.input.order", "from bigbatch.trainer.input.loaders import dali", "trainer.input.loaders.dali"),
-        ("trainer.memory.out_of_memory", "import bigbatch.trainer.inference.folding", "trainer.inference.folding"),
     ],
 )
 def test_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -> None:
@@ -331,8 +320,6 @@ def test_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -> No
         ("comm.ring", "from bigbatch.comm.rendezvous.topology import Topology\nimport torch"),
         ("comm.trainers", "import bigbatch.trainers"),  # a longer name is another name
         ("trainer.input.loaders.dali", "def f():\n    from nvidia.dali import fn"),
-        ("trainer.input.loaders.dali", "import nvidia.nvimgcodec"),
-        ("trainer.models.resnet", "from bigbatch.trainer.models.norm import NormFactory"),
         ("trainer.build.parts", "from bigbatch.trainer.input.loaders.dali import DaliDecoder"),
         ("comm.rendezvous.environ", "import os\nx = os.environ"),
         ("comm.fusion", "import os\nx = os.cpu_count()"),
@@ -346,7 +333,6 @@ def test_reader_lets_the_design_pass(name: str, source: str) -> None:
     ("job", "rooms", "brings_torch"),
     [
         ("from bigbatch.comm.gradients.fusion import PlanSizes", {}, False),
-        ("import torch", {}, True),
         ("from torch import Tensor", {}, True),
         (
             "from bigbatch.comm.gradients.fusion import PlanSizes",
@@ -358,7 +344,6 @@ def test_reader_lets_the_design_pass(name: str, source: str) -> None:
             {"bigbatch.comm": "import torch"},
             True,
         ),  # its package
-        ("", {"bigbatch.launch": "import torch"}, True),
         (
             "from bigbatch.comm.gradients.fusion import PlanSizes",
             {"bigbatch.comm": "def f():\n    import torch"},
@@ -382,7 +367,6 @@ def test_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, str],
     ("arguments", "slow"),
     [
         (["--help"], {"torch", "numpy", "yaml"}),
-        (["--version"], {"torch", "numpy", "yaml"}),
         (["launch", "mpirun", "--dry-run", "--", "train", "--config", "quickstart"], {"torch", "numpy"}),
     ],
 )

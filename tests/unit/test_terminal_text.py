@@ -56,24 +56,11 @@ def predict(folder: Path) -> list[str]:
     return ["predict", str(run), str(data / "val" / NAME / f"{NAME}.jpg"), "--top=10", "--data.num_threads=1"]
 
 
-def predict_damaged(folder: Path) -> list[str]:
-    run, data = write_trained(folder)
-    (bad := data / "val" / NAME / f"{NAME}.jpg").write_bytes(b"")
-    return ["predict", str(run), str(bad)]
-
-
 def evaluate(folder: Path) -> list[str]:
     run, data = write_trained(folder)
     (data / "val" / NAME / f"{NAME}.jpg").write_bytes(b"")
     (data / "val" / NAME / f"{NAME}.txt").write_bytes(b"")
     return ["evaluate", str(run), "--data.max_skipped=9"]
-
-
-def evaluate_other_classes(folder: Path) -> list[str]:
-    run, data = write_trained(folder)
-    for split in ("train", "val"):
-        (data / split / NAME).rename(data / split / f"{NAME}2")
-    return ["evaluate", str(run)]
 
 
 def export(folder: Path) -> list[str]:
@@ -118,10 +105,6 @@ def report(folder: Path) -> list[str]:
     return ["report", str(told_run(folder)), "--output", str(folder / "report")]
 
 
-def verify(folder: Path) -> list[str]:
-    return ["verify", str(told_run(folder))]
-
-
 def verify_damaged(folder: Path) -> list[str]:
     run = told_run(folder)
     (run / "metrics.jsonl").write_text(json.dumps({"kind": NAME, "time": 2e9}) + "\n")
@@ -144,10 +127,6 @@ def config_show(folder: Path) -> list[str]:
     return ["config", "show", str(recipe(folder))]
 
 
-def config_diff(folder: Path) -> list[str]:
-    return ["config", "diff", str(recipe(folder)), "quickstart"]
-
-
 def unknown_key(folder: Path) -> list[str]:
     path = folder / f"{NAME}.yaml"
     path.write_text(yaml.safe_dump({"run": {NAME: NAME}, NAME: 1}))
@@ -164,12 +143,6 @@ def sweep_name(folder: Path) -> list[str]:
     path = folder / f"{NAME}.yaml"
     path.write_text(yaml.safe_dump({**SWEEP, "name": NAME, NAME: NAME}))
     return ["sweep", str(path), "--dry-run"]
-
-
-def cases(folder: Path) -> list[str]:
-    path = folder / "cases.yaml"
-    path.write_text(yaml.safe_dump({"config": "quickstart", "cases": {NAME: {}}}))
-    return ["sweep", str(path), "--dry-run", "--folder", str(folder / NAME)]
 
 
 def simulate(folder: Path) -> list[str]:
@@ -190,8 +163,8 @@ def explain(folder: Path) -> list[str]:
 
 
 COMMANDS: tuple[Make, ...] = (
-    *(predict, predict_damaged, evaluate, evaluate_other_classes, export, check, pack, init, report, verify),
-    *(verify_damaged, diff, config_show, config_diff, unknown_key, sweep, sweep_name, cases, simulate, explain),
+    *(predict, evaluate, export, check, pack, init, report, verify_damaged, diff, config_show, unknown_key),
+    *(sweep, sweep_name, simulate, explain),
 )
 
 
