@@ -421,6 +421,7 @@ def test_airbench_that_cannot_take_part_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)  # a minute of one core
 def test_parts_all_run_small_and_a_second_call_skips_them(tmp_path: Path) -> None:
     record, told = run_small(tmp_path)
