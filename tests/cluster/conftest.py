@@ -55,7 +55,7 @@ def emulate() -> Emulate:
 
     def run(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         argv = [sys.executable, "-m", "bigbatch", "launch", "emulate", *words]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=os.environ | variables)
+        return subprocess.run(argv, capture_output=True, text=True, timeout=280, env=os.environ | variables)
 
     return run
 

@@ -23,7 +23,6 @@ def laboratory(runtime_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     [
         Trial("cut", "sum", 6, 1, 2, 1, "tcp"),
         Trial("short cut", "forward", 6, 1, 2, 1, "tcp"),
-        Trial("node", "backward", 6, 2, 2, 2, "tcp"),
         Trial("read-only", "update", 6, 0, 1, 2, "gloo"),
     ],
     ids=lambda trial: trial.kind,

@@ -86,16 +86,6 @@ def test_nodes_that_do_not_reach_each_other_are_named(four: EmulatedCluster, emu
     assert found["seconds"] < MOST_SECONDS
 
 
-def test_unknown_interface_is_one_line(four: EmulatedCluster, emulate: Emulate) -> None:
-    done = emulate("run", "--name", "four", "--", "preflight", "--interface", "ib7")
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
-    assert lines
-    for line in lines:
-        assert line.startswith("bigbatch: interface 'ib7': n")
-        assert line.endswith("; it has lo, eth0: name one of them by --interface, or comm.interface")
-
-
 SILENT = """
 import os, sys, time
 from pathlib import Path
