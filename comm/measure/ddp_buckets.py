@@ -19,7 +19,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 from bigbatch.comm.measure.timing import slowest, wait_for
-from bigbatch.comm.measure.whole_steps import LEAST_GAIN
+from bigbatch.comm.measure.whole_steps import noise_between
 from bigbatch.errors import UserError
 
 CAPS_MIB = (5, 25, 100, 400)
@@ -85,9 +85,8 @@ def _in_turns(candidates: Sequence[Candidate] | Mapping[Candidate, None]) -> Sea
 
 def gain(slow: MeasuredTimes, fast: MeasuredTimes) -> float:
     """Return the share of a step that fast saves; 0 within noise. Pure."""
-    noise = math.hypot(*(each.median * each.noise for each in (slow, fast)))
     saved = slow.median - fast.median
-    return saved / slow.median if saved > max(noise, LEAST_GAIN * slow.median) else 0.0
+    return saved / slow.median if saved > noise_between(fast, slow) else 0.0
 
 
 def explain(measured: Measured) -> list[str]:

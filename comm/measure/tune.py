@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.comm.measure.sizes import elapsed_seconds, make_table, measure_times, sizes_below
 from bigbatch.comm.measure.timing import MeasuredLinks, measure_links
 from bigbatch.comm.measure.whole_steps import (
-    MeasuredStep,
     StepCandidate,
+    Steps,
     choose_step,
     make_candidates,
     measure_steps,
@@ -46,18 +46,13 @@ class TuneResults:
     """Table by the medians of single sums."""
     stated: StepCandidate
     """The config's own choice."""
-    steps: tuple[MeasuredStep, ...] = ()
+    steps: Steps = field(default_factory=dict)
     """Whole steps, the stated candidate's first. Fewer than two if there was no time to compare any."""
-
-    @property
-    def best_step(self) -> MeasuredStep | None:
-        """Return the choice by whole steps; None if none were compared."""
-        return choose_step(self.steps) if len(self.steps) > 1 else None
 
     @property
     def chosen(self) -> StepCandidate:
         """Return the choice to train with; without whole steps the fastest algorithm by size, with the stated sizes."""
-        return self.best_step.candidate if self.best_step else StepCandidate(self.fastest, self.stated.sizes)
+        return choose_step(self.steps) if len(self.steps) > 1 else StepCandidate(self.fastest, self.stated.sizes)
 
 
 def tune(
@@ -130,27 +125,27 @@ def near_the_fastest(times: Times) -> list[str]:
 
 def explain_choice(findings: TuneResults) -> list[str]:
     """Return lines on the times of whole steps, and the choice. Pure."""
-    best, stated = findings.best_step, findings.stated
-    if best is None:
+    best, stated = findings.chosen, findings.stated
+    if len(findings.steps) < 2:
         return [
-            f"chosen: {findings.chosen}; no whole steps were compared: "
+            f"chosen: {best}; no whole steps were compared: "
             "that takes several ranks, and more --budget-seconds where they are slow"
         ]
     lines = ["whole steps: forward, backward and sums (median of the slowest rank)"]
-    for step in findings.steps:
-        what = "as the config states: " if step.candidate == stated else ""
-        lines.append(f"  {_ms(step.median):>9}  {what}{step.candidate}; n = {len(step.measured.seconds)}")
-    first, fastest = findings.steps[0], min(findings.steps, key=lambda step: step.median)
+    for candidate, times in findings.steps.items():
+        what = "as the config states: " if candidate == stated else ""
+        lines.append(f"  {_ms(times.median):>9}  {what}{candidate}; n = {len(times.seconds)}")
+    first, fastest = findings.steps[stated], min(findings.steps.values(), key=lambda times: times.median)
     noise = _ms(noise_between(first, fastest))
-    if best is first:
+    if best == stated:
         lines.append(
             f"chosen: what the config states is kept: {_ms(first.median)} a step, the fastest "
             f"{_ms(fastest.median)}; a gain below {noise} would be noise"
         )
     else:
         lines.append(
-            f"chosen: {best.candidate}: {_ms(best.median)} a step, against {_ms(first.median)} as the config states, "
-            f"+-{noise}"
+            f"chosen: {best}: {_ms(findings.steps[best].median)} a step, against {_ms(first.median)} as the config "
+            f"states, +-{noise}"
         )
     return lines
 

@@ -40,22 +40,8 @@ class StepCandidate:
         )
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """The slowest rank's seconds of whole steps: forward, backward, and the exposed part of the sums."""
-
-    candidate: StepCandidate
-    measured: MeasuredTimes
-
-    @property
-    def median(self) -> float:
-        """Return the median step, in seconds."""
-        return self.measured.median
-
-    def is_behind(self, fastest: "MeasuredStep") -> bool:
-        """Return whether this is slower than the fastest by more than DROP_RATIO and noise."""
-        noise = math.hypot(self.measured.noise, fastest.measured.noise)
-        return self.median > max(DROP_RATIO, 1 + noise) * fastest.median
+Steps = Mapping[StepCandidate, MeasuredTimes]
+"""The slowest rank's seconds of whole steps: forward, backward, and the exposed part of the sums."""
 
 
 def make_candidates(
@@ -91,28 +77,28 @@ def measure_steps(
     order: Sequence[str],
     step_seconds: float,
     seconds: float,
-) -> tuple[MeasuredStep, ...]:
+) -> Steps:
     """Train with each candidate for some steps, without the update, in turns. Collective.
 
     After each round the clearly slower ones are dropped, except the first candidate, so that time goes to the close
     ones. order: in which gradients become ready. step_seconds: an estimate. Candidates for which there was no time are
     missing in the result.
     """
-    steps: dict[StepCandidate, MeasuredStep] = {}
+    steps: dict[StepCandidate, MeasuredTimes] = {}
     alive, count, start = list(candidates), LEAST_STEPS, time.perf_counter()
     while True:
         for each in alive:
             # a turn takes a step to warm up and those that count
-            slow = max((step.measured.seconds[-1] for step in steps.values()), default=step_seconds)
+            slow = max((times.seconds[-1] for times in steps.values()), default=step_seconds)
             if elapsed_seconds(communicator, start) + (count + 1) * slow > seconds:
-                return tuple(steps.values())
+                return steps
             turn = _turn(each, named_parameters, forward, communicator, order=order, count=count)
-            before = steps[each].measured.seconds if each in steps else ()
-            steps[each] = MeasuredStep(each, MeasuredTimes((*before, *turn)))
-        fastest = min((steps[each] for each in alive), key=lambda step: step.median)
-        alive = [each for each in alive if each == candidates[0] or not steps[each].is_behind(fastest)]
-        if len(alive) == 1 or min(len(steps[each].measured.seconds) for each in alive) >= ENOUGH_STEPS:
-            return tuple(steps.values())
+            before = steps[each].seconds if each in steps else ()
+            steps[each] = MeasuredTimes((*before, *turn))
+        fastest = min((steps[each] for each in alive), key=lambda times: times.median)
+        alive = [each for each in alive if each == candidates[0] or not _is_behind(steps[each], fastest)]
+        if len(alive) == 1 or min(len(steps[each].seconds) for each in alive) >= ENOUGH_STEPS:
+            return steps
         left = seconds - elapsed_seconds(communicator, start)
         count = max(1, min(MOST_STEPS, int(left / 3 / sum(steps[each].median for each in alive)) - 1))
         alive.reverse()  # so that a drift of the machine affects all equally
@@ -147,17 +133,21 @@ def _turn(
     return slowest(times[1:], communicator)
 
 
-def choose_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+def _is_behind(one: MeasuredTimes, fastest: MeasuredTimes) -> bool:
+    """Return whether one is slower by more than DROP_RATIO and noise."""
+    return one.median > max(DROP_RATIO, 1 + math.hypot(one.noise, fastest.noise)) * fastest.median
+
+
+def choose_step(steps: Steps) -> StepCandidate:
     """Choose the first one that is not slower than the fastest beyond noise, and never slower than the first of all."""
-    fastest, first = min(steps, key=lambda step: step.median), steps[0]
+    fastest, first = min(steps.values(), key=lambda times: times.median), next(iter(steps.values()))
     return next(
-        each
-        for each in steps
+        candidate
+        for candidate, each in steps.items()
         if each.median <= first.median and each.median - fastest.median <= noise_between(each, fastest)
     )
 
 
-def noise_between(one: MeasuredStep, other: MeasuredStep) -> float:
+def noise_between(one: MeasuredTimes, other: MeasuredTimes) -> float:
     """Return the seconds below which a difference between the two is noise."""
-    noise = math.hypot(*(each.median * each.measured.noise for each in (one, other)))
-    return max(noise, LEAST_GAIN * other.median)
+    return max(math.hypot(*(each.median * each.noise for each in (one, other))), LEAST_GAIN * other.median)

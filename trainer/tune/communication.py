@@ -174,11 +174,11 @@ def _evidence(config: Config, conditions: Conditions, findings: TuneResults) -> 
         # of what the config states first
         "whole_steps": [
             {
-                "table": step.candidate.table.as_rows(),
-                "fusion": dataclasses.asdict(step.candidate.sizes),
-                "seconds": list(step.measured.seconds),
+                "table": candidate.table.as_rows(),
+                "fusion": dataclasses.asdict(candidate.sizes),
+                "seconds": list(times.seconds),
             }
-            for step in f.steps
+            for candidate, times in f.steps.items()
         ],
     }
 
