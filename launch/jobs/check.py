@@ -18,6 +18,7 @@ from bigbatch.launch.jobs.run_folder import (
     load_experiment,
     require_experiment,
     trained_run,
+    tuned_script,
 )
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.batch import accumulation_steps
@@ -107,6 +108,8 @@ def _check_files(job: JobSpec, certain: Problems, *, doubts: Problems, of_image:
             folder = config.run.directory
             (of_image if job.image else of_path(folder)).ask(_check_writable, Path(folder))
         (of_image if job.image else certain).ask(require_experiment, job)
+        if script := tuned_script(job):
+            (of_image if job.image else of_path(script)).ask(_check_there, script, option="--ddp")
         if run := certain.ask(trained_run, job):
             # the ranks check what they may import; nothing is imported here
             (of_image if job.image else of_path(run)).ask(

@@ -52,6 +52,12 @@ def require_experiment(job: JobSpec) -> None:
         find_config(name)
 
 
+def tuned_script(job: JobSpec) -> str | None:
+    """Return the script of `comm tune --ddp`; None for other commands."""
+    words = first_words(job)
+    return _stated(words, "--ddp") if words[:2] == ("comm", "tune") and not job.is_python else None
+
+
 def find_run_folder(job: JobSpec) -> str | None:
     """Return the run folder of `train`; None for other commands, and for a container with its own bigbatch.
 

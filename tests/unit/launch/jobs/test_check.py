@@ -68,6 +68,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("slurm", "--image", "none.sif", *TRAIN), ("--image none.sif", "no such file")),
         (("local", *TRAIN, "--run.directory", "/dev/null/run"), ("--run.directory /dev/null/run", "no folder")),
         (("local", "--python", "--", "/none/train.py"), ("/none/train.py",)),
+        (("torchrun", "--", "comm", "tune", "--ddp", "/none/t.py"), ("--ddp /none/t.py", "no such file")),
         (("slurm", "--image", "bb", "--mount", "none:/d", *TRAIN), ("--mount none", "no such file or folder")),
         (("mpirun", "--", "train", "--config", "quikstart"), ("quikstart", "quickstart")),
         (("torchrun", "--dry-run", *TRAIN, "--batch.bn_spam", "3"), ("batch.bn_spam", "batch.bn_span")),
