@@ -77,12 +77,10 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """Return this rank."""
         return self.env.rank
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return self.env.world_size
 
     @property

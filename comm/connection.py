@@ -157,7 +157,8 @@ def connect(
     ):
         if value is not None:
             require_type(value, kinds, what=name, legal=legal)
-    require_type(algorithm, (str, Callable), what="algorithm", legal='a name, such as "ring", or a function')
+    if not callable(algorithm):
+        require_type(algorithm, str, what="algorithm", legal='a name, such as "ring", or a function')
     env = group.env if group else env or read_process_env()
     record_begin(env)
     if backend not in BACKENDS:

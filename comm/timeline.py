@@ -28,7 +28,6 @@ class Timeline:
         self._lock = threading.Lock()
 
     def mark(self, name: str, *, row: str = "gradients ready") -> None:
-        """Mark the present instant."""
         if self.is_active:
             self._add({"name": name, "ph": "i", "s": "t", "ts": _now_us(), "tid": row})
 

@@ -53,7 +53,6 @@ class HybridTable:
         return tuple(dict.fromkeys(row.algorithm for row in self.rows))
 
     def choose(self, num_bytes: int) -> str:
-        """Choose the algorithm for a buffer of this size."""
         limits = [row.up_to_bytes for row in self.rows[:-1]]
         return self.rows[bisect.bisect_left(limits, num_bytes)].algorithm  # type: ignore[type-var]
 
@@ -86,12 +85,10 @@ class MeasuredTimes:
 
     @property
     def min(self) -> float:
-        """Return the shortest time."""
         return min(self.seconds)
 
     @property
     def max(self) -> float:
-        """Return the longest time."""
         return max(self.seconds)
 
     @property

@@ -19,9 +19,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def require_type(value: object, kinds: type | tuple[type, ...], *, what: str, legal: str) -> None:
+def require_type(value: object, kind: type, *, what: str, legal: str) -> None:
     """Refuse an argument of another type. Raises: TypeError naming it, and a legal one."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{what} must be {legal}, not {reprlib.repr(value)} ({type(value).__name__})")
 
 

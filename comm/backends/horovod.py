@@ -116,7 +116,6 @@ class HorovodBackend:
         )
 
     def _refuse(self, *_: Tensor, **__: Any) -> InFlight:
-        """Refuse a message between two ranks."""
         raise CommError("Horovod sends no messages between two ranks: set comm.algorithm to native")
 
     start_send = start_receive = start_exchange = _refuse

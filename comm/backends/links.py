@@ -48,7 +48,6 @@ class Transfer:
         self.done = False
 
     def take(self, count: int) -> None:
-        """Count bytes that were sent or received."""
         while self.left and count >= len(self.left[0]):
             count -= len(self.left.pop(0))
         if self.left:
@@ -197,7 +196,6 @@ class Links:
         return transfer
 
     def receive(self, data: memoryview, *, source: int) -> Transfer:
-        """Start to receive len(data) bytes."""
         transfer = Transfer(data, self, bytearray(LENGTH.size))
         link = self._links.get(source) or self._open(source)
         link.incoming.append(transfer)
@@ -303,7 +301,6 @@ class Links:
             self._send_off_the_first()
 
     def _send_off_the_first(self) -> None:
-        """Close the oldest unauthenticated connection."""
         if self._callers:
             number, (stream, _, _) = next(iter(self._callers.items()))
             del self._callers[number]
@@ -345,7 +342,6 @@ class Links:
                 link.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all connections."""
         self._listener.close()
         for link in self._links.values():
             link.socket.close()
@@ -357,5 +353,4 @@ class Links:
 
 
 def _name(rank: int) -> str:
-    """Return the store key of the address of a rank's links."""
     return f"links of rank {rank}"

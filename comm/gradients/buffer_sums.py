@@ -87,7 +87,6 @@ class GridSums:
             self._beyond = [sums_N[-1:] for sums_N in self._sums]
 
     def release(self) -> None:
-        """Free the sums. Collective."""
         for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._halves else [])):
             self._communicator.release(sums_N)
         self._sums = []
@@ -125,7 +124,6 @@ class GridSums:
 
     @torch.no_grad()
     def _read_(self, buffer_N: Tensor, sums_N: Tensor, beyond_1: Tensor) -> None:
-        """Write sums into a buffer, and begin new ones."""
         self._grid.read_(buffer_N, sums_N, beyond_1=beyond_1)
         self._num_beyond_1 += beyond_1
         sums_N.zero_()
@@ -152,7 +150,6 @@ class GridSums:
         self.zero_()
 
     def zero_(self) -> None:
-        """Begin new sums."""
         for sums_N in self._sums:
             sums_N.zero_()
         self._counts_B.zero_()

@@ -23,7 +23,6 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the gradient."""
         return self.num_elements * self.element_bytes
 
 
@@ -37,12 +36,10 @@ class BufferPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the gradients."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_elements(self) -> int:
-        """Count the elements of the buffer."""
         return sum(round_up(tensor.num_elements, self.align) for tensor in self.tensors)
 
     def places(self) -> Iterator[tuple[TensorSpec, int]]:

@@ -40,7 +40,6 @@ class Grid:
 
     @property
     def largest(self) -> float:
-        """Return the largest term."""
         return self.limit / 2.0**self.fraction_bits
 
     def add_(

@@ -198,7 +198,6 @@ def different_bits(a_N: Tensor, b_N: Tensor) -> Tensor:
 
 
 def first_of(is_so_N: Tensor) -> int:
-    """Return the index of the first True element."""
     return int(is_so_N.to(torch.uint8).argmax())
 
 

@@ -23,7 +23,6 @@ def table_head(columns: Columns) -> str:
 
 
 def table_line(columns: Columns, texts: Iterable[str]) -> str:
-    """Write a row below table_head."""
     return "".join(f"{text:>{column[2]}}" for text, column in zip(texts, columns, strict=True))
 
 
@@ -83,17 +82,14 @@ class BenchReport:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def print(self, line: str) -> None:
-        """Show a line."""
         if self._is_first:
             print_line(line)
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Store a record, if there is a file."""
         if self._file:
             self._file.write((json.dumps(record) + "\n").encode())
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file:
             self._file.close()

@@ -170,7 +170,6 @@ def make_rows(
 
 
 def show_row(row: VerifyRow) -> str:
-    """Write a row below the head."""
     percent = None if row.bound_share is None else 100 * row.bound_share
     texts = (
         *(str(row.size), str(row.count), row.precision, row.algorithm, str(row.pieces)),

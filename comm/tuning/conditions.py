@@ -102,7 +102,6 @@ def _settings(communicator: Communicator) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -117,7 +116,6 @@ def nccl_version() -> str:
 
 
 def num_cores() -> int:
-    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -61,7 +61,6 @@ def store_record(path: Path | None, record: dict[str, Any]) -> str:
 
 
 def as_text(record: dict[str, Any]) -> str:
-    """Return the text of a record's file."""
     return json.dumps(record, indent=1) + "\n"
 
 
