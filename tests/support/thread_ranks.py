@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,22 @@ from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import make_topology
+
+
+class Meeting:
+    """Where ranks that are threads exchange values."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.values: list[Any] = [None] * num_ranks
+        self._barrier = Barrier(num_ranks, timeout=200)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Give this rank's value, and return the values of all, in rank order."""
+        self.values[rank] = value
+        self._barrier.wait()
+        everyone = list(self.values)
+        self._barrier.wait()
+        return everyone
 
 
 @dataclass

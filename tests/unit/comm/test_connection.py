@@ -20,7 +20,6 @@ from torch.distributed import HashStore
 
 from bigbatch.comm import communicator, connection
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
-from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends import links, torch_distributed
 from bigbatch.comm.backends.base import Capabilities
 from bigbatch.comm.backends.single import SingleBackend
@@ -261,13 +260,6 @@ def test_table_of_algorithms_that_cannot_run_here_is_refused(
         met.with_algorithm("hybrid", table=table(*names))
     assert met.with_algorithm("native", table=table(*names)).algorithm == "native"  # nothing asks the table
     assert met.with_algorithm("hybrid", table=table("native")).sum_(torch.ones(2), label="x").tolist() == [1, 1]
-
-
-def test_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SingleBackend", NativeBackend)
-    met = connect(env=ALONE, device=CPU)
-    with pytest.raises(ValueError, match=naming("collectives-only", "bfloat16", "wire_dtype")):
-        met.with_algorithm("native", wire=Wire(torch.bfloat16))
 
 
 # --- GPUs that ranks share ---
@@ -589,7 +581,7 @@ def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
 
 @pytest.mark.parametrize(
     ("looks_to_the_end", "last_value", "expected"),
-    [(0, None, []), (2, None, []), (10_000, None, [1]), (10_000, KeyboardInterrupt(), [130])],
+    [(2, None, []), (10_000, None, [1]), (10_000, KeyboardInterrupt(), [130])],
 )
 def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_leaves(
     looks_to_the_end: int, last_value: BaseException | None, expected: list[int], monkeypatch: pytest.MonkeyPatch

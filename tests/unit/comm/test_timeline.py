@@ -69,17 +69,6 @@ def test_transports_on_a_thread_are_timed_there(make: Callable[[], Communicator]
     assert [event["name"] for event in events(ranks.timeline) if event["ph"] == "X"] == ["buffer 0"]
 
 
-def test_trace_has_ranks_side_by_side() -> None:
-    texts = []
-    for rank in range(3):
-        timeline = Timeline(CPU)
-        timeline.is_active = True
-        timeline.mark("now")
-        texts.append(timeline.take(rank=rank, host="here"))
-    trace = json.loads(merge([*texts, ""]))  # a rank beyond those that are shown gives none
-    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2}
-
-
 @pytest.mark.parametrize("algorithm", ["native", "hierarchical"])
 def test_timeline_shows_each_buffer_ready_started_and_done_beside_backward(algorithm: str) -> None:
     alone = connect(algorithm=algorithm, env=ALONE, device=CPU)

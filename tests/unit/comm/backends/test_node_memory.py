@@ -3,13 +3,14 @@
 import gc
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Barrier, Thread
 
 import pytest
 import torch
 from error_texts import naming
+from thread_ranks import Meeting
 
 from bigbatch.comm.backends import node_memory
 from bigbatch.comm.backends.node_memory import SMALLEST_SCRATCH_BYTES, NodeMemory
@@ -20,49 +21,29 @@ from bigbatch.errors import CommError
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd")
 
 
-class Line:
-    """What ranks that are threads tell each other, in place of the control."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.texts = [""] * num_ranks
-        self.barrier = Barrier(num_ranks, timeout=200)
-
-
 class FakeControl:
-    """One rank's end of it; instead: what the other ranks' texts are replaced by."""
+    """One rank's end of a meeting; instead: what the other ranks' texts are replaced by."""
 
-    def __init__(self, rank: int, line: Line, instead: str | None = None) -> None:
-        self.rank, self.host, self._line, self._instead = rank, "here", line, instead
+    def __init__(self, rank: int, meeting: Meeting, instead: str | None = None) -> None:
+        self.rank, self.host, self._meeting, self._instead = rank, "here", meeting, instead
 
     def gather_text(self, text: str, *, what: str) -> list[str]:
-        self._line.texts[self.rank] = text
-        self._line.barrier.wait()
-        all_texts = list(self._line.texts)
-        self._line.barrier.wait()
-        if self._instead is None:
-            return all_texts
-        return [all_texts[rank] if rank == self.rank else self._instead for rank in range(len(all_texts))]
+        if self._instead is not None:
+            return [text, self._instead]
+        return self._meeting.exchange(self.rank, text)
 
 
 def memories(hosts: Sequence[str], *, group_size: int | None = None) -> list[NodeMemory]:
-    line = Line(len(hosts))
+    meeting = Meeting(len(hosts))
     return [
-        NodeMemory(make_topology(hosts, rank=rank, group_size=group_size), FakeControl(rank, line))  # type: ignore
+        NodeMemory(make_topology(hosts, rank=rank, group_size=group_size), FakeControl(rank, meeting))  # type: ignore
         for rank in range(len(hosts))
     ]
 
 
 def allocate(ranks: Sequence[NodeMemory], num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    threads = [
-        Thread(target=lambda i=i, m=m: found.__setitem__(i, m.allocate((num_elements, dtype))[0]))
-        for i, m in enumerate(ranks)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=200)
-    return [found[rank] for rank in range(len(ranks))]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda memory: memory.allocate((num_elements, dtype))[0], ranks))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -232,9 +213,7 @@ def test_memory_scratch_grows_and_is_used_again() -> None:
     ],
 )
 def test_memory_that_cannot_be_opened_is_named(described: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = Line(1)
-    control = FakeControl(0, line, instead=described.format(own=os.getpid()))
-    line.texts.append("")  # rank 1, whose text is replaced
+    control = FakeControl(0, Meeting(1), instead=described.format(own=os.getpid()))
     memory = NodeMemory(make_topology(["here", "here"], rank=0), control)  # type: ignore[arg-type]
     before = open_files()
     named = naming("rank 0", "rank 1", "here", f"({reason})", "BIGBATCH_HOST")

@@ -67,7 +67,7 @@ def test_plan_with_a_smaller_first_buffer(
     assert names(PlanSizes(60, 100, first_buffer_bytes).plan(tensors)) == expected
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(12))
 def test_plan_keeps_its_rules_for_any_tensors(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [4 * draw.choice((1, 7, 30, 200)) for _ in range(draw.randrange(40))]

@@ -4,7 +4,6 @@ import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
 import torch
@@ -89,13 +88,12 @@ SMALL = {"threshold_bytes": 200, "buffer_bytes": 300}
 """Makes several buffers out of make_model(): conv.weight (864 bytes) goes alone, the others share."""
 
 
-@pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("sizes", [SMALL, {}])
-def test_reducer_sums_autograds_own_gradients_once(sizes: dict[str, int], factor: int) -> None:
+def test_reducer_sums_autograds_own_gradients_once(sizes: dict[str, int]) -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=factor), **sizes)
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=3), **sizes)
     for num_images in (4, 2):
-        expected = {name: factor * p for name, p in plain_gradients(model, make_images(num_images)).items()}
+        expected = {name: 3 * p for name, p in plain_gradients(model, make_images(num_images)).items()}
         loss_of(model, make_images(num_images)).backward()
         reducer.wait()
         assert_same(model, expected)
@@ -130,8 +128,6 @@ def test_reducer_buffers_hold_gradients_with_their_parameters_strides() -> None:
         assert parameter.grad.stride() == parameter.stride()
     assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
     assert sum(buffer_N.numel() for buffer_N in reducer.buffers) == sum(p.numel() for p in model.parameters())
-    total = sum(float(buffer_N.sum()) for buffer_N in reducer.buffers)
-    assert total == pytest.approx(sum(float(p.grad.sum()) for p in model.parameters()), rel=1e-4)
 
 
 def test_reducer_buffers_take_a_parameter_with_gaps_by_its_elements_alone() -> None:
@@ -183,7 +179,7 @@ def test_reducer_on_a_grid_has_the_same_bits_in_any_order_and_plan() -> None:
     plain = plain_gradients(make_model(), *batches)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, 3 * plain[name], rtol=1e-5, atol=1e-7)
-    for order in permutations(batches):
+    for order in (batches[1:] + batches[:1], batches[::-1]):
         others = gradients_on_grid(*order, **SMALL)
         assert all(torch.equal(others[name], gradient) for name, gradient in found.items())
 
@@ -260,7 +256,7 @@ def test_reducer_buffers_start_during_backward_in_the_order_of_the_plan() -> Non
 
 
 class Branches(nn.Module):
-    """Two layers, of which a forward takes one or both."""
+    """Two layers; a forward takes one or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,16 +334,6 @@ def test_reducer_is_whole_after_a_backward_that_failed() -> None:
     assert_same(model, expected)
 
 
-def test_reducer_leaves_out_frozen_parameters() -> None:
-    model = make_model()
-    model[0].requires_grad_(False)
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
-    loss_of(model, make_images()).backward()
-    reducer.wait()
-    assert model[0].weight.grad is None
-    assert sum(buffer_N.numel() for buffer_N in reducer.buffers) == 8 * 6 + 6 + 6 * 4 + 4
-
-
 def test_start_extra_sends_a_tensor_along() -> None:
     model, backend = make_model(), RecordingBackend()
     reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=4))
@@ -385,21 +371,14 @@ class Crossed(nn.Module):
 def test_reducer_learns_the_order_of_readiness_in_the_first_step() -> None:
     model, backend = Crossed(), RecordingBackend()
     reducer = GradientReducer(model.named_parameters(), communicator(backend), threshold_bytes=1, buffer_bytes=1)
-    assert [buffer.tensors[0].name for buffer in reducer.plan.buffers] == [
-        "first.weight",
-        "third.weight",
-        "second.weight",
-    ]
     images_BC = torch.randn(2, 4)
     for _ in range(2):
         expected = plain_gradients(model, images_BC)
         loss_of(model, images_BC).backward()
         reducer.wait()
         assert_same(model, expected)  # also of the step after which the buffers moved
-        assert [p.grad.data_ptr() for p in (model.third.weight, model.first.weight)] == [
-            reducer.buffers[0].data_ptr(),
-            reducer.buffers[2].data_ptr(),
-        ]
+        for index, parameter in ((0, model.third.weight), (2, model.first.weight)):
+            assert parameter.grad.data_ptr() == reducer.buffers[index].data_ptr()
         reducer.zero_grad()
     assert [label.split("(")[1].split(",")[0] for label in backend.events] == [
         *("first.weight", "third.weight", "second.weight"),  # in the guessed order
@@ -429,10 +408,7 @@ def test_reducer_can_refuse_unused_parameters() -> None:
     [
         ([], ("no parameter", "frozen")),
         ([*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()], ("'weight'", "prefix")),
-        (
-            [*nn.Linear(2, 2, device="meta").named_parameters("1")],
-            ("1.weight", "on meta", "on cpu", "model.to(communicator.device)"),
-        ),
+        (nn.Linear(2, 2, device="meta").named_parameters("1"), ("1.weight", "on meta", "on cpu", "model.to(")),
     ],
 )
 def test_reducer_refuses_what_it_cannot_sum(
@@ -469,53 +445,19 @@ def test_reducer_with_activation_checkpointing(use_reentrant: bool) -> None:
         reducer.zero_grad()
 
 
-@pytest.mark.long
-def test_reducer_of_a_compiled_model() -> None:
-    """aot_eager: the whole of torch.compile but for the C++ compiler."""
-    model = make_model()
-    expected = plain_gradients(model, make_images())
-    backend = RecordingBackend()
-    reducer = GradientReducer(model.named_parameters(), communicator(backend), **SMALL)
-    compiled = torch.compile(model, backend="aot_eager")
-    for _ in range(2):
-        compiled(make_images()).square().sum().backward()
-        assert len(backend.events) == len(reducer.buffers)  # all started during backward
-        reducer.wait()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
-        reducer.zero_grad()
-        backend.events.clear()
-
-
-def test_reducer_refuses_to_zero_gradients_that_nobody_waited_for() -> None:
-    model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(RecordingBackend()))
-    loss_of(model, torch.ones(2, 3, 4, 4)).backward()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\).*wait\(\)"):
-        reducer.zero_grad()
-    reducer.wait()
-    reducer.zero_grad()
-    assert not any(p.grad.any() for p in model.parameters())
-
-
 @pytest.mark.parametrize("is_active", [True, False])
-def test_reducer_refuses_a_second_backward_before_wait(is_active: bool) -> None:
+def test_reducer_refuses_a_second_backward_or_zeros_before_wait(is_active: bool) -> None:
     model = make_model()
     reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
     loss_of(model, make_images()).backward()
     reducer.is_active = is_active
     with pytest.raises(RuntimeError, match=r" 5\.\w+ .*wait\(\).*is_active"):
         loss_of(model, make_images()).backward()
-
-
-def test_reducer_takes_a_tied_parameter_for_one() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    expected = plain_gradients(model, torch.ones(2, 3))
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
-    loss_of(model, torch.ones(2, 3)).backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\).*wait\(\)"):
+        reducer.zero_grad()
     reducer.wait()
-    assert_same(model, expected)
+    reducer.zero_grad()
+    assert not any(p.grad.any() for p in model.parameters())
 
 
 def test_reducer_that_is_closed_is_silent() -> None:

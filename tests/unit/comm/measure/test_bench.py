@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,6 @@ from bigbatch.comm.algorithms import make_allreduce
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities, Done, Group
-from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
 from bigbatch.comm.measure import bench as command
 from bigbatch.comm.measure import figures as bench
 from bigbatch.comm.measure import timing
@@ -62,23 +59,18 @@ def row(
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        *(("1", 1), ("1024", 1024), ("8B", 8), ("1K", 1024), ("1k", 1024), ("4KB", 4096), ("4KiB", 4096)),
-        *(("25M", 25 << 20), ("1G", 1 << 30)),
+        *(("1", 1), ("8B", 8), ("1k", 1024), ("4KB", 4096), ("4KiB", 4096), ("25M", 25 << 20), ("3G", 3 << 30)),
     ],
 )
 def test_parse_bytes_has_units_of_powers_of_1024(text: str, num_bytes: int) -> None:
     assert bench.parse_bytes(text, option="--max-bytes") == num_bytes
+    assert bench.parse_bytes(bench.show_bytes(num_bytes), option="") == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "0K", "-1", "1.5M", "M", "1T", "one", "1 0", "٣"])
+@pytest.mark.parametrize("text", ["", "0K", "-1", "1.5M", "M", "1T", "1 0", "٣"])
 def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
     with pytest.raises(CommError, match=naming(f"--max-bytes {text!r} ", "4K")):
         bench.parse_bytes(text, option="--max-bytes")
-
-
-@pytest.mark.parametrize("num_bytes", [1, 1000, 1024, 1536, 25 << 20, (1 << 30) + 1024, 3 << 30])
-def test_show_bytes_is_read_back(num_bytes: int) -> None:
-    assert bench.parse_bytes(bench.show_bytes(num_bytes), option="") == num_bytes
 
 
 def test_sweep_counts() -> None:
@@ -88,24 +80,7 @@ def test_sweep_counts() -> None:
     assert bench.sweep_counts(min_bytes=10, max_bytes=10, factor=2, dtype="float64") == (1,)
 
 
-def test_choose_algorithms() -> None:
-    available = ("native", "ring")
-    assert bench.choose_algorithms("all", available=available, where="") == available
-    assert bench.choose_algorithms("ring,native,ring", available=available, where="") == ("ring", "native")
-
-
 # --- figures ---
-
-
-def test_bandwidths_are_those_of_nccl_tests() -> None:
-    """100 MB in 0.1 s: algbw 1 GB/s, and busbw 2 * 7/8 of it over 8 ranks (doc/PERFORMANCE.md)."""
-    r = row()
-    assert (r.size, r.count, r.type, r.redop, r.algorithm) == (100_000_000, 25_000_000, "float32", "sum", "ring")
-    assert r.algbw_gb_per_s == pytest.approx(1.0, rel=1e-12)
-    assert r.busbw_gb_per_s == pytest.approx(1.75, rel=1e-12)
-    assert (r.time_us, r.min_us, r.max_us) == pytest.approx((100_000, 50_000, 200_000), rel=1e-12)
-    assert r.repetitions_us == pytest.approx((100_000, 50_000, 200_000), rel=1e-12)
-    assert r.limit_share is None
 
 
 def test_table() -> None:
@@ -123,18 +98,6 @@ def test_table() -> None:
     assert bench.show_rows([row()])[0].split()[-1] == "-"
 
 
-def test_limit_explains_what_the_last_column_is_a_share_of() -> None:
-    limit = Limit(num_nodes=4, bytes_per_second=25e6, wire_bytes_per_byte=0.5)
-    assert bench.explain_limit(limit, num_nodes=4, source="as given", shares={"ring": 0.5}) == (
-        "of limit: least time / time; least time = 2(m-1)/m * size * 0.5 / link, with m = 4 nodes and 0.2 Gbit/s per "
-        "link, as given"
-    )
-    wider = bench.explain_limit(limit, num_nodes=4, source="as given", shares={"native": 1.0, "ring": 0.5})
-    assert " * size * 0.5 (native 1) / link" in wider
-    assert "no link limits them" in bench.explain_limit(None, num_nodes=1, source="", shares={})
-    assert "give --link-gbit" in bench.explain_limit(None, num_nodes=2, source="", shares={})
-
-
 class BytesBackend(messages.CountingBackend):
     """Counts the bytes of the one collective of its own, too, as if it were a ring over two ranks."""
 
@@ -143,7 +106,7 @@ class BytesBackend(messages.CountingBackend):
 
 
 @pytest.mark.parametrize("rounds_each_addition", [True, False])
-@pytest.mark.parametrize("wire", [Wire(), Wire(torch.float16), Wire(torch.float16, in_fp32=False)])
+@pytest.mark.parametrize("wire", [Wire(torch.float16), Wire(torch.float16, in_fp32=False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
 def test_limit_goes_by_the_bytes_that_travel(
@@ -183,36 +146,30 @@ def test_plot(tmp_path: Path) -> None:
     limit = Limit(num_nodes=4, bytes_per_second=25e6)
     rows = [
         row(name, count=4**k, seconds=1e-3 + 4**k / 1e7, limit=limit)
-        for k in range(5, 12)
+        for k in range(5, 8)
         for name in ("native", "ring", "hybrid")
     ]
-    for name in ("a.png", "a.svg"):
-        plot_sweep(rows, tmp_path / name, limit=limit, title="A title", caption="on a machine")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    plot_sweep(rows, tmp_path / "a.svg", limit=limit, title="A title", caption="on a machine")
     drawn = (tmp_path / "a.svg").read_text()
-    for text in ("A title", "on a machine", "native", "ring", "hybrid", "limit of the links", "busbw (GB/s)", "16K"):
+    for text in ("A title", "on a machine", "native", "ring", "hybrid", "limit of the links", "busbw (GB/s)", "4K"):
         assert f"<!-- {text} -->" in drawn, text
 
 
 # --- exact sums ---
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-@pytest.mark.parametrize("world_size", [1, 8, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [1, 8, 300])
 def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) -> None:
     """Added one by one, forwards and backwards, in the dtype itself, against integers."""
     limit = limit_of(getattr(torch, dtype))
     patterns = [rank_pattern(rank, world_size, limit=limit) for rank in range(world_size)]
-    oracle = [sum(Fraction(p[i]) for p in patterns) for i in range(PERIOD)]
+    oracle = [sum(column) for column in zip(*patterns, strict=True)]
     assert expected_pattern(world_size, limit=limit) == oracle
     assert max(oracle) <= limit
     parts = [torch.tensor(p, dtype=getattr(torch, dtype)) for p in patterns]
     for ordered in (parts, parts[::-1]):
-        total_P = torch.zeros(PERIOD, dtype=getattr(torch, dtype))
-        for part_P in ordered:
-            total_P += part_P
-        assert total_P.tolist() == oracle
+        assert sum(ordered).tolist() == oracle
 
 
 def test_pattern_tells_ranks_and_places_apart() -> None:
@@ -224,7 +181,7 @@ def test_pattern_tells_ranks_and_places_apart() -> None:
         assert all(total[shift:] + total[:shift] != total for shift in range(1, PERIOD))
 
 
-@pytest.mark.parametrize("num_elements", [1, PERIOD - 1, PERIOD, 5 * PERIOD + 3, 20_000 * PERIOD])
+@pytest.mark.parametrize("num_elements", [1, PERIOD - 1, 5 * PERIOD + 3, (1 << 14) * PERIOD + 3])
 def test_count_different_elements(num_elements: int) -> None:
     pattern = expected_pattern(4, limit=limit_of(torch.float16))
     tensor_N = torch.empty(num_elements, dtype=torch.float16)
@@ -269,12 +226,6 @@ class FakeCommunicator:
 def times(num_elements: int = 3000, *, effort: Effort | None = None, **ranks: FakeCommunicator) -> Any:
     effort = effort or Effort(repetitions=3, seconds=1)
     return time_sums(torch.ones(num_elements), ranks, effort=effort)  # type: ignore[arg-type]
-
-
-def test_time_sums_finds_right_sums_right() -> None:
-    result = times(ring=FakeCommunicator())
-    assert result["ring"].num_wrong == 0
-    assert len(result["ring"].measured.seconds) == 3
 
 
 def spoil_one(tensor_N: Tensor) -> None:
@@ -395,8 +346,10 @@ def test_measure_links_takes_no_burst_for_bandwidth() -> None:
 
 def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, plot = tmp_path / "new/a.jsonl", tmp_path / "a.png"
-    options = ["--max-bytes", "4K", "--repetitions", "2", "--dtype", "bfloat16", "--algorithms", "native,ring"]
+    options = ["--max-bytes", "4K", "--repetitions", "2", "--dtype", "bfloat16", "--algorithms", "native,ring,native"]
+    options += ["--wire-dtype", "float16", "--reduce-dtype", "wire"]
     assert main(["comm", "bench", *options, "--output", str(output), "--plot", str(plot)]) == 0
+    assert plot.exists()
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == ["# wrong values: 0", f"# plot: {plot}"]
     table = [line.split() for line in lines if not line.startswith("#")]
@@ -409,21 +362,13 @@ def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     conditions, *records = [json.loads(line) for line in output.read_text().splitlines()]
     assert conditions["kind"] == "conditions"
     assert conditions["torch"] == torch.__version__
+    assert (conditions["wire_dtype"], conditions["reduce_dtype"]) == ("float16", "wire")
     assert (conditions["groups"], conditions["backend"], conditions["limit"]) == ([[0]], "single", None)
     assert conditions["command"].startswith("bigbatch comm bench --max-bytes 4K")
     assert [(r["kind"], r["size"], r["algorithm"], r["num_wrong"]) for r in records] == [
         ("row", size, name, 0) for size in (1024, 4096) for name in ("native", "ring")
     ]
     assert {field.name for field in dataclasses.fields(BenchRow)} == set(records[0]) - {"kind"}
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_measures_the_sums_that_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    met: list[Communicator] = []
-    monkeypatch.setattr(command, "connect", lambda **settings: met.append(connect(**settings)) or met[-1])
-    options = ["--max-bytes", "1K", "--repetitions", "2", "--wire-dtype", "bfloat16", "--reduce-dtype", "wire"]
-    assert main(["comm", "bench", *options]) == 0
-    assert met[0].wire == Wire(torch.bfloat16, in_fp32=False)
 
 
 def test_bench_fails_by_a_wrong_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,7 +383,7 @@ def test_bench_fails_by_a_wrong_value(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["comm", "bench", "--max-bytes", "1K", "--algorithms", "native"]
+    options = ["comm", "bench", "--max-bytes", "1K", "--algorithms", "native", "--repetitions", "2"]
     assert main(options) == 0
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("BIGBATCH_TERMINAL_COLUMNS", "80")
