@@ -197,18 +197,6 @@ def test_settings_of_another_type_are_named(options: dict[str, Any], named: tupl
         connect(**{"env": ALONE, "device": CPU, **options})
 
 
-@pytest.mark.parametrize("warn_seconds", [0.0, float("nan"), 60.5])
-def test_warn_seconds_that_warn_never_or_always_are_refused(warn_seconds: float) -> None:
-    with pytest.raises(ValueError, match=naming(f"warn_seconds={warn_seconds:g}", "timeout_seconds=60")):
-        connect(warn_seconds=warn_seconds, timeout_seconds=60, env=ALONE, device=CPU)
-
-
-@pytest.mark.parametrize("backend", ["mpi", "horovod"])
-def test_interface_that_would_have_no_effect_is_refused(backend: str) -> None:
-    with pytest.raises(ValueError, match=naming("'eth0'", f"'{backend}'", "OMPI_MCA_btl_tcp_if_include")):
-        connect(backend=backend, interface="eth0", env=ALONE, device=CPU)
-
-
 @pytest.mark.parametrize("backend", ["tcp", "gloo", "mpi"])
 def test_interface_of_the_launcher_goes_before_the_configs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And MPI may have it, which the launcher has told by itself."""

@@ -24,17 +24,28 @@ def be_patient(label: str, seconds: float) -> None:
     """Wait as long as it takes."""
 
 
-def assert_true(value: bool) -> None:
-    assert value
+class Held:
+    """An operation that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_running, self._gate = threading.Event(), threading.Event()
+        self.let_go = self._gate.set
+
+    def __call__(self) -> None:
+        self.is_running.set()
+        assert self._gate.wait(timeout=200)
+
+    def runs(self) -> bool:
+        return self.is_running.wait(timeout=200)
 
 
 def test_queue_runs_in_order_beside_its_caller() -> None:
     queue = ThreadQueue(explain, while_waiting=be_patient)
-    gate, done = threading.Event(), list[int]()
-    queue.submit(lambda: assert_true(gate.wait(timeout=200)), label="first")
+    held, done = Held(), list[int]()
+    queue.submit(held, label="first")
     works = [queue.submit(partial(done.append, i), label="later") for i in range(5)]
     assert done == []
-    gate.set()
+    held.let_go()
     works[-1].wait()
     assert done == [0, 1, 2, 3, 4]
     queue.close()
@@ -45,20 +56,14 @@ def test_queue_runs_in_order_beside_its_caller() -> None:
 def test_queue_tells_others_the_operation_that_runs() -> None:
     queue = ThreadQueue(explain, while_waiting=be_patient)
     assert queue.oldest() is None
-    running, gate = threading.Event(), threading.Event()
-
-    def run() -> None:
-        running.set()
-        assert_true(gate.wait(timeout=200))
-
-    before = awake_seconds()
-    work, behind = queue.submit(run, label="buffer 0", ranks=(0, 2)), queue.submit(lambda: None, label="buffer 1")
-    assert running.wait(timeout=200)
+    before, held = awake_seconds(), Held()
+    work, behind = queue.submit(held, label="buffer 0", ranks=(0, 2)), queue.submit(lambda: None, label="buffer 1")
+    assert held.runs()
     pending = queue.oldest()
     assert pending is not None
     assert (pending.number, pending.label, pending.ranks) == (1, "buffer 0", (0, 2))
     assert before <= pending.since <= awake_seconds()
-    gate.set()
+    held.let_go()
     for each in (work, behind):
         each.wait()
     queue.close()
@@ -68,15 +73,10 @@ def test_queue_tells_others_the_operation_that_runs() -> None:
 def test_queue_tells_of_an_operation_until_it_has_ended_also_between_two() -> None:
     """A process that ends leaves no thread in a library: that would abort it."""
     queue = ThreadQueue(explain, while_waiting=be_patient)
-    running, gate, seen = threading.Event(), threading.Event(), list[str]()
-
-    def run() -> None:
-        running.set()
-        assert_true(gate.wait(timeout=200))
-
-    queue.submit(run, label="buffer 0")
+    held, seen = Held(), list[str]()
+    queue.submit(held, label="buffer 0")
     behind = queue.submit(lambda: None, label="buffer 1")
-    assert running.wait(timeout=200)
+    assert held.runs()
     jobs = queue._jobs
 
     class Between:
@@ -87,7 +87,7 @@ def test_queue_tells_of_an_operation_until_it_has_ended_also_between_two() -> No
             return jobs.get()
 
     queue._jobs = Between()  # type: ignore[assignment]
-    gate.set()
+    held.let_go()
     behind.wait()
     queue.close()
     assert seen == ["buffer 1", "nothing"]
@@ -113,16 +113,11 @@ def test_queue_that_is_aborted_waits_a_while_for_what_runs_and_begins_nothing_mo
 ) -> None:
     monkeypatch.setattr(in_flight, "ABORT_SECONDS", 0.01)
     queue = ThreadQueue(explain, while_waiting=be_patient)
-    running, gate = threading.Event(), threading.Event()
-
-    def run() -> None:
-        running.set()
-        assert_true(gate.wait(timeout=200))
-
-    first, second = queue.submit(run, label="buffer 0"), queue.submit(lambda: None, label="buffer 1")
-    assert running.wait(timeout=200)
+    held = Held()
+    first, second = queue.submit(held, label="buffer 0"), queue.submit(lambda: None, label="buffer 1")
+    assert held.runs()
     queue.give_up(CommError("aborted"))
-    gate.set()
+    held.let_go()
     first.wait()
     with pytest.raises(CommError, match="aborted"):
         second.wait()
@@ -189,22 +184,18 @@ def test_the_oldest_operation_on_a_gpu_is_the_first_that_is_not_done(monkeypatch
 def test_wait_names_the_operation_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that is queued behind it."""
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.01)
-    begun, gate = threading.Event(), threading.Event()
+    held = Held()
 
     def give_up(label: str, seconds: float) -> None:
         raise PeerLostError(f"{label} given up")
 
-    def hang() -> None:
-        begun.set()
-        assert_true(gate.wait(timeout=200))
-
     queue = ThreadQueue(explain, while_waiting=give_up)
-    queue.submit(hang, label="buffer 0")
-    assert_true(begun.wait(timeout=200))
+    queue.submit(held, label="buffer 0")
+    assert held.runs()
     with pytest.raises(PeerLostError, match="buffer 0 given up"):
         queue.submit(lambda: None, label="buffer 1").wait()
     assert queue._thread.daemon  # a process with a hanging collective can end
-    gate.set()
+    held.let_go()
     queue.close()
 
 

@@ -85,6 +85,13 @@ def hear(job: Links, num_bytes: int, *, source: int) -> bytes:
     return bytes(data)
 
 
+def deliver(threads: ThreadPoolExecutor, first: Links, second: Links) -> None:
+    """Rank 1 sends to rank 0, from another thread."""
+    there = threads.submit(say, second, b"there", to=0)
+    assert hear(first, 5, source=1) == b"there"
+    there.result()
+
+
 def introduce(store: HashStore, rank: int, *, secret: bytes = SECRET) -> socket.socket:
     stream = socket.create_connection(address_of(store, 0), timeout=200)
     nonce = bytes.fromhex(store.get("bigbatch/tcp/0").decode().split()[2])
@@ -94,9 +101,7 @@ def introduce(store: HashStore, rank: int, *, secret: bytes = SECRET) -> socket.
 
 def test_links_carry_messages_both_ways(store: HashStore, threads: ThreadPoolExecutor) -> None:
     first, second = join(store, 0), join(store, 1)
-    there = threads.submit(say, second, b"there", to=0)
-    assert hear(first, 5, source=1) == b"there"
-    there.result()
+    deliver(threads, first, second)
     back = threads.submit(hear, second, 4, source=0)
     say(first, b"back", to=1)
     assert back.result() == b"back"
@@ -110,9 +115,7 @@ def test_links_turn_a_stranger_away_and_the_job_goes_on(store: HashStore, thread
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].shutdown(socket.SHUT_WR)
     silent = socket.create_connection(address_of(store, 0), timeout=200)
-    there = threads.submit(say, second, b"there", to=0)
-    assert hear(first, 5, source=1) == b"there"
-    there.result()
+    deliver(threads, first, second)
     for stranger in strangers:
         assert stranger.recv(1) == b""  # closed
     assert list(first._links) == [1]
@@ -121,9 +124,7 @@ def test_links_turn_a_stranger_away_and_the_job_goes_on(store: HashStore, thread
 
 def test_links_turn_a_second_caller_under_one_rank_away(store: HashStore, threads: ThreadPoolExecutor) -> None:
     jobs = [join(store, rank, world_size=3) for rank in range(3)]
-    there = threads.submit(say, jobs[1], b"there", to=0)
-    assert hear(jobs[0], 5, source=1) == b"there"
-    there.result()
+    deliver(threads, *jobs[:2])
     with introduce(store, 1) as twin:
         late = threads.submit(say, jobs[2], b"late", to=0)
         assert hear(jobs[0], 4, source=2) == b"late"  # had to accept, and met the twin first
@@ -239,9 +240,7 @@ def test_wait_ends_at_once_where_the_links_are_shut_down(
     monkeypatch.setattr(links, "POLL_SECONDS", 0.01)
     first, second = join(store, 0), join(store, 1)
     if is_connected:
-        there = threads.submit(say, second, b"there", to=0)
-        assert hear(first, 5, source=1) == b"there"
-        there.result()
+        deliver(threads, first, second)
     waits = threads.submit(hear, first, 5, source=1)
     first.shut_down()
     with pytest.raises(ConnectionError):
@@ -283,9 +282,7 @@ def test_links_go_by_ipv6(store: HashStore, threads: ThreadPoolExecutor, monkeyp
     monkeypatch.setattr(links, "own_address", lambda **_: "::1")
     first, second = join(store, 0), join(store, 1)
     assert first._listener.getsockname()[0] == "::1"
-    there = threads.submit(say, second, b"there", to=0)
-    assert hear(first, 5, source=1) == b"there"
-    there.result()
+    deliver(threads, first, second)
 
 
 def test_links_move_all_transfers_while_anyone_waits(store: HashStore, threads: ThreadPoolExecutor) -> None:
@@ -315,9 +312,7 @@ def test_links_go_on_sending_while_their_rank_waits_for_a_caller(store: HashStor
     """Rank 0 owes rank 1 most of 16 MB while it waits for rank 2, who comes only when rank 1 has it all."""
     jobs = [join(store, rank, world_size=3) for rank in range(3)]
     data = bytes(16_000_000)
-    introduced = threads.submit(say, jobs[1], b"x", to=0)
-    assert hear(jobs[0], 1, source=1) == b"x"
-    introduced.result()
+    deliver(threads, *jobs[:2])
 
     def pass_on() -> None:
         hear(jobs[1], len(data), source=0)
