@@ -83,11 +83,6 @@ def test_base_is_checked_too(tmp_path):
     assert re.search(naming(" run.epohcs;", " run.epochs"), message)
 
 
-def test_load_config_takes_a_run_folder(tmp_path):
-    write(tmp_path / config_file.RUN_CONFIG, "run:\n  epochs: 3\nschedule:\n  warmup_epochs: 1\n")
-    assert load_config(["--config", str(tmp_path)]).run.epochs == 3
-
-
 def test_load_config_takes_a_run_folder_from_before_algorithms_were_chosen(tmp_path):
     """Its run goes on by the same sums; comm.calibrate was not there to state."""
     before = yaml.safe_load(dump_config(load_config(["--config", "quickstart", "--comm.algorithm=hierarchical"])))

@@ -54,29 +54,14 @@ RESIDENT; data.eval_crop_fraction=0.875
   | data.eval_crop_fraction=0.875 does not go with data.loader=resident & set it to 1.0 | data.eval_crop_fraction=1.0
 RESIDENT; data.max_skipped=3
   | data.max_skipped=3 has no meaning with data.loader=resident: set it to null | data.max_skipped=null
-RESIDENT; data.max_skipped=0
-  | data.max_skipped=0 has no meaning with data.loader=resident: set it to null | data.max_skipped=null
 RESIDENT; data.stage=/tmp/x
   | data.stage=/tmp/x has no meaning with data.loader=resident: set it to null | data.stage=null
-SYNTHETIC; data.max_skipped=3
-  | data.max_skipped=3 has no meaning with data.loader=synthetic: set it to null | data.max_skipped=null
-SYNTHETIC; data.max_skipped=0
-  | data.max_skipped=0 has no meaning with data.loader=synthetic: set it to null | data.max_skipped=null
-SYNTHETIC; data.stage=/tmp/x
-  | data.stage=/tmp/x has no meaning with data.loader=synthetic: set it to null | data.stage=null
 RESIDENT; data.train_sizes=[[0, 16], [4, 32]]
   | data.train_sizes=[[0, 16], [4, 32]] has no meaning with data.loader=resident: set it to null | data.train_sizes=null
 data.train_sizes=[] | data.train_sizes=[] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
-data.train_sizes=[[1, 16]]
-  | data.train_sizes=[[1, 16]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
-data.train_sizes=[[0, 16], [0, 32]]
-  | data.train_sizes=[[0, 16], [0, 32]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
 data.train_sizes=[[0, 16], [4, 32], [2, 24]]
   | data.train_sizes=[[0, 16], [4, 32], [2, 24]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
-data.train_sizes=[[-1, 16]]
-  | data.train_sizes=[[-1, 16]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
 data.train_sizes=[[0, 16], [1, 0]] | data.train_sizes=[[0, 16], [1, 0]] must give sizes of 1 to 65535 pixels
-data.train_sizes=[[0, 16], [1, -16]] | data.train_sizes=[[0, 16], [1, -16]] must give sizes of 1 to 65535 pixels
 data.train_sizes=[[0, 7], [1, 32]]
   | data.train_sizes=7 is too small for model.name=resnet9: give at least 8 | data.train_sizes=[[0, 8], [1, 32]]
 
@@ -88,12 +73,10 @@ OPS; model.name=resnet18; data.train_sizes=[[0, 2]]
   | data.train_sizes=2 is too small for augment.randaugment_ops=2: give at least 3 | data.train_sizes=[[0, 3]]
 augment.trivial_augment=true; model.name=resnet18; data.train_sizes=[[0, 2]]
   | data.train_sizes=2 is too small for augment.trivial_augment=true: give at least 3 | data.train_sizes=[[0, 3]]
-augment.cutout_size=1 | cutout_size=1 must be even: 2 | augment.cutout_size=2
 augment.cutout_size=7 | cutout_size=7 must be even: 8 | augment.cutout_size=8
 augment.mixup_alpha=0.2; batch.bn_span=1 | batch.bn_span=1 leaves none | batch.bn_span=2
 augment.mixup_alpha=0.2; batch.bn_span=128
   | spreads over ranks of batch.microbatch_size=64: set both | augment.mixup_alpha=0.0
-augment.cutmix_alpha=0.2; batch.bn_span=1 | batch.bn_span=1 leaves none | batch.bn_span=2
 augment.cutmix_alpha=0.2; batch.bn_span=128
   | spreads over ranks of batch.microbatch_size=64: set both | augment.cutmix_alpha=0.0
 
@@ -114,8 +97,6 @@ schedule.end_lr=1.5 | schedule.end_lr=1.5 exceeds schedule.base_lr=1.0: give at 
 STEP; schedule.options.milestone_epochs=[8.0, 4.0]
   | [8.0, 4.0] must rise from schedule.warmup_epochs=2.0 on: [4.0, 8.0] does
   | schedule.options.milestone_epochs=[4.0, 8.0]
-STEP; schedule.options.milestone_epochs=[4.0, 4.0]
-  | [4.0, 4.0] must rise from schedule.warmup_epochs=2.0 on: [4.0] does | schedule.options.milestone_epochs=[4.0]
 STEP; schedule.options.milestone_epochs=[1.0, 4.0]
   | [1.0, 4.0] must rise from schedule.warmup_epochs=2.0 on: [4.0] does | schedule.options.milestone_epochs=[4.0]
 STEP; schedule.options.milestone_epochs=[4.0, 8.0, 10.0, 12.0]
@@ -124,33 +105,15 @@ STEP; schedule.options.milestone_epochs=[4.0, 8.0, 10.0, 12.0]
 schedule.name=polynomial; schedule.decay_epochs=8.5
   | schedule.warmup_epochs=2 and schedule.decay_epochs=8.5 & run.epochs=10 & schedule.decay_epochs to null
   | schedule.decay_epochs=8.0
-schedule.name=cosine; schedule.decay_epochs=8.5
-  | schedule.warmup_epochs=2 and schedule.decay_epochs=8.5 & run.epochs=10 & schedule.decay_epochs to null
-  | schedule.decay_epochs=8.0
-schedule.name=one_cycle; schedule.decay_epochs=8.5
-  | schedule.warmup_epochs=2 and schedule.decay_epochs=8.5 & run.epochs=10 & schedule.decay_epochs to null
-  | schedule.decay_epochs=8.0
 STEP; schedule.decay_epochs=3.0
   | schedule.decay_epochs=3 has no meaning with schedule.name=step: set it to null | schedule.decay_epochs=null
-run.eval_every_epochs=1; run.eval_offset_epochs=1
-  | offset_epochs=1 must be below run.eval_every_epochs=1: give at most 0 | run.eval_offset_epochs=0
 run.eval_every_epochs=4; run.eval_offset_epochs=4
   | offset_epochs=4 must be below run.eval_every_epochs=4: give at most 3 | run.eval_offset_epochs=3
-run.eval_every_epochs=4; run.eval_offset_epochs=7
-  | offset_epochs=7 must be below run.eval_every_epochs=4: give at most 3 | run.eval_offset_epochs=3
 
 optimizer.name=lasr
   | optimizer.name=lasr & lars, lamb, sgd, adamw, lion, muon, shampoo; & lars. & schedulefree.SGDScheduleFree
-optimizer.name=LAMB
-  | optimizer.name=LAMB & lars, lamb, sgd, adamw, lion, muon, shampoo; & lamb. & schedulefree.SGDScheduleFree
-optimizer.name=adam
-  | optimizer.name=adam & lars, lamb, sgd, adamw, lion, muon, shampoo; & adamw. & schedulefree.SGDScheduleFree
-FOREIGN; optimizer.name=. | optimizer.name=. & schedulefree.SGDScheduleFree | FOREIGN
 FOREIGN; optimizer.name=schedulefree. | optimizer.name=schedulefree. & schedulefree.SGDScheduleFree | FOREIGN
-FOREIGN; optimizer.name=.SGD | optimizer.name=.SGD & schedulefree.SGDScheduleFree | FOREIGN
-FOREIGN; optimizer.name=a..b | optimizer.name=a..b & schedulefree.SGDScheduleFree | FOREIGN
 FOREIGN; optimizer.name=a b.c | optimizer.name=a b.c & schedulefree.SGDScheduleFree | FOREIGN
-FOREIGN; optimizer.name=./lars | optimizer.name=./lars & schedulefree.SGDScheduleFree | FOREIGN
 FOREIGN; optimizer.options={lr: 0.1} | optimizer.options & lr: schedule.base_lr does
 FOREIGN; optimizer.options={weight_decay: 0.1} | optimizer.options & weight_decay: optimizer.weight_decay does
 FOREIGN; optimizer.name=torch.optim.SGD; optimizer.options={fused: true}
@@ -168,83 +131,41 @@ SHAMPOO; compute.cuda_graph=true | compute.cuda_graph=True & optimizer.name=sham
 SGD; optimizer.momentum=0.0 | optimizer.nesterov=True & optimizer.momentum=0 & false | optimizer.nesterov=false
 optimizer.nesterov=true; optimizer.momentum=0.0
   | optimizer.nesterov=True & optimizer.momentum=0 & false | optimizer.nesterov=false
-ADAMW; optimizer.name=lamb; optimizer.eps=0.0
-  | optimizer.name=lamb needs an optimizer.eps above 0 & 1e-6 | optimizer.eps=1.0e-06
 ADAMW; optimizer.eps=0.0 | optimizer.name=adamw needs an optimizer.eps above 0 & 1e-6 | optimizer.eps=1.0e-06
 optimizer.lr_factors={fc.*: 1, '*': 0} | optimizer.lr_factors & '*' & 0 | optimizer.lr_factors={fc.*: 1, '*': 0.1}
-optimizer.lr_factors={fc.*: 1, '*': -1} | optimizer.lr_factors & '*' & -1 | optimizer.lr_factors={fc.*: 1, '*': 0.1}
-optimizer.lr_factors={fc.*: 1, '*': true} | optimizer.lr_factors & '*' & True | optimizer.lr_factors={fc.*: 1, '*': 0.1}
 optimizer.lr_factors={fc.*: 1, '*': fast}
   | optimizer.lr_factors & '*' & 'fast' | optimizer.lr_factors={fc.*: 1, '*': 0.1}
-optimizer.lr_factors={fc.*: 1, '*': null} | optimizer.lr_factors & '*' & None | optimizer.lr_factors={fc.*: 1, '*': 0.1}
-optimizer.lr_factors={fc.*: 1, '*': .inf} | optimizer.lr_factors & '*' & inf | optimizer.lr_factors={fc.*: 1, '*': 0.1}
 optimizer.lr_factors={fc.*: 1, '*': .nan} | optimizer.lr_factors & '*' & nan | optimizer.lr_factors={fc.*: 1, '*': 0.1}
 FP16; optimizer.loss_scale=1000.0
   | optimizer.loss_scale=1000 must be a power of two from 1 to 1.67772e+07 & : 1024 is the nearest
 FP16; optimizer.loss_scale=0.5
   | optimizer.loss_scale=0.5 must be a power of two from 1 to 1.67772e+07 & : 1 is the nearest
-FP16; optimizer.loss_scale=0.001
-  | optimizer.loss_scale=0.001 must be a power of two from 1 to 1.67772e+07 & : 1 is the nearest
-FP16; optimizer.loss_scale=5.0
-  | optimizer.loss_scale=5 must be a power of two from 1 to 1.67772e+07 & : 4 is the nearest
-FP16; optimizer.loss_scale=7.0
-  | optimizer.loss_scale=7 must be a power of two from 1 to 1.67772e+07 & : 8 is the nearest
 FP16; optimizer.loss_scale=1000000000000.0
   | optimizer.loss_scale=1e+12 must be a power of two from 1 to 1.67772e+07 & : 1.67772e+07 is the nearest
 optimizer.precision=fp32; optimizer.loss_scale=8.0
   | optimizer.loss_scale=8.0 & precision=fp32: & null | optimizer.loss_scale=null
-optimizer.precision=fp32; optimizer.loss_scale_growth_steps=5
-  | optimizer.loss_scale_growth_steps=5 & precision=fp32: & null | optimizer.loss_scale_growth_steps=null
-optimizer.precision=tf32; optimizer.loss_scale=8.0
-  | optimizer.loss_scale=8.0 & precision=tf32: & null | optimizer.loss_scale=null
-optimizer.precision=tf32; optimizer.loss_scale_growth_steps=5
-  | optimizer.loss_scale_growth_steps=5 & precision=tf32: & null | optimizer.loss_scale_growth_steps=null
-optimizer.precision=bf16; optimizer.loss_scale=8.0
-  | optimizer.loss_scale=8.0 & precision=bf16: & null | optimizer.loss_scale=null
-optimizer.precision=bf16; optimizer.loss_scale_growth_steps=5
-  | optimizer.loss_scale_growth_steps=5 & precision=bf16: & null | optimizer.loss_scale_growth_steps=null
-optimizer.precision=bf16_autocast; optimizer.loss_scale=8.0
-  | optimizer.loss_scale=8.0 & precision=bf16_autocast: & null | optimizer.loss_scale=null
 optimizer.precision=bf16_autocast; optimizer.loss_scale_growth_steps=5
   | optimizer.loss_scale_growth_steps=5 & precision=bf16_autocast: & null | optimizer.loss_scale_growth_steps=null
 optimizer.precision=fp16 | optimizer.loss_scale is null | optimizer.loss_scale=1024.0
-optimizer.precision=fp16_autocast | optimizer.loss_scale is null | optimizer.loss_scale=1024.0
 optimizer.ema_decay=0.9 | optimizer.ema_every_steps is null, but | optimizer.ema_every_steps=1
 optimizer.ema_every_steps=2 | optimizer.ema_every_steps=2 & optimizer.ema_decay & null | optimizer.ema_decay=0.0
 
 OWN_LOSS; optimizer.loss=focal | optimizer.loss=focal & cross_entropy & mypackage. | OWN_LOSS
-OWN_LOSS; optimizer.loss=. | optimizer.loss=. & cross_entropy & mypackage. | OWN_LOSS
-OWN_LOSS; optimizer.loss=losses. | optimizer.loss=losses. & cross_entropy & mypackage. | OWN_LOSS
-OWN_LOSS; optimizer.loss=.Focal | optimizer.loss=.Focal & cross_entropy & mypackage. | OWN_LOSS
-OWN_LOSS; optimizer.loss=a b.c | optimizer.loss=a b.c & cross_entropy & mypackage. | OWN_LOSS
 OWN_LOSS; optimizer.loss='' | optimizer.loss= & cross_entropy & mypackage. | OWN_LOSS
 optimizer.loss_options={gamma: 2} | optimizer.loss_options={'gamma': 2} & cross_entropy & null | OWN_LOSS
 OWN_LOSS; optimizer.label_smoothing=0.1
   | optimizer.label_smoothing=0.1 & no_such_package.Loss & to 0 | optimizer.label_smoothing=0.0
 OWN_LOSS; run.divergence_steps=5 | run.divergence_steps=5 & no_such_package.Loss & null | run.divergence_steps=null
 run.metrics={a b: m.F} | run.metrics: & a b | run.metrics={f1: m.F}
-run.metrics={3: m.F} | run.metrics: & 3 | run.metrics={f1: m.F}
 run.metrics={f1: F} | run.metrics: & f1 | run.metrics={f1: m.F}
-run.metrics={f1: 3} | run.metrics: & f1 | run.metrics={f1: m.F}
-run.metrics={f1: {options: {}}} | run.metrics: & f1 | run.metrics={f1: m.F}
 run.metrics={f1: {name: m.F, option: {}}} | run.metrics: & f1 | run.metrics={f1: m.F}
-run.metrics={f1: {name: m.F, options: [1]}} | run.metrics: & f1 | run.metrics={f1: m.F}
 
 model.name=resnet51
   | model.name=resnet51 & alexnet_bn, resnet9; & resnet50 & timm:resnet18 & mypackage.models.Net
-model.name=AlexNet
-  | model.name=AlexNet & alexnet_bn, resnet9; & alexnet_bn & timm:resnet18 & mypackage.models.Net
-model.name=. | model.name=. & timm:resnet18, | OWN_MODEL
-model.name=models. | model.name=models. & timm:resnet18, | OWN_MODEL
-model.name=.Net | model.name=.Net & timm:resnet18, | OWN_MODEL
-model.name=a b.c | model.name=a b.c & timm:resnet18, | OWN_MODEL
 model.name=./net.py | model.name=./net.py & timm:resnet18, | OWN_MODEL
 model.name='timm:' | model.name=timm: & timm:resnet18, | OWN_MODEL
-model.name=:resnet18 | model.name=:resnet18 & timm:resnet18, | OWN_MODEL
 model.name=keras:resnet50 | model.name=keras:resnet50 & timm:resnet18, | OWN_MODEL
 OWN_MODEL; model.options={num_classes: 1} | model.options & num_classes: data.num_classes does
-OWN_MODEL; model.options={weights: 1} | model.options & weights: model.weights does
-OWN_MODEL; model.options={pretrained: 1} | model.options & pretrained: model.weights does
 OWN_MODEL; model.options={checkpoint_path: 1} | model.options & checkpoint_path: model.weights does
 model.partial_weights=[a] | model.partial_weights needs model.weights | WEIGHTS
 WEIGHTS; model.partial_weights=[a]; model.new_head=true
@@ -254,22 +175,10 @@ WEIGHTS; model.init=fan_in | model.init & model.weights & null | model.weights=n
 WEIGHTS; model.init=fan_in | model.init & model.weights & null | model.new_head=true
 WEIGHTS; model.init=fan_in | model.init & model.weights & null | model.partial_weights=[conv1.*]
 WEIGHTS; model.linear_std=0.01 | model.linear_std & model.weights & null | model.weights=null
-WEIGHTS; model.linear_std=0.01 | model.linear_std & model.weights & null | model.new_head=true
-WEIGHTS; model.linear_std=0.01 | model.linear_std & model.weights & null | model.partial_weights=[conv1.*]
 model.new_head=true | model.new_head=True & model.weights & false | WEIGHTS
 
-model.name=resnet18; data.image_size=64; compute.recomputed_blocks=9
-  | compute.recomputed_blocks=9, & model.name=resnet18 & 8 | compute.recomputed_blocks=8
-model.name=resnet34; data.image_size=64; compute.recomputed_blocks=17
-  | compute.recomputed_blocks=17, & model.name=resnet34 & 16 | compute.recomputed_blocks=16
 model.name=resnet50; data.image_size=64; compute.recomputed_blocks=17
   | compute.recomputed_blocks=17, & model.name=resnet50 & 16 | compute.recomputed_blocks=16
-model.name=resnet101; data.image_size=64; compute.recomputed_blocks=34
-  | compute.recomputed_blocks=34, & model.name=resnet101 & 33 | compute.recomputed_blocks=33
-model.name=resnet152; data.image_size=64; compute.recomputed_blocks=51
-  | compute.recomputed_blocks=51, & model.name=resnet152 & 50 | compute.recomputed_blocks=50
-model.name=resnet9; data.image_size=64; compute.recomputed_blocks=3
-  | compute.recomputed_blocks=3, & model.name=resnet9 & 2 | compute.recomputed_blocks=2
 model.name=alexnet_bn; data.image_size=64; compute.recomputed_blocks=1
   | compute.recomputed_blocks=1, & model.name=alexnet_bn & 0 | compute.recomputed_blocks=0
 OWN_MODEL; compute.recomputed_blocks=1

@@ -1,6 +1,5 @@
 """From YAML and command line to a config and back; every refusal is one line that names what to change."""
 
-import functools
 import inspect
 import json
 import re
@@ -18,7 +17,7 @@ from bigbatch.trainer.config.file import dump_config, find_config, flatten, load
 from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, spread
 from bigbatch.trainer.config.names import ELSEWHERE, OTHERS_NAMES
 from bigbatch.trainer.config.options import FLAGS
-from bigbatch.trainer.config.schema import KEYS, Config, lookup, with_defaults
+from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 from bigbatch.trainer.config.sections import MODE_KEYS
 
 QUICKSTART = config_file.PACKAGED / "quickstart.yaml"
@@ -62,11 +61,6 @@ def write_text(tmp_path):
     return write_text
 
 
-@functools.cache
-def unchanged_quickstart() -> Config:
-    return load_config(["--config", "quickstart"])
-
-
 def changed(old: str, new: str) -> str:
     text = QUICKSTART.read_text()
     assert text.count(old) == 1
@@ -91,15 +85,6 @@ def test_load_config_of_a_packaged_one_is_complete_and_comes_back(name, write_te
     assert tuple(dumped) == tuple(KEYS)
     assert dumped == {key: json.loads(json.dumps(lookup(config, key))) for key in KEYS}
     assert load_config(["--config", write_text(dump_config(config))]) == config
-
-
-def test_dump_config_quotes_what_yaml_would_misread(write_text):
-    config = load_config(
-        ["--config", "quickstart", "--run.directory", "2026", "--run.resume", "no", "--optimizer.weight_decay", "1e-07"]
-    )
-    again = load_config(["--config", write_text(dump_config(config))])
-    assert again == config
-    assert (again.run.directory, again.run.resume, again.optimizer.weight_decay) == ("2026", "no", 1e-7)
 
 
 @pytest.mark.parametrize(
@@ -131,21 +116,6 @@ def test_dicts_for_other_packages_go_through_a_command_line_and_a_file(words, ke
     assert load_config(["--config", write_text(dump_config(config))]) == config
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--config", "quickstart", "--run.epochs", "3"],
-        ["--config=quickstart", "--run.epochs=3"],
-        ["--run.epochs", "3", "--config", "quickstart"],  # wherever it stands
-        ["--run.epochs=3", "--config", str(QUICKSTART)],
-    ],
-)
-def test_load_config_lets_options_override_the_file(argv):
-    config = load_config(argv)
-    assert config.run.epochs == 3
-    assert config.data == load_config(["--config", "quickstart"]).data
-
-
 def test_load_config_makes_floats_of_whole_numbers(write):
     """The dump, which ranks and resumed runs compare, must not depend on how a number was typed."""
     config = load_config(["--config", write({"schedule.base_lr": "8", "data.std": "[1, 2, 3]"})])
@@ -171,30 +141,15 @@ def test_load_config_takes_options_of_every_form():
     assert config.schedule.options == {"gamma": 0.1, "milestone_epochs": (3.0, 4.5)}
 
 
-@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "1.e-4", "0.0001", ".0001"])
-def test_load_config_reads_numbers_that_yaml_1_1_reads_as_text(number, write):
-    """yaml.safe_load gives '1e-4' as a string."""
-    assert load_config(["--config", write({"optimizer.weight_decay": number})]).optimizer.weight_decay == 1e-4
-    assert load_config(["--config", "quickstart", "--optimizer.weight_decay", number]).optimizer.weight_decay == 1e-4
-
-
 @pytest.mark.parametrize(
     ("key", "text", "shown", "legal"),
     [
         ("run.epochs", "many", "many", "int"),
         ("run.epochs", "2.5", "2.5", "int"),
-        ("batch.microbatch_size", "1e6", "1000000.0", "int"),
-        ("optimizer.weight_decay", "small", "small", "float"),
+        ("schedule.base_lr", ".inf", "inf", "3.4e38"),
         ("data.flip", "maybe", "maybe", "bool"),
         ("model.partial_weights", "conv1.*", "conv1.*", "[str, ...] or null"),
         ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "[float, float, float]"),
-        (
-            "optimizer.precision",
-            "fp8",
-            "fp8",
-            "one of 'fp32', 'tf32', 'bf16_autocast', 'fp16_autocast', 'bf16', 'fp16'",
-        ),
-        ("optimizer.momentum_form", "both", "both", "one of 'lr_inside', 'lr_outside' or null"),
         ("data.loader", "ffcv", "ffcv", "one of 'dali', 'torchvision', 'resident', 'synthetic'"),
     ],
 )
@@ -206,35 +161,14 @@ def test_load_config_refuses_a_wrong_type(key, text, shown, legal, write):
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "shown", "legal"),
-    [
-        ("run.directory", "5", "5", "str"),
-        ("run.directory", "null", "null", "str"),
-        ("run.epochs", "true", "true", "int"),
-        ("data.flip", "1", "1", "bool"),
-        ("schedule.base_lr", ".inf", "inf", "3.4e38"),
-    ],
-)
-def test_load_config_refuses_a_wrong_type_in_yaml(key, text, shown, legal, write):
-    message = refusal("--config", write({key: text}))
-    assert message.startswith(f"{key}={shown} ")
-    assert message.endswith(f" {legal}")
-
-
-@pytest.mark.parametrize(
     ("key", "nearest"),
     [
         ("run.epohcs", "run.epochs"),
         ("optimiser.momentum", "optimizer.momentum"),
         ("momentum", "optimizer.momentum"),
         ("run.epoch", "run.epochs"),  # no abbreviations
-        ("lr", "schedule.base_lr"),
         ("optimizer.lr", "schedule.base_lr"),
         ("batch-size", "batch.global_batch_size"),
-        ("epochs", "run.epochs"),
-        ("workers", "data.num_threads"),
-        ("verbose", "run.log_every_steps"),
-        ("amp", "optimizer.precision"),
     ],
 )
 def test_load_config_refuses_an_unknown_option(key, nearest):
@@ -288,17 +222,20 @@ def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
 
 
 @pytest.mark.parametrize(
-    "key", sorted(set(KEYS) - {key.decider for key in KEYS.values()} - {f"{section}.name" for section in KINDS})
+    "section", ["run", "data", "augment", "model", "batch", "compute", "optimizer", "schedule", "comm"]
 )
-def test_load_config_from_before_a_key_takes_its_default(key, write_text):
-    sections = yaml.safe_load(dump_config(unchanged := unchanged_quickstart()))
-    section, _, field = key.partition(".")
-    del sections[section][field]
-    path = write_text(yaml.safe_dump(sections))
-    config = load_config(["--config", path])
-    of_a_file = {"run.directory": "runs/experiment", "compute.mode_keeps": MODE_KEYS}  # such a file states all three
-    assert lookup(config, key) == of_a_file.get(key, with_defaults(flatten(sections))[key])
-    assert [k for k in KEYS if k != key and lookup(config, k) != lookup(unchanged, k)] == []
+def test_load_config_from_before_keys_takes_their_defaults(section, write_text):
+    sections = yaml.safe_load(dump_config(unchanged := load_config(["--config", "quickstart"])))
+    kept = {key.decider for key in KEYS.values()} | {f"{kind}.name" for kind in KINDS}
+    missing = {f"{section}.{name}" for name in sections[section]} - kept
+    for key in missing:
+        del sections[section][key.partition(".")[2]]
+    config = load_config(["--config", write_text(yaml.safe_dump(sections))])
+    stated = tuple(key for key in MODE_KEYS if key not in missing)
+    of_a_file = {"run.directory": "runs/experiment", "compute.mode_keeps": stated}
+    defaults = with_defaults(flatten(sections)) | of_a_file
+    assert {key: lookup(config, key) for key in missing} == {key: defaults[key] for key in missing}
+    assert [key for key in KEYS if key not in missing and lookup(config, key) != lookup(unchanged, key)] == []
 
 
 def test_resolve_of_a_config_that_states_nothing_is_all_defaults(write_text):
@@ -312,15 +249,10 @@ def test_load_config_refuses_a_key_stated_twice(write_text):
     assert re.search(naming(f"{path} ", "YAML: epochs ", "line 4"), refusal("--config", path))
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "- run\n- data\n", "run", "5"])
+@pytest.mark.parametrize("text", ["", "- run\n- data\n", "run: 5\n"])
 def test_load_config_refuses_what_is_no_mapping(text, write_text):
     path = write_text(text)
-    assert re.search(naming(f"{path} ", "sections"), refusal("--config", path))
-
-
-def test_load_config_refuses_a_section_that_is_no_mapping(write_text):
-    path = write_text("run: 5\n")
-    assert refusal("--config", path).startswith(f"{path}: section run ")
+    assert re.search(naming(path, "section"), refusal("--config", path))
 
 
 @pytest.mark.parametrize(
@@ -431,20 +363,6 @@ def test_help_alone_reads_sources(capsys, monkeypatch):
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert all(f" --{key} " in text for key in KEYS)
-
-
-def test_help_offers_nothing_that_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        load_config(["--config", "quickstart", "--help"])
-    options = capsys.readouterr().out.split("options:")[1].split("example:")[0]
-    offered = {word.rstrip(",") for word in options.split() if word.startswith("--")}
-    assert offered == {"--config", "--help", "--trust-code", *FLAGS} | {f"--{key}" for key in (*KEYS, *OPTION_KEYS)}
-
-
-def test_find_config_takes_a_file_here_before_a_packaged_name(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("quickstart").write_text("run: 5\n")
-    assert refusal("--config", "quickstart").startswith("quickstart: section run ")
 
 
 @pytest.mark.parametrize("words", [["--virtual-ranks", "4"], ["--virtual-ranks=4"]])

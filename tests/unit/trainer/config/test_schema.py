@@ -113,61 +113,27 @@ def test_config_is_legal_at_the_edge(changes):
     assert {key: lookup(config, key) for key in changes} == changes
 
 
-OUTSIDE = {
-    ("positive and at most 1e9", 0): """
-        run.epochs run.log_every_steps run.eval_every_epochs run.keep_checkpoints run.checkpoint_timeout_seconds
-        run.stop_after_evaluations run.divergence_steps data.num_classes data.num_synthetic_samples data.image_size
-        data.num_threads data.prefetch_batches data.patience_seconds batch.global_batch_size batch.microbatch_size
-        batch.bn_span batch.virtual_ranks compute.cpu_threads optimizer.ema_every_steps comm.group_size
-        optimizer.loss_scale_growth_steps comm.warn_seconds comm.timeout_seconds comm.meeting_seconds
-        model.options.width optimizer.options.newton_schulz_steps optimizer.options.block_size
-        optimizer.options.root_every_steps schedule.options.gamma""",
-    ("positive and at most 3.4e38", 0): """
-        model.options.celu_alpha model.options.norm_scale
-        data.std model.linear_std optimizer.bias_lr_factor optimizer.trust_coefficient optimizer.clip_norm
-        optimizer.loss_scale schedule.base_lr schedule.decay_epochs schedule.low_momentum comm.predivide
-        comm.threshold_bytes comm.buffer_bytes comm.first_buffer_bytes model.options.logit_scale
-        model.options.whitening_eps optimizer.options.vector_lr_factor schedule.options.power
-        schedule.options.cycle_epochs""",
-    ("0 or more, and below 2**63", -1): "run.seed",
-    ("0 or more, and at most 1000", 1001): "optimizer.weight_decay",
-    ("0 or more, and at most 1e9", -1): """
-        run.eval_offset_epochs run.checkpoint_every_steps run.compare_every_steps
-        run.audit_every_steps run.digest_every_steps run.noise_scale_every_steps data.max_skipped
-        data.probe_seconds augment.color_jitter
-        augment.randaugment_ops augment.randaugment_magnitude augment.cutout_size augment.mixup_alpha
-        augment.cutmix_alpha compute.recomputed_blocks optimizer.eps schedule.warmup_epochs
-        schedule.end_lr comm.timeline_steps schedule.options.milestone_epochs""",
-    ("above 0 and at most 1", 0): """
-        run.target_top1 data.crop_area_min data.eval_crop_fraction schedule.options.cycle_factor""",
-    ("above 0 and at most 178", 0): "data.max_megapixels",
-    ("at least 0 and at most 1", 2): "data.mean augment.erasing_probability",
-    ("at least 0 and below 1", 1): """
-        optimizer.momentum optimizer.betas optimizer.ema_decay optimizer.label_smoothing schedule.low_momentum
-        optimizer.options.factor_decay""",
-}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "legal"), [(key, value, legal) for (legal, value), keys in OUTSIDE.items() for key in keys.split()]
-)
-def test_config_ranges_of_each_key(key, value, legal):
+def test_config_refuses_numbers_outside_of_the_range_of_each_key():
     """In a tuple one such number is enough; an option is given to a model, optimizer or schedule that has it."""
-    section, _, option = key.partition(".options.")
-    owner = {f"{section}.name": name for name, options in KINDS.get(section, {}).items() if option in options}
-    kind = str({**KEYS, **OPTION_KEYS}[key].kind)
-    number = float(value) if "float" in kind else value
-    value = (number, 0.5) if "tuple" in kind else number
-    assert f"{key}={value} must be {legal}" in refusals({**owner, key: value})
+    for name, key in {**KEYS, **OPTION_KEYS}.items():
+        section, _, option = name.partition(".options.")
+        owner = {f"{section}.name": each for each, options in KINDS.get(section, {}).items() if option in options}
+        number = -1.0 if "float" in str(key.kind) else -1
+        value = (number, 0.5) if "tuple" in str(key.kind) else number
+        for legal in key.ranges:
+            assert f"{name}={value} must be {legal.legal}" in refusals({**owner, name: value})
 
 
 @pytest.mark.parametrize(
     ("key", "value", "legal"),
     [
+        ("run.epochs", 0, "positive and at most 1e9"),
+        ("run.epochs", 10**9 + 1, "positive and at most 1e9"),
         ("data.patience_seconds", float("inf"), "positive and at most 1e9"),
         ("schedule.base_lr", float("nan"), "positive and at most 3.4e38"),
-        ("schedule.base_lr", float("inf"), "positive and at most 3.4e38"),
-        ("data.probe_seconds", float("inf"), "0 or more, and at most 1e9"),
+        ("schedule.base_lr", 3.5e38, "positive and at most 3.4e38"),
+        ("optimizer.weight_decay", 1001.0, "0 or more, and at most 1000"),
+        ("data.max_megapixels", 179.0, "above 0 and at most 178"),
         ("augment.mixup_alpha", float("nan"), "0 or more, and at most 1e9"),
         ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
         ("run.target_top1", 76.1, "above 0 and at most 1"),
@@ -177,15 +143,6 @@ def test_config_ranges_of_each_key(key, value, legal):
 )
 def test_config_ranges_have_two_ends(key, value, legal):
     assert refusal({key: value}) == f"{key}={value} must be {legal}"
-
-
-@pytest.mark.parametrize("key", ["data.patience_seconds", "comm.timeout_seconds", "data.image_size", "run.epochs"])
-def test_config_numbers_that_no_run_can_have_are_refused(key):
-    """A clock overflows, or memory does; of fp32 what it cannot hold."""
-    value = 10**9 + 1 if KEYS[key].kind is int else 1e9 + 1
-    assert refusal({key: value}) == f"{key}={value} must be positive and at most 1e9"
-    too_large = {"model.options.norm_scale": 3.5e38}
-    assert refusal(too_large) == "model.options.norm_scale=3.5e+38 must be positive and at most 3.4e38"
 
 
 HUGE = (2**63 - 1, 10**40, 1e308, float("nan"), float("inf"))

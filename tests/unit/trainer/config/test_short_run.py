@@ -32,9 +32,9 @@ def test_short_run_shrinks_what_is_stated_in_epochs(tmp_path):
 
 
 @pytest.mark.parametrize("name", packaged_configs())
-def test_short_run_of_every_recipe_at_any_length(name, tmp_path):
+def test_short_run_of_every_recipe(name, tmp_path):
     long = load_config(["--config", name])
-    for epochs in range(1, long.run.epochs + 1):
+    for epochs in {1, 2, long.run.epochs // 3 + 1, long.run.epochs - 1}:
         schedule = shorten(
             long, epochs=epochs, evaluate_each=True, directory=tmp_path
         ).schedule  # checked as it is made
@@ -44,10 +44,9 @@ def test_short_run_of_every_recipe_at_any_length(name, tmp_path):
             assert schedule.decay_epochs == pytest.approx(long.schedule.decay_epochs * share)
 
 
-@pytest.mark.slow
 def test_warmup_of_the_whole_run_can_be_shortened(tmp_path):
     quick = load_config(["--config", "quickstart"])
-    for whole in range(2, 60):
+    for whole in (2, 25):  # 25 * (7 / 25) is above 7
         long = dataclasses.replace(
             quick,
             run=dataclasses.replace(quick.run, epochs=whole),
@@ -77,11 +76,9 @@ def test_average_shrinks_with_the_run(tmp_path):
     assert shorten(quick, epochs=1, evaluate_each=True, directory=tmp_path).optimizer.ema_every_steps is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["quickstart", "imagenette", "cifar10"])
-def test_options_of_a_trial_make_its_config(name, tmp_path):
-    base = load_config(["--config", name])
-    other = load_config(["--config", name, "--model.options.width", "8", "--data.mean", "[0.1,0.2,0.3]"])
+def test_options_of_a_trial_make_its_config(tmp_path):
+    base = load_config(["--config", "imagenette"])
+    other = load_config(["--config", "imagenette", "--model.options.width", "8", "--data.mean", "[0.1,0.2,0.3]"])
     short = shorten(other, epochs=2, evaluate_each=True, directory=tmp_path)
     path = tmp_path / "base.yaml"
     path.write_text(dump_config(base))

@@ -92,16 +92,9 @@ def test_config_list_has_all_packaged_ones(capsys):
     assert all(len(line.split()) > 4 for line in lines)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["show", "nothing"], ["diff", "quickstart", "nothing"], ["show", "quickstart", "--run.epohcs=1"]],
-)
-def test_config_command_that_cannot_answer_is_an_error(words, capsys):
-    assert cli.main(["config", *words]) == 1
-    assert capsys.readouterr().err.startswith("bigbatch: ")
-
-
-@pytest.mark.parametrize("words", [["show", "quickstart"], ["diff", "quickstart", "cifar10"], ["list"]])
-def test_config_commands_answer_without_torch(words):
-    script = f"import sys; from bigbatch.cli import main; main({['config', *words]}); sys.exit('torch' in sys.modules)"
+def test_config_commands_answer_without_torch():
+    calls = "; ".join(
+        f"main({['config', *words.split()]})" for words in ("show quickstart", "diff quickstart cifar10", "list")
+    )
+    script = f"import sys; from bigbatch.cli import main; {calls}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, timeout=60)

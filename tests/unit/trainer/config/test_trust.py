@@ -25,10 +25,8 @@ KEYS: dict[str, Callable[[str], list[str]]] = {
     "run.metrics": lambda name: [f"--run.metrics={{x: {{name: {name}, options: {{args: id}}}}}}"],
 }
 HOSTILE = [
-    *("subprocess.Popen", "os.system", "builtins.exec", "planted.Net", "planted.torch.nn.Net"),
-    *("torch.hub.load", "torch.load", "torch.os.system", "torch.utils.cpp_extension.load", "torch.jit.load"),
-    *("torchvision_evil.Net", "torch_evil.nn.Net", "torchvision.io.read_image", "timm.create_model"),
-    *("bigbatch.files.os.system", "bigbatch.cli.main", "bigbatch.launch.jobs.foreground.run"),
+    *("subprocess.Popen", "planted.Net", "planted.torch.nn.Net", "torch.load", "torch.os.system"),
+    *("torchvision_evil.Net", "torch_evil.nn.Net", "timm.create_model", "bigbatch.files.os.system"),
     *("torch.nnx.Net", "torch.optim_.SGD", "timm.data.create_dataset", "tоrch.nn.Linear"),  # a Cyrillic o  # noqa: RUF001
 ]
 
@@ -89,13 +87,6 @@ def test_command_imports_nothing_of_a_run_folder(
     assert main(words) == 1
     assert "run.metrics: planted.Net" in capsys.readouterr().err
     assert not Path("imported").exists()
-
-
-def test_all_names_of_a_run_folder_are_listed(folder: Path) -> None:
-    words = [word for key in KEYS for word in KEYS[key](f"planted.{key.replace('.', '_').title()}")]
-    run = write(folder, dump_config(load_config(["--config", "quickstart", *words])))
-    with pytest.raises(ConfigError, match=naming(*(f"{key}: planted." for key in KEYS))):
-        load_config(["--config", run])
 
 
 @pytest.mark.parametrize("key", KEYS)
