@@ -240,12 +240,11 @@ def _values_of(run: RecordedRun, parting: Parting, microbatch: int) -> dict[str,
     if not path.exists():
         return {}
     kept = load_checkpoint(path).get(parting.phase, {})
-    if not isinstance(kept, dict) or not all(isinstance(of_name, dict) for of_name in kept.values()):
-        raise CheckpointError(f"{path} holds no values that bigbatch wrote")
-    found = {name: of_name[microbatch] for name, of_name in kept.items() if microbatch in of_name}
-    if not all(isinstance(each, list) and all(isinstance(t, Tensor) for t in each) for each in found.values()):
-        raise CheckpointError(f"{path} holds no values that bigbatch wrote")
-    return found
+    if isinstance(kept, dict) and all(isinstance(of_name, dict) for of_name in kept.values()):
+        found = {name: of_name[microbatch] for name, of_name in kept.items() if microbatch in of_name}
+        if all(isinstance(each, list) and all(isinstance(t, Tensor) for t in each) for each in found.values()):
+            return found
+    raise CheckpointError(f"{path} holds no values that bigbatch wrote")
 
 
 def show_elements(a: RecordedRun, b: RecordedRun, *, from_step: int) -> bool | None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from bigbatch.trainer.machine.kernel_files import leading_number, read_number, read_text
+from bigbatch.trainer.machine.numa import parse_cores
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems that keep files in memory, charged to the process that writes them."""
@@ -56,10 +57,9 @@ def cores_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgrou
         if quota > 0 and period > 0:  # "max" and -1 are no quota
             found.append(quota / period)
     for group, is_first in own_groups("cpuset", proc, groups):
-        with suppress(ValueError, OverflowError):
-            parts = read_text(group / ("cpuset.cpus" if is_first else "cpuset.cpus.effective")).split(",")
-            runs = [[int(end) for end in part.split("-")] for part in parts]  # 0-3,8
-            found.append(float(sum(run[-1] - run[0] + 1 for run in runs)))
+        with suppress(ValueError):
+            if cores := parse_cores(read_text(group / ("cpuset.cpus" if is_first else "cpuset.cpus.effective"))):
+                found.append(float(len(cores)))
     return min(found, default=None)
 
 

@@ -1,9 +1,12 @@
 """Facts from a GPU's driver: compute capability and, by NVML, its version, clock and consumed energy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
@@ -22,6 +25,16 @@ def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
         return None
 
 
+def _ask(found: tuple[Any, Any] | None, question: Callable[[Any, Any], T]) -> T | None:
+    """Return question(NVML, handle); None without NVML, or if the driver does not tell."""
+    if found is None:
+        return None
+    try:
+        return question(*found)
+    except found[0].NVMLError:
+        return None
+
+
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the GPU's CUDA compute capability; None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -29,14 +42,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 def driver_version(device: torch.device) -> str:
     """Return the version of a GPU's driver; "" if NVML does not tell it."""
-    found = find_gpu(device)
-    if found is None:
-        return ""
-    nvml, _ = found
-    try:
-        return str(nvml.nvmlSystemGetDriverVersion())
-    except nvml.NVMLError:
-        return ""
+    return str(_ask(find_gpu(device), lambda nvml, handle: nvml.nvmlSystemGetDriverVersion()) or "")
 
 
 @dataclass(frozen=True)
@@ -54,16 +60,13 @@ SLOWDOWNS = {0x40: "heat", 0x80: "its power supply's brake"}
 
 def read_clock(device: torch.device) -> Clock | None:
     """Return the clock; None if nvidia-ml-py is not installed or the driver does not report it."""
-    found = find_gpu(device)
-    if found is None:
-        return None
-    nvml, handle = found
-    try:
-        mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+
+    def read(nvml: Any, handle: Any) -> Clock:
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    except nvml.NVMLError:
-        return None
-    return Clock(float(mhz), tuple(name for bit, name in SLOWDOWNS.items() if reasons & bit))
+        slowed_by = tuple(name for bit, name in SLOWDOWNS.items() if reasons & bit)
+        return Clock(float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), slowed_by)
+
+    return _ask(find_gpu(device), read)
 
 
 class EnergyMeter:
@@ -80,10 +83,5 @@ class EnergyMeter:
 
     def _read(self) -> float:
         """Return millijoules since the driver was loaded; one that stops answering does not end the training."""
-        if self._found is None:
-            return float("nan")
-        nvml, handle = self._found
-        try:
-            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        except nvml.NVMLError:
-            return float("nan")
+        told = _ask(self._found, lambda nvml, handle: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))
+        return float("nan") if told is None else told
