@@ -1,7 +1,6 @@
 """`bigbatch replay`: compute a step of a run again in one process, and name what differs from its digests."""
 
 import argparse
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +39,7 @@ from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import describe_job
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Plan
-from bigbatch.trainer.step.signals import STOP_SIGNALS
+from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.train import join
 from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import TrainingRun
@@ -119,11 +118,9 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> Replay:
         own = _for_one_process(config, folder=folder, resume=resume, num_threads=made_by.get("threads"))
         job = join(own, ALONE)
         stack.enter_context(closing(job.communicator))
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        training = TrainingRun(own, job=job, owner=None, hooks=TrainingHooks(), is_quiet=True)
+        stop = StopRequest(takes_signals=False)  # there is no checkpoint to save before a stop
+        training = TrainingRun(own, job=job, owner=None, hooks=TrainingHooks(), is_quiet=True, stop=stop)
         stack.callback(training.close)
-        for number, handler in handlers.items():  # there is no checkpoint to save before a stop
-            signal.signal(number, handler)
         again = _compute(training, recorded, step=step, is_exact=is_exact)
         here = describe_job(job.communicator, plan=training.plan, num_train=0, num_val=0)
     facts = {key: (made_by[key], here[key]) for key in SAME_BITS if key in made_by and made_by[key] != here[key]}

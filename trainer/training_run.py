@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
-from bigbatch.trainer.run.resume import find_start, restore_, start_in_memory
+from bigbatch.trainer.run.resume import Start, find_start, restore_, start_in_memory
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.summary import describe_job, introduction
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -87,38 +88,16 @@ class TrainingRun:
 
         stop: of the job's former run, if it had one.
         """
-        communicator = job.communicator
-        self.config = config
-        self.communicator = communicator
+        communicator = self.communicator = job.communicator
+        self.config, self.is_first, self.is_healed = config, communicator.rank == 0, kept is not None
         self.rundir = RunDir(Path(config.run.directory))
-        self.is_first = communicator.rank == 0
         local, staged = stage_data(config, communicator)
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
-        left_out = describe_left_out(config.data.root, self.train_split.index, self.eval_split.index)
-        self.placement = [
-            line for line in (left_out, job.bound, staged, describe_load(communicator.device), job.mode_told) if line
-        ]
-        if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.seats is None:
-            self.placement.append(why_not_healing(communicator.backend.name))
-        samples = build_input.samples_digest(self.train_split)
-        classes = build_input.class_names(self.train_split)
+        samples, classes = build_input.samples_digest(self.train_split), build_input.class_names(self.train_split)
         # the state is not kept: it is as large as the model and its momentum
-        state: dict[str, Any]
-        self.is_healed = kept is not None
-        if kept is None:
-            self.start, state = find_start(
-                config,
-                self.rundir,
-                samples=samples,
-                classes=classes,
-                control=communicator.control,
-            )
-        else:
-            self.start, state = start_in_memory(kept, samples=samples, root=config.data.root), kept
+        self.start, state = self._find_start(kept, samples=samples, classes=classes)
         start = self.start
-        if start.is_of_unknown_classes:
-            self.placement.append(f"{start.path} keeps no class names: those of {config.data.root} are not compared")
-        communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
+        self.placement = self._describe_place(job, staged)
         plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
         self.plan: Plan = plan.ending_at_once() if is_finished else plan
@@ -171,6 +150,29 @@ class TrainingRun:
             skipped=dict(start.skipped),
         )
         self.input: MeasuredInput | None = None
+
+    def _find_start(
+        self, kept: dict[str, Any] | None, *, samples: str | None, classes: Sequence[str] | None
+    ) -> tuple[Start, dict[str, Any]]:
+        """Return where all ranks start, and the state to restore. Collective. Raises: CheckpointError."""
+        config, control = self.config, self.communicator.control
+        if kept is None:
+            start, state = find_start(config, self.rundir, samples=samples, classes=classes, control=control)
+        else:
+            start, state = start_in_memory(kept, samples=samples, root=config.data.root), kept
+        self.communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
+        return start, state
+
+    def _describe_place(self, job: JoinedRank, staged: str | None) -> list[str]:
+        """Return lines for the log: how this process is placed, and where its data lies."""
+        config, communicator = self.config, self.communicator
+        left_out = describe_left_out(config.data.root, self.train_split.index, self.eval_split.index)
+        lines = [left_out, job.bound, staged, describe_load(communicator.device), job.mode_told]
+        if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.seats is None:
+            lines.append(why_not_healing(communicator.backend.name))
+        if self.start.is_of_unknown_classes:
+            lines.append(f"{self.start.path} keeps no class names: those of {config.data.root} are not compared")
+        return [line for line in lines if line]
 
     def run(self, *, came_back: str = "") -> dict[str, Any] | None:
         """Train to the end or a stop signal; return the summary, or None if stopped. came_back: why it starts here."""

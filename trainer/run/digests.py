@@ -46,13 +46,12 @@ def values_folder(values: Path, *, rank: int) -> Path:
 
 
 class DigestRecorder:
-    """Records every so many steps, for the first rank's log, digests of what the step made.
+    """Records digests of a step every so many steps, for the first rank's log.
 
-    images: of all images of the global batch, as the model's device gets them, with labels and places, however the
-    batch lies on ranks; and of each by its place, with its position in the split. activations: of layers that patterns
-    name, and gradients before the sum: by microbatch; none of a captured step, in which Python does not see them.
-    gradients: of the sums, by parameter; none of a sharded update, of which no rank has all. Gradients and activations
-    that values name are kept whole, too, in a folder for each rank.
+    images: of the global batch as the device gets it, with labels, in one order for any number of ranks; and of each
+    image, with its position in the split. activations (of the layers that patterns name) and gradients before the sum:
+    by microbatch; not of a captured step, which Python does not see. gradients: of the sums, by parameter; not of a
+    sharded update, because no rank has them all. Values that patterns name are kept whole, in a folder for each rank.
     Raises: ConfigError for a pattern that names nothing.
     """
 
@@ -194,11 +193,11 @@ def _words(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class MicrobatchDigests:
-    """Digests the gradients of single microbatches, and what some layers give for them, from start() to take().
+    """Digests gradients and layers' outputs of single microbatches, by hooks from start() to take().
 
-    There are hooks in between alone. A gradient is taken as backward hands it over: before it is added to those of
-    other microbatches, and before any sum over ranks. A layer that is called several times in a forward has one digest
-    of all its outputs; what backward computes again is not counted. Of those that kept names all numbers are kept, too.
+    A gradient is taken before it is added to those of other microbatches, and before any sum over ranks. A layer that
+    is called several times in a forward has one digest of all its outputs; what backward computes again does not
+    count. The values that kept names are kept whole.
     """
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str], kept: Sequence[str] = ()) -> None:

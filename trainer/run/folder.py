@@ -36,7 +36,7 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id.txt"
         self.mlflow_id = path / "mlflow_id.txt"
-        """Name of the run in Weights & Biases."""
+        """Names of the run in Weights & Biases and in MLflow."""
         self.checkpoints = path / "checkpoints"
         self.values = path / "values"
         """Values of run.digest_values, a folder per rank."""

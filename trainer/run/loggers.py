@@ -133,7 +133,7 @@ class _WandbRun:
 
 
 def _where(run: Any) -> str:
-    """Print where the records go."""
+    """Return where the records go."""
     if run.disabled:
         return "disabled, as WANDB_MODE tells: nothing is kept or sent"
     return f"run {run.id} " + (

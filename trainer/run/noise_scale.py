@@ -83,7 +83,7 @@ class Moments:
     square_square: float = 0.0
 
     def add(self, signal: float, square: float, *, kept: float = 1.0) -> "Moments":
-        """Return the sums with another measurement, of which those before keep that share."""
+        """Return the sums with another measurement. kept: factor on the earlier ones."""
         return Moments(
             kept * self.weight + 1,
             kept**2 * self.weight_squared + 1,

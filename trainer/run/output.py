@@ -211,7 +211,7 @@ class RunOutput:
                     f"standard output cannot be written any more ({error.strerror}): the run saves a "
                     "checkpoint and stops"
                 )
-            self._ask_to_stop("its standard output, which nobody takes")
+            self._ask_to_stop("its standard output, which has no reader")
 
     def close(self) -> None:
         """Flush the records. Raises: RunFolderError."""

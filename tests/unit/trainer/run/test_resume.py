@@ -30,7 +30,7 @@ from bigbatch.trainer.run.resume import (
 BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff.JPEG: is empty"}
 
 
-@pytest.mark.parametrize("top1", [None, 0.0, 0.76])
+@pytest.mark.parametrize("top1", [None, 0.0])
 @pytest.mark.parametrize("samples", ["a digest", "another digest", None])
 def test_resume_takes_over_what_is_of_this_run_and_of_the_same_images(
     top1: float | None, samples: str | None, tmp_path: Path
