@@ -132,11 +132,6 @@ def test_make_plan_refuses_a_run_without_a_step(
         make_plan(cifar10(tmp_path), one_rank(), num_samples=num_samples, first_step=first_step)
 
 
-def test_make_plan_takes_a_run_that_is_at_its_end(tmp_path: Path) -> None:
-    plan = make_plan(cifar10(tmp_path), one_rank(), num_samples=9, first_step=48)
-    assert (plan.first_step, plan.num_steps) == (48, 48)
-
-
 @pytest.mark.parametrize(("decay", "num_decaying"), [("4.5", 36), ("null", 176)])
 def test_make_schedule_may_end_its_decay_before_the_run(decay: str, num_decaying: int, tmp_path: Path) -> None:
     """24 epochs of 8 steps, of which 2 warm up; then a straight line down, and end_lr from there on."""

@@ -1,7 +1,6 @@
 """Staging before a run: all ranks go on together, or none does, and nobody waits for a copy in vain."""
 
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,8 @@ from PIL import Image
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DataError, PeerLostError
-from bigbatch.interpreter import bigbatch_argv
+from bigbatch.trainer import train
+from bigbatch.trainer.build import job
 from bigbatch.trainer.build import staging as module
 from bigbatch.trainer.build.staging import bytes_in, stage_data, using_staged
 from bigbatch.trainer.config.file import load_config
@@ -55,13 +55,6 @@ def test_stage_data_puts_the_copy_in_the_place_of_the_root(tmp_path: Path) -> No
         assert (target / path.relative_to(tmp_path / "packed")).read_bytes() == path.read_bytes()
 
 
-def test_stage_data_tells_the_line_of_the_rank_that_copied(tmp_path: Path) -> None:
-    other = json.dumps({"seconds": 99.0, "summary": "5 GB copied"})
-    asked = config(root=packed(tmp_path), stage=tmp_path / "local")
-    _, line = stage_data(asked, ranks_that(lambda text: [text, other]))
-    assert line == f"data staged in {tmp_path / 'local'}: 5 GB copied"
-
-
 def test_stage_data_fails_on_all_ranks(tmp_path: Path) -> None:
     images = packed(tmp_path).with_name("set")
     with pytest.raises(DataError, match=naming("set/train: ", "bigbatch data pack")):
@@ -70,15 +63,6 @@ def test_stage_data_fails_on_all_ranks(tmp_path: Path) -> None:
     asked = config(root=tmp_path / "packed", stage=tmp_path / "local")
     with pytest.raises(DataError, match="no room on host b"):
         stage_data(asked, ranks_that(lambda text: [text, other]))
-
-
-def test_stage_data_takes_no_defect_for_bad_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(module, "stage", broken)
-    with pytest.raises(ZeroDivisionError):
-        stage_data(config(root=tmp_path, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo"))
 
 
 @pytest.mark.slow
@@ -239,18 +223,17 @@ def test_each_rank_of_a_host_holds_its_copy(tmp_path: Path) -> None:
     assert not (target / "train").exists()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_run_removes_its_copy_if_it_is_asked_to(tmp_path: Path, keep: bool) -> None:
+@pytest.mark.slow
+def test_a_run_removes_its_copy_if_it_is_asked_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
     target, root = tmp_path / "local", packed(tmp_path)
-    words = {"data.root": root, "data.stage": target, "data.keep_staged": str(keep).lower(), "data.num_classes": 1}
+    words = {"data.root": root, "data.stage": target, "data.keep_staged": "false", "data.num_classes": 1}
     words |= {f"batch.{name}": 1 for name in ("global_batch_size", "microbatch_size", "bn_span")}
     words |= {"data.loader": "torchvision", "data.image_size": 16, "data.probe_seconds": 0, "model.options.width": 4}
     words |= {"run.epochs": 1, "schedule.warmup_epochs": 0.5, "run.directory": tmp_path / "run"}
-    options = (f"--{key}={value}" for key, value in words.items())
-    done = subprocess.run(
-        [*bigbatch_argv(), "train", "--config", "quickstart", *options], capture_output=True, text=True, check=False
-    )
-    assert f"data staged in {target}" in done.stdout, done.stderr
-    assert (target / "train/index.json").exists() is keep
+    assert train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in words.items())]) == 0
+    assert f"data staged in {target}" in capsys.readouterr().out
+    assert not (target / "train/index.json").exists()
     assert (root / "train/index.json").exists()

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import torchvision
 from error_texts import naming
 from torch import Tensor, nn
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError
@@ -56,7 +56,7 @@ def loaded(path: Path, config: Config) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("junk", [b"I0i", b"\x80\x02}]", b"0", b"]X\x80", b"\x80\x30}.", b"junk", b"12\n", b"hq"])
+@pytest.mark.parametrize("junk", [b"\x80\x02}]", b"\x80\x30}.", b"junk", b"hq"])
 def test_junk_is_said_to_hold_no_weights(junk: bytes, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """Whatever the unpickler raises out of it, such as KeyError(48), and warns of."""
     (tmp_path / "a.pt").write_bytes(junk)
@@ -69,7 +69,6 @@ def test_junk_is_said_to_hold_no_weights(junk: bytes, tmp_path: Path, recwarn: p
     "convert",
     [
         Tensor.to_sparse,
-        lambda weight: weight.to(torch.complex64),
         lambda weight: weight.to(torch.float8_e4m3fn),
         lambda weight: torch.nested.as_nested_tensor([weight[0], weight[1]]),
     ],
@@ -82,13 +81,9 @@ def test_tensors_that_are_no_numbers_of_16_bits_or_more_are_refused_by_name(
     state = random_model(config).state_dict()
     torch.save({**state, "prep.0.weight": convert(state["prep.0.weight"])}, tmp_path / "a.pt")
     said = refusal(tmp_path / "a.pt", config)
+    torch.save({**state, "prep.0.weight": state["prep.0.weight"].to("meta")}, tmp_path / "b.pt")
+    assert "b.pt: prep.0.weight is a shape without values" in refusal(tmp_path / "b.pt", config)
     assert "a.pt: prep.0.weight is no dense tensor of real numbers of 16 bits or more" in said
-
-
-def test_tensor_without_values_is_refused_by_name(tmp_path: Path) -> None:
-    state = random_model(small()).state_dict()
-    torch.save({**state, "prep.0.weight": state["prep.0.weight"].to("meta")}, tmp_path / "a.pt")
-    assert "a.pt: prep.0.weight is a shape without values" in refusal(tmp_path / "a.pt", small())
 
 
 def test_file_whose_nests_hold_each_other_is_refused(tmp_path: Path) -> None:
@@ -146,19 +141,16 @@ def test_weights_checkpoint_of_another_model(tmp_path: Path) -> None:
     assert re.search(naming(path, "model.name ", " resnet9 there", " resnet18 here"), refusal(path, config_of(*RESNET)))
 
 
-@pytest.mark.long
-def test_weights_zero_gamma_is_of_the_start_and_not_of_the_model(tmp_path: Path) -> None:
-    path, weights = checkpoint_of(config_of(*RESNET), tmp_path)
-    assert_equal(loaded(path, config_of(*RESNET, "model.options.zero_gamma=false")), weights)
-
-
 @pytest.mark.slow
 def test_weights_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) -> None:
     config = config_of(*RESNET)
     lines = [line for line in dump_config(config).splitlines() if "blurpool" not in line and "zero_gamma" not in line]
+    other_start = config_of(*RESNET, "model.options.zero_gamma=false")  # which is no part of the model
     weights = random_model(config).state_dict()
     state = {"step": 3, "config": "\n".join(lines), "model": weights}
     assert_equal(loaded(save_checkpoint(tmp_path, state, step=3, top1=None, keep=1), config), weights)
+    path, weights = checkpoint_of(config, tmp_path / "new")
+    assert_equal(loaded(path, other_start), weights)
 
 
 def test_weights_what_cannot_be_read(tmp_path: Path) -> None:
@@ -226,7 +218,6 @@ class Opening:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.long
 def test_weights_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     config, path, mark = small(), tmp_path / "trap.pt", tmp_path / "executed"
     torch.save({**random_model(config).state_dict(), "trap": Opening(mark)}, path)
@@ -235,14 +226,10 @@ def test_weights_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     assert not mark.exists()
     torch.load(path, weights_only=False)
     assert mark.exists(), "the trap works"
-    torch.save(torchvision.models.resnet18(), path)
-    named = naming(f"{path}: ", "code (torchvision.models.resnet.ResNet)", "executed")
-    assert re.search(named, refusal(path, config_of(*RESNET)))
+    torch.save(nn.Linear(1, 1), path)
+    assert re.search(naming(f"{path}: ", "code (torch.nn.modules.linear.Linear)", "executed"), refusal(path, config))
     path.write_bytes(pickle.dumps({"a": 1}))
     assert "torch.save(model.state_dict(), FILE)" in refusal(path, config)
-    path.write_text("<html>404</html>")
-    named = naming(f"{path}: ", "torch.load", "torch.save(model.state_dict(), FILE)")
-    assert re.search(named, refusal(path, config))
 
 
 def test_weights_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,39 +245,28 @@ def parts_weights(config: Config, *, first_step: int = 0) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in parts.precision.model_state().items()}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_weights_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_them(
-    precision: str, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = (f"optimizer.precision={precision}", "batch.global_batch_size=256")
+    agreed: list[str] = []
+    monkeypatch.setattr(Communicator, "agree", lambda self, what, text: agreed.append(f"{what}: {text}"))
+    words = ("optimizer.precision=bf16", "batch.global_batch_size=256")
     weights = random_model(small()).state_dict()
     weights["prep.1.running_mean"].fill_(0.25)
     torch.save(weights, tmp_path / "start.pt")
     config = small(*words, f"model.weights={tmp_path / 'start.pt'}")
     assert_equal(parts_weights(config), weights)
+    torch.save(random_model(small(), 3).state_dict(), tmp_path / "start.pt")
+    parts_weights(config)
+    first, other = (text for text in agreed if text.startswith("the weights in model.weights"))
+    assert first != other, "by which ranks with other weights are found"
     random = parts_weights(small(*words))
     assert not torch.equal(random["prep.0.weight"], weights["prep.0.weight"])
     (tmp_path / "start.pt").unlink()
     assert_equal(parts_weights(config, first_step=1), random)
     with pytest.raises(CheckpointError, match=naming(tmp_path / "start.pt", "readable")):
         parts_weights(config)
-
-
-@pytest.mark.long
-def test_weights_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
-    torch.save(random_model(small()).state_dict(), tmp_path / "start.pt")
-    config = small("batch.global_batch_size=256", f"model.weights={tmp_path / 'start.pt'}")
-    communicator = connect(env=ALONE, backend="gloo")
-    monkeypatch.setattr(type(communicator), "agree", lambda self, what, text: said.append((what, text)))
-    plan = make_plan(config, communicator, num_samples=5000, first_step=0)
-    for seed in (1, 1, 3):
-        torch.save(random_model(small(), seed).state_dict(), tmp_path / "start.pt")
-        make_parts(config, communicator, plan=plan, tuned=None)
-    digests = [text for what, text in said if what == "the weights in model.weights"]
-    assert len(digests) == 3
-    assert digests[0] == digests[1] != digests[2]
 
 
 # --- a part of the weights ---
