@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 
 from bigbatch.trainer.augment.rand_augment import Op, blend, vision
-from bigbatch.trainer.config.sections import AugmentConfig
 
 _JITTERS = np.array([Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR])
 
@@ -32,11 +31,6 @@ class ColorJitter:
         if not 0 <= self.strength < math.inf:
             raise ValueError(f"strength={self.strength} must be a number of at least 0")
         vision()  # now, not in the first step
-
-    @classmethod
-    def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "ColorJitter | None":
-        """Return the jitter of a config, or None without one."""
-        return cls(augment.color_jitter) if augment.color_jitter else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""

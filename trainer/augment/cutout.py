@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.config.sections import AugmentConfig
 from bigbatch.trainer.input.prepare_batch import on_device
 
 
@@ -29,11 +28,6 @@ class Cutout:
         if self.size < 0 or self.size % 2:
             raise ValueError(f"size={self.size} must be even and at least 0")
         require_colour(self.fill)
-
-    @classmethod
-    def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "Cutout | None":
-        """Return the cutout of a config, or None without one."""
-        return cls(augment.cutout_size, fill) if augment.cutout_size else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""

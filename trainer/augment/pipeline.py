@@ -4,8 +4,9 @@ Every draw is a hash of (seed, epoch, sample index), made on the host: the same 
 A new augmentation: docs/design.md lists its files.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,24 +20,22 @@ from bigbatch.trainer.augment.random_erasing import RandomErasing
 from bigbatch.trainer.augment.trivial_augment import TrivialAugment
 from bigbatch.trainer.config.sections import AugmentConfig
 
+Augmentation: TypeAlias = ColorJitter | RandAugment | TrivialAugment | Cutout | RandomErasing
+"""Changes uint8 images, on their device and without a host sync, by num_draws draws in [0, 1) for each sample.
 
-class Augmentation(Protocol):
-    """Changes each image of a microbatch by random draws for that image."""
-
-    @property
-    def stream(self) -> int:
-        """Return the number of its random stream; never change it: that would change every run's images."""
-
-    @property
-    def num_draws(self) -> int:
-        """Return the number of draws that it needs for each sample."""
-
-    def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
-        """Change uint8 images, on their device and without a host sync, by draws that are uniform in [0, 1)."""
-
-
-AUGMENTATIONS = (ColorJitter, RandAugment, TrivialAugment, Cutout, RandomErasing)
-"""All augmentations, in order. Stream 0 belongs to crop and flip, stream 4 to mixing."""
+Never change the number of its random stream: that would change every run's images."""
+AUGMENTATIONS: dict[type[Augmentation], Callable[[AugmentConfig, tuple[int, ...]], Augmentation | None]] = {
+    ColorJitter: lambda given, fill: ColorJitter(given.color_jitter) if given.color_jitter else None,
+    RandAugment: lambda given, fill: (
+        RandAugment(given.randaugment_ops, given.randaugment_magnitude or 0) if given.randaugment_ops else None
+    ),
+    TrivialAugment: lambda given, fill: TrivialAugment() if given.trivial_augment else None,
+    Cutout: lambda given, fill: Cutout(given.cutout_size, fill) if given.cutout_size else None,
+    RandomErasing: lambda given, fill: (
+        RandomErasing(given.erasing_probability, fill) if given.erasing_probability else None
+    ),
+}
+"""All augmentations, in order, and how a config asks for them. Stream 0 belongs to crop and flip, 4 to mixing."""
 
 
 @dataclass(frozen=True)
@@ -66,5 +65,5 @@ class Augment:
 
 def make_augment(augment: AugmentConfig, *, seed: int, fill: tuple[int, ...]) -> Augment:
     """Return the augmentations of a config. fill: the data set's mean colour in bytes, for erased pixels."""
-    asked_for = (each.asked_for(augment, fill=fill) for each in AUGMENTATIONS)
+    asked_for = (make(augment, fill) for make in AUGMENTATIONS.values())
     return Augment(seed, tuple(change for change in asked_for if change is not None))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample
 
-from bigbatch.trainer.config.sections import AugmentConfig
 from bigbatch.trainer.input.prepare_batch import on_device
 
 MAX_MAGNITUDE = 30
@@ -86,11 +85,6 @@ class RandAugment:
         if not 0 <= self.magnitude <= MAX_MAGNITUDE:
             raise ValueError(f"magnitude={self.magnitude} must be between 0 and {MAX_MAGNITUDE}")
         vision()  # now, not in the first step
-
-    @classmethod
-    def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "RandAugment | None":
-        """Return the RandAugment of a config, or None without one."""
-        return cls(augment.randaugment_ops, augment.randaugment_magnitude or 0) if augment.randaugment_ops else None
 
     @property
     def num_draws(self) -> int:

@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 
 from bigbatch.trainer.augment.cutout import fill_boxes, require_colour
-from bigbatch.trainer.config.sections import AugmentConfig
 
 AREAS = (0.02, 0.33)
 """Smallest and largest share of the image."""
@@ -36,11 +35,6 @@ class RandomErasing:
         if not 0 <= self.probability <= 1:
             raise ValueError(f"probability={self.probability} must be between 0 and 1")
         require_colour(self.fill)
-
-    @classmethod
-    def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "RandomErasing | None":
-        """Return the random erasing of a config, or None without it."""
-        return cls(augment.erasing_probability, fill) if augment.erasing_probability else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""

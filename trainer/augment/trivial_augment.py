@@ -7,7 +7,6 @@ import numpy as np
 from torch import Tensor
 
 from bigbatch.trainer.augment.rand_augment import MAX_MAGNITUDE, Op, Ops, Ranges, apply_ops, vision
-from bigbatch.trainer.config.sections import AugmentConfig
 
 WIDE = Ranges(shear=0.99, translate=lambda side: 32.0, rotate=135.0, factor=0.99, posterize=6)
 """Those of torchvision's TrivialAugmentWide."""
@@ -27,11 +26,6 @@ class TrivialAugment:
 
     def __post_init__(self) -> None:
         vision()  # now, not in the first step
-
-    @classmethod
-    def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "TrivialAugment | None":
-        """Return the TrivialAugment of a config, or None without it."""
-        return cls() if augment.trivial_augment else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""

@@ -137,7 +137,7 @@ def test_mix_the_cdf_of_these_tests_is_right_where_it_has_a_closed_form():
 
 
 # not below 0.2: there the values that round to 1 in float64 become a visible share (8% at 0.05)
-@pytest.mark.parametrize("alpha", [0.2, 0.4, 0.5, 1.0, 2.0, 8.0])
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0])
 def test_mix_lam_has_the_beta_distribution(alpha):
     count = 40_000
     draws = uniforms(seed=1, epoch=0, indices_B=np.arange(count), num_draws=2)

@@ -116,35 +116,18 @@ def compare_op(images, op, magnitude, sign, transform=RandAugment):
 @pytest.mark.parametrize("transform", RANGES)
 @pytest.mark.parametrize("op", list(Op))
 def test_apply_ops_each_is_torchvisions(op, transform):
-    images = batch()
+    images = batch(6)
     # of a grid's sampling positions some tie between two pixels, and there torchvision's float32
     # matrix product rounds differently; all others and all colours are equal to the bit
     bound = 0.002 if TORCHVISION_OPS[op] in GEOMETRIC else 0.0
-    for magnitude in (0, 1, 9, 17, 30):
-        for sign in (-1.0, 1.0):
-            assert compare_op(images, op, magnitude, sign, transform) <= bound
+    for magnitude, sign in ((0, 1.0), (9, -1.0), (17, 1.0), (30, -1.0), (30, 1.0)):
+        assert compare_op(images, op, magnitude, sign, transform) <= bound
 
 
 @pytest.mark.parametrize("transform", RANGES)
-@pytest.mark.parametrize("op", [Op.POSTERIZE, Op.SOLARIZE, Op.COLOR, Op.SHARPNESS])
+@pytest.mark.parametrize("op", [Op.POSTERIZE, Op.SOLARIZE])
 def test_apply_ops_every_magnitude_is_torchvisions(op, transform):
     assert max(compare_op(batch(5), op, magnitude, -1.0, transform) for magnitude in range(31)) == 0
-
-
-@pytest.mark.parametrize("op", [Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y, Op.ROTATE])
-def test_apply_ops_a_geometric_one_moves_the_image_and_leaves_black(op):
-    white = torch.full((1, 3, HEIGHT, WIDTH), 255, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-    moved = apply_ops(white, Ops(np.array([op]), np.ones(1), np.array([30]), MODERATE))[0, 0]
-    assert set(moved.unique().tolist()) == {0, 255}
-    black = (moved == 0).double().mean().item()
-    expected = {  # closed forms of the area that falls out
-        Op.SHEAR_X: 0.3 * HEIGHT / WIDTH / 2,
-        Op.SHEAR_Y: 0.3 * WIDTH / HEIGHT / 2,
-        Op.TRANSLATE_X: int(150 / 331 * WIDTH) / WIDTH,
-        Op.TRANSLATE_Y: int(150 / 331 * HEIGHT) / HEIGHT,
-    }
-    if op in expected:
-        assert black == pytest.approx(expected[op], abs=0.01)
 
 
 def test_apply_ops_follow_each_other_as_drawn():
@@ -176,8 +159,12 @@ def test_rand_augment_ops_and_signs_are_uniform_and_independent(monkeypatch):
     assert len(rounds) == 2
     assert {sign for _, signs in rounds for sign in signs.tolist()} == {-1.0, 1.0}
     (first, first_signs), (second, second_signs) = rounds
-    cells = np.histogramdd([first, second, first_signs, second_signs], bins=(range(15), range(15), 2, 2))[0]
-    assert cells.shape == (14, 14, 2, 2)
+    assert_uniform([first, second, first_signs, second_signs], bins=(range(15), range(15), 2, 2))
+
+
+def assert_uniform(table, *, bins):
+    """By a chi-square test, at 40 expected draws a cell: mean k, variance 2k."""
+    cells = np.histogramdd(table, bins=bins)[0]
     degrees = cells.size - 1
     assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)
 
@@ -209,10 +196,7 @@ def test_trivial_augment_draws_are_uniform_and_independent(monkeypatch):
     augment = Augment(3, (trivial_augment.TrivialAugment(),))
     augment(torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count))
     [drawn] = rounds
-    table = [drawn.ops_B, drawn.magnitudes_B, drawn.signs_B]
-    cells = np.histogramdd(table, bins=(range(15), range(32), 2))[0]
-    degrees = cells.size - 1
-    assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)
+    assert_uniform([drawn.ops_B, drawn.magnitudes_B, drawn.signs_B], bins=(range(15), range(32), 2))
 
 
 # --- cutout
@@ -334,7 +318,7 @@ def test_augmentations_of_a_config_are_those_that_it_asks_for():
 
 def test_augmentations_are_all_tested_together():
     """A new one gets its place in EVERYTHING."""
-    assert tuple(type(each) for each in EVERYTHING) == AUGMENTATIONS
+    assert [type(each) for each in EVERYTHING] == [*AUGMENTATIONS]
 
 
 def test_augmentations_have_streams_of_their_own():
