@@ -38,6 +38,8 @@ HEAVY = {"momentum": 0.9, "nesterov": True}
 LARS = {**HEAVY, "trust_coefficient": 0.02, "eps": 0.0, "momentum_form": "lr_inside"}
 OPTIMIZERS = {"lars": (LARS, 1.0), "lamb": (ADAPTIVE, 0.01), "sgd": (HEAVY, 2.0), "adamw": (ADAPTIVE, 0.01)}
 """Settings and learning rate."""
+SIGNS = {"lion": ({"betas": (0.9, 0.99)}, 0.002)}
+"""The same of what takes signs: in fp32 alone, since a sign that rounding turns is as large as any other."""
 ORTHOGONAL = {"options": {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}}
 ROOTS = {"options": {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.9}, "eps": 1e-3}
 WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05), "shampoo": ({**HEAVY, **ROOTS}, 1.0)}
@@ -105,7 +107,7 @@ def start(
     precision = Precision(model, name=precision_name, device=communicator.device, scaling=scaling)
     sizes = {"threshold_bytes": 400, "buffer_bytes": 300}
     reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=sharded, **sizes)
-    settings, lr = {**OPTIMIZERS, **WHOLE}[name]
+    settings, lr = {**OPTIMIZERS, **SIGNS, **WHOLE}[name]
 
     def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         groups = param_groups(model, weight_decay=0.01, substitute=masters)
@@ -133,8 +135,8 @@ def check_sharded_update(communicator: Communicator) -> None:
     check_halves_of_a_sum(communicator)
     # of four matrices on more than a few ranks most of a gather is padding
     with patch.object(divided_work, "MOST_PADDING", communicator.world_size):
-        for name in (*OPTIMIZERS, *WHOLE):
-            for precision in ROUNDING:
+        for name in (*OPTIMIZERS, *SIGNS, *WHOLE):
+            for precision in ["fp32"] if name in SIGNS else ROUNDING:
                 check_same_update(name, precision, communicator)
                 check_checkpoints(name, precision, communicator)
                 check_skips(name, precision, communicator)

@@ -174,14 +174,23 @@ def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
 
 def momentum_buffers(optimizer: torch.optim.Optimizer, weights: list[Tensor], *, momentum: float) -> list[Tensor]:
     """Return an optimizer's buffers of these weights, laid out as they are; none without momentum."""
-    if not momentum:
-        return []
+    return kept_like(optimizer, weights, "momentum_buffer") if momentum else []
+
+
+def kept_like(optimizer: torch.optim.Optimizer, weights: list[Tensor], key: str) -> list[Tensor]:
+    """Return this entry of the weights' state, laid out as they are; zeros where there is none yet."""
     for w in weights:
-        buffer = optimizer.state[w].get("momentum_buffer")
+        kept = optimizer.state[w].get(key)
         # laid out anew: a loaded state can have another memory format than the model
-        buffer = torch.zeros_like(w) if buffer is None else laid_out_like(w, buffer)
-        optimizer.state[w]["momentum_buffer"] = buffer
-    return [optimizer.state[w]["momentum_buffer"] for w in weights]
+        optimizer.state[w][key] = torch.zeros_like(w) if kept is None else laid_out_like(w, kept)
+    return [optimizer.state[w][key] for w in weights]
+
+
+def zeros_like_all(weights: list[Tensor]) -> list[Tensor]:
+    """Return zeros laid out as the weights, by one kernel for all: torch.zeros_like would launch one a tensor."""
+    zeros = [torch.empty_like(w) for w in weights]
+    torch._foreach_zero_(zeros)
+    return zeros
 
 
 def count_steps_(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
@@ -214,3 +223,8 @@ def problem_with_number(key: str, value: object, *, below: float = math.inf) -> 
         return None
     legal = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
     return f"{key} must be {legal}, not {value!r}"
+
+
+def problem_with_betas(group: dict[str, Any]) -> str | None:
+    """Return why a group's decay rates of means cannot have their values, or None."""
+    return next(filter(None, (problem_with_number("betas", beta, below=1) for beta in group["betas"])), None)

@@ -10,14 +10,15 @@ from bigbatch.trainer.optim.fused import (
     Norms,
     by_device_and_dtype,
     count_steps_,
-    laid_out_like,
+    kept_like,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
-    problem_with_number,
+    problem_with_betas,
     scaled,
     unscaled_grads,
     write_,
+    zeros_like_all,
 )
 
 
@@ -57,12 +58,9 @@ class LAMB(FusedOptimizer):
         """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        for beta in group["betas"]:
-            if problem := problem_with_number("betas", beta, below=1):
-                return problem
         if group["eps"] == 0:
             return "eps must be positive, such as 1e-6: a gradient that was always 0 is divided by it"
-        return None
+        return problem_with_betas(group)
 
     def _update_groups_(self) -> None:
         for group in self.param_groups:
@@ -82,21 +80,16 @@ class LAMB(FusedOptimizer):
         the zeros and the moments, so that no inf or NaN gets into what follows.
         """
         grads = unscaled_grads(self, weights)
-        directions = [torch.empty_like(w) for w in weights]
-        torch._foreach_zero_(directions)  # zeros_like would launch one kernel a tensor
-        for w in weights:
-            state = self.state[w]
-            for name in ("exp_avg", "exp_avg_sq"):
-                # laid out anew: a loaded state can have another memory format than the model
-                state[name] = laid_out_like(w, state[name]) if name in state else torch.zeros_like(w)
+        directions = zeros_like_all(weights)
+        means, squares = (kept_like(self, weights, key) for key in ("exp_avg", "exp_avg_sq"))
         steps = count_steps_(self, weights)
         # the kernel corrects the bias by this count, so it moves on first
         torch._foreach_add_(steps, 1)
         torch._fused_adam_(
             directions,
             grads,
-            [self.state[w]["exp_avg"] for w in weights],
-            [self.state[w]["exp_avg_sq"] for w in weights],
+            means,
+            squares,
             [],
             steps,
             # w - lr * direction: from zeros, the direction itself

@@ -7,9 +7,9 @@ import torch
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     by_device_and_dtype,
-    laid_out_like,
+    kept_like,
     overflow_flag,
-    problem_with_number,
+    problem_with_betas,
     unscaled_grads,
     write_,
 )
@@ -34,8 +34,7 @@ class Lion(FusedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        problems = (problem_with_number("betas", beta, below=1) for beta in group["betas"])
-        return next(filter(None, problems), None)
+        return problem_with_betas(group)
 
     def _update_groups_(self) -> None:
         for group in self.param_groups:
@@ -43,11 +42,7 @@ class Lion(FusedOptimizer):
             for weights in by_device_and_dtype(group["params"]):
                 overflow = overflow_flag(self, weights[0].device)
                 grads = unscaled_grads(self, weights)
-                for w in weights:
-                    state = self.state[w]
-                    # laid out anew: a loaded state can have another memory format than the model
-                    state["exp_avg"] = laid_out_like(w, state["exp_avg"]) if state else torch.zeros_like(w)
-                means = [self.state[w]["exp_avg"] for w in weights]
+                means = kept_like(self, weights, "exp_avg")
                 updates = torch._foreach_lerp(means, grads, 1 - beta1)
                 torch._foreach_sign_(updates)
                 write_(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
-from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_
+from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_, zeros_like_all
 from bigbatch.trainer.optim.matrices import (
     MatrixOptimizer,
     each_alike,
@@ -95,8 +95,7 @@ class Muon(MatrixOptimizer):
         The kernel of SGD(fused=True), given zeros for weights and -1 for a learning rate; on overflow it leaves the
         zeros and the momentum.
         """
-        directions = [torch.empty_like(w) for w in weights]
-        torch._foreach_zero_(directions)
+        directions = zeros_like_all(weights)
         overflow = overflow_flag(self, weights[0].device)
         write_(
             directions,

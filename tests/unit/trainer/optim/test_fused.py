@@ -142,7 +142,7 @@ def test_fused_copy_goes_on_alike_and_shares_what_joins_ranks(name):
 
 
 class Joined:
-    """Stands for a communicator, of which there is no second."""
+    """Stands for a communicator, which cannot be copied."""
 
     def __init__(self, function):
         self.function = function

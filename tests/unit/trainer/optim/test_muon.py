@@ -103,7 +103,7 @@ def test_muon_on_a_vector_is_refused_by_name():
         Muon([group], lr=0.1)
     with pytest.raises(ValueError, match=naming("Muon ", "parameter 1 of the group ", "()")):
         Muon([torch.ones(2, 2, requires_grad=True), torch.ones((), requires_grad=True)], lr=0.1)
-    groups = bigbatch.param_groups(model, weight_decay=0.1)  # of which the second does not adapt
+    groups = bigbatch.param_groups(model, weight_decay=0.1)  # the second does not adapt
     assert isinstance(Muon(groups, lr=0.1), Muon)
 
 

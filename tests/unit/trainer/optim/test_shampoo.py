@@ -77,7 +77,7 @@ def test_shampoo_steps_follow_the_formula(settings, dtype, rtol, device):
 
 @pytest.mark.parametrize(("scale", "dtype", "rtol"), [(1.0, torch.float64, 1e-9), (1e-30, torch.float32, 1e-3)])
 def test_inverse_fourth_root_to_the_fourth_is_the_inverse(scale, dtype, rtol):
-    """Also of gradients of 1e-15, whose squares times eps are below what fp32 holds."""
+    """Also for gradients of 1e-15: their squares times eps are below what fp32 holds."""
     generator = torch.Generator().manual_seed(0)
     half_BNN = torch.randn(3, 6, 6, generator=generator, dtype=torch.float64)
     matrices_BNN = half_BNN @ half_BNN.mT + 0.5 * torch.eye(6, dtype=torch.float64)
