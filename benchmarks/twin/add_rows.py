@@ -75,7 +75,6 @@ def add_rows(new: Path, table: Path) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Add the rows, and print the outcome of each committed one; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("new", type=Path, help="measured rows; columns: docs/simulate-errors.md")
     parser.add_argument("--to", type=Path, required=True, metavar="CSV", help="the table that they are appended to")

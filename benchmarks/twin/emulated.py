@@ -58,7 +58,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the beginning of its row."""
         return f"{self.num_nodes * self.ranks_per_node} on {self.num_nodes}, {self.link}, {self.place}"
 
 
@@ -106,7 +105,6 @@ def measure(case: Case, *, repetitions: int, shape: ModelShape = SHAPE, seconds:
 def simulated_seconds(
     case: Case, algorithm: str, links: Links, *, computing: float, shape: ModelShape = SHAPE
 ) -> float:
-    """Return the step that the simulator predicts."""
     constants = replace(
         DEFAULTS,
         inside_latency_seconds=links.inside_seconds,
@@ -230,7 +228,6 @@ def _nulls(case: Case, name: str, seconds: Mapping[tuple[Case, str], float]) -> 
 
 
 def show(row: Mapping[str, Any]) -> str:
-    """Write a row as one line."""
     nulls = "".join(f"{row[key]:9.1%}" if key in row else f"{'':9}" for key in ("linear_error", "line_error"))
     return (
         f"{row['case']:28}{row['algorithm']:13}{1e3 * row['measured']['median']:9.0f}"

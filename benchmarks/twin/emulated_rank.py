@@ -28,7 +28,6 @@ LOCAL = "local"
 
 
 def main() -> None:
-    """Measure, and write the record of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", type=json.loads, required=True, help="JSON: elements, ready_shares, sizes, seconds")
     parser.add_argument("--repetitions", type=int, required=True)
@@ -59,8 +58,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 class _Step:
-    """One contestant's model and reducer."""
-
     def __init__(self, job: Job, name: str, asked: dict[str, Any]) -> None:
         shape = ModelShape("", tuple(asked["elements"]), tuple(asked["ready_shares"]), 0.0)
         # the last gradient to be ready is the first parameter's

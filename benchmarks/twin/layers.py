@@ -77,7 +77,6 @@ def _merged(found: list[tuple[float, list[int]]]) -> list[tuple[float, list[int]
 
 
 def all_layers() -> dict[str, list[tuple[float, list[int]]]]:
-    """List the layers of all models."""
     stored = {}
     for name, (make, pixels) in MODELS.items():
         with torch.device("meta"):
@@ -87,7 +86,6 @@ def all_layers() -> dict[str, list[tuple[float, list[int]]]]:
 
 
 def main() -> None:
-    """Write the file."""
     lines = (f'"{name}": {json.dumps(layers, separators=(",", ":"))}' for name, layers in all_layers().items())
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"written: {FILE} ({FILE.stat().st_size:,} bytes)")

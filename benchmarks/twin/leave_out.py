@@ -58,14 +58,12 @@ class Steps:
             }
 
     def families(self) -> dict[str, list[Row]]:
-        """Return the rows by family."""
         found: dict[str, list[Row]] = collections.defaultdict(list)
         for row in self.rows:
             found[row["family"]].append(row)
         return found
 
     def concerns(self, name: str, row: Row) -> bool:
-        """Return whether a constant moves a row's step."""
         return row.id in self._concern[name]
 
     def error(self, row: Row, constants: Constants) -> float:

@@ -67,8 +67,6 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A row's step as the base predicts it."""
-
     step: SimulatedStep
     interval: Interval
     factor: float
@@ -339,7 +337,6 @@ def _line(each: Prediction) -> Sequence[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict one table from another, and write the third; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--given", type=Path, required=True, metavar="CSV", help="measured rows; columns: docs/simulate-errors.md")

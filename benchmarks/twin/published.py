@@ -63,7 +63,6 @@ def errors_of(
 
 
 def fits_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """Return by ladder the rows that the nulls are fitted to."""
     fits: dict[str, dict[str, Row]] = collections.defaultdict(dict)
     for row in rows:
         if row["role"] in (FIT_1, FIT_2):
@@ -179,7 +178,6 @@ def _share(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def print_summary(title: str, summary: dict[str, Any]) -> None:
-    """Print a table: median absolute errors in percent."""
     print(f"\n{title}: median error of a step, percent\n{'':28} rows   ours linear   line   held  width")
     groups = {name: each for name, each in summary.items() if isinstance(each, dict) and each.get("rows")}
     for name, each in {**groups, **summary["families"], **summary["carriers"]}.items():
@@ -220,7 +218,6 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Print both tables; write results and plot if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--out", type=Path, help="a file for the results as JSON")

@@ -49,25 +49,18 @@ class Row:
     stated: Mapping[str, str]
 
     def __getitem__(self, column: str) -> str:
-        return self._texts.get(column, "")
-
-    @cached_property
-    def _texts(self) -> dict[str, str]:
-        return {column: (text or "").strip() for column, text in self.stated.items()}
+        return self.stated.get(column, "").strip()
 
     @property
     def id(self) -> str:
-        """Return the row's name."""
         return self["id"]
 
     @property
     def missing(self) -> list[str]:
-        """Return the needed columns that are not stated."""
         has_batch = bool(self["global_batch_size"])
         return [name for name in NEEDED if not self[name] and not (name == "batch_per_accelerator" and has_batch)]
 
     def check(self) -> None:
-        """Raise SimulationError for a needed value that is missing or impossible."""
         if self.missing:
             raise SimulationError(f"row {self.id or 'without id'} states no {self.missing[0]}")
         self.job()
@@ -76,7 +69,6 @@ class Row:
 
     @cached_property
     def num_devices(self) -> int:
-        """Count the accelerators."""
         return self._count("num_accelerators") or 0
 
     @cached_property
@@ -90,13 +82,7 @@ class Row:
 
     @cached_property
     def local_batch(self) -> float:
-        """Return the images of an accelerator in a step."""
         return self._number("batch_per_accelerator") or (self._number("global_batch_size") or 0.0) / self.num_devices
-
-    @property
-    def is_measured(self) -> bool:
-        """Return whether a step is stated, or a rate that it follows from."""
-        return bool(self["ms_per_step"] or self["images_per_second"])
 
     @cached_property
     def seconds(self) -> float | None:
@@ -119,21 +105,13 @@ class Row:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Return the model's shape, or its replacement's."""
         return load_shape(self.shape_name or UNKNOWN_SHAPE)
 
     @cached_property
     def alike(self) -> tuple[str, ...]:
-        """Return the facts that two rows should share, by weight: device, precision, framework, input, system."""
-        return (
-            self["accelerator"],
-            self["precision"],
-            self["framework"].split(",")[0],
-            self["input_data"],
-            self["system"],
-            # models of one architecture, such as resnet's, take similarly long per operation
-            self.shape.name.rstrip("0123456789"),
-        )
+        framework = self["framework"].split(",")[0]
+        architecture = self.shape.name.rstrip("0123456789")  # models of one take similarly long per operation
+        return self["accelerator"], self["precision"], framework, self["input_data"], self["system"], architecture
 
     @cached_property
     def carrier(self) -> Carrier:
@@ -147,7 +125,6 @@ class Row:
 
     @property
     def software(self) -> tuple[str, str]:
-        """Return framework and library with their versions, as stated."""
         return self["framework"], self["collective_library_version"]
 
     @cached_property
@@ -191,13 +168,7 @@ class Row:
 
     @property
     def device_rate(self) -> float | None:
-        """Return the published images of ResNet-50 per second of such a device; None if there are none."""
         return resnet50_rate(self["accelerator"], is_fp32=self["precision"] == "fp32")
-
-    @property
-    def element_bytes(self) -> int:
-        """Return the bytes of a gradient on the wire: pure fp16 sends halves, mixed precision fp32."""
-        return 2 if self["precision"] == "fp16" else 4
 
     @property
     def fusion(self) -> Fusion:
@@ -212,26 +183,21 @@ class Row:
         return _ddp_sizes(25) if "pytorch" in self["framework"].lower() else InCycles()
 
     def fixed_seconds(self, constants: Constants) -> float:
-        """Return a step's fixed seconds, at any batch."""
-        return self._seconds_per_tensor(constants) * len(self.shape.num_elements)
+        is_old = self.year is not None and self.year < FIRST_YEAR_OF_GRAPHS
+        if self.library_version is not None:
+            is_old = self.library_version < FIRST_NCCL_OF_GRAPHS
+        is_eager = is_old and not self.is_compiled
+        each = constants.eager_seconds_per_tensor if is_eager else constants.seconds_per_tensor
+        return each * len(self.shape.num_elements)
 
     @property
     def is_compiled(self) -> bool:
         """Return whether a step is one compiled program, with its sums: on TPUs."""
         return self["accelerator"].startswith("TPU")
 
-    def _seconds_per_tensor(self, constants: Constants) -> float:
-        if self.is_compiled:
-            return constants.seconds_per_tensor
-        if self.library_version is None:
-            is_old = self.year is not None and self.year < FIRST_YEAR_OF_GRAPHS
-        else:
-            is_old = self.library_version < FIRST_NCCL_OF_GRAPHS
-        return constants.eager_seconds_per_tensor if is_old else constants.seconds_per_tensor
-
     def job(self, constants: Constants = DEFAULTS) -> SimulatedJob:
-        """Return the job of one of its steps."""
-        return SimulatedJob(self.shape, self._network(constants), self.fusion, element_bytes=self.element_bytes)
+        element_bytes = 2 if self["precision"] == "fp16" else 4  # mixed precision sends fp32
+        return SimulatedJob(self.shape, self._network(constants), self.fusion, element_bytes=element_bytes)
 
     def _network(self, constants: Constants) -> Network:
         per_node = max(1, self.num_devices // self.num_nodes)
@@ -264,7 +230,7 @@ class Row:
         if not text:
             return None
         try:
-            value = decimal(text.strip())
+            value = decimal(text)
         except ValueError:
             raise SimulationError(f"row {self.id}: {column}={text} is no number") from None
         if not 0 < value <= MOST_STATED:
@@ -296,7 +262,8 @@ def read_given(path: Path) -> Table:
 
     Raises: SimulationError for a file that is no such table, or without any measured row.
     """
-    lines = [each for each in _read(path) if each[1].is_measured and each[1]["role"] != BROKEN]
+    measured = [each for each in _read(path) if each[1]["ms_per_step"] or each[1]["images_per_second"]]
+    lines = [each for each in measured if each[1]["role"] != BROKEN]
     table = _usable(path, lines, lambda row: row.seconds)
     if not table.rows:
         odd = f": {table.unusable[0]}" if table.unusable else ""
@@ -315,7 +282,6 @@ def read_questions(path: Path) -> Table:
 
 
 def _usable(path: Path, lines: Sequence[tuple[int, Row]], needed: Callable[[Row], object]) -> Table:
-    """Keep the rows with readable needed values."""
     table = Table([], [])
     for number, row in lines:
         try:
@@ -328,7 +294,6 @@ def _usable(path: Path, lines: Sequence[tuple[int, Row]], needed: Callable[[Row]
 
 
 def _read(path: Path) -> list[tuple[int, Row]]:
-    """Return each row with the number of its last line."""
     try:
         # spreadsheets write a mark before the first column
         with path.open(newline="", encoding="utf-8-sig") as file:

@@ -38,7 +38,6 @@ def simulate_all(num_devices: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a line for each number of GPUs, write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--out", type=Path)
