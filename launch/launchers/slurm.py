@@ -11,7 +11,7 @@ from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines,
 from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Problems
-from bigbatch.launch.jobs.run_folder import find_run_folder, known_experiment
+from bigbatch.launch.jobs.run_folder import find_run_folder, heals_in_place, known_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.base import Launcher, Queue
@@ -27,7 +27,14 @@ def job_script(job: JobSpec, *, folder: str | None) -> str:
     counts = fitting_nodes(job) if job.restarts and job.num_nodes else ()
     config = known_experiment(job)
     seconds = (config.comm if config else CommConfig).timeout_seconds
-    return sbatch_script(job, python=python, folder=folder, timeout_seconds=seconds, node_counts=counts)
+    return sbatch_script(
+        job,
+        python=python,
+        folder=folder,
+        timeout_seconds=seconds,
+        heals=heals_in_place(job),
+        node_counts=counts,
+    )
 
 
 def submit_job(

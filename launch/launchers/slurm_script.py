@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill, indent
 
-from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE
+from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE, STOPPED_VARIABLE
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.findings import Problems
@@ -99,6 +99,22 @@ while [ -n "$again" ]; do again=""; wait "$ranks"; code=$?; done
 wait "$shown"
 """
 
+BEFORE_LOSSES = f"""\
+# The ranks that are left after a loss go on. The first of them records the job's exit code: srun's is of the lost rank.
+ended=$(realpath "$logs")/ended
+: > "$ended" || exit 1
+export {STOPPED_VARIABLE}=$ended
+has_ended() {{ [[ $(cat "$ended") =~ ^[0-9]+$ ]]; }}
+"""
+LEAVING = """\
+(until has_ended && sleep @SECONDS && has_ended; do sleep 1; done; kill -TERM "$ranks") 2>/dev/null & leaving=$!
+"""
+AFTER_LOSSES = """\
+kill "$leaving" 2>/dev/null
+! has_ended || code=$(cat "$ended")
+"""
+"""Bash of a job that heals in place, before srun, after its start, and after its end."""
+
 AT_LIMIT = f"limit/{INTERRUPTED} | limit/138)"
 ENDING = f"""\
 # Preemption with a grace time asks the ranks alone, by SIGTERM; Slurm notes when. 138: asked before they listened.
@@ -130,9 +146,12 @@ def sbatch_script(
     python: str | None = None,
     folder: str | None = None,
     timeout_seconds: float = CommConfig.timeout_seconds,
+    heals: bool = False,
     node_counts: Sequence[int] = (),
 ) -> str:
     """Return the script. folder: run folder, if any. timeout_seconds: the run's comm.timeout_seconds.
+
+    heals: the ranks go on in place after a loss, so Slurm must end none of them, nor the job for a lost node.
 
     python: interpreter on the nodes; None: bigbatch and python3 on PATH there or in the image.
     node_counts: numbers of nodes that divide the batch, in falling order; restarts use them after a lost node.
@@ -145,10 +164,10 @@ def sbatch_script(
         findings.ask(_check_array, job)
         findings.ask(_check_container, job)
     wait_seconds = math.ceil(timeout_seconds) + LEAVE_SECONDS
-    parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), STOPS]
+    parts = [_head(job, folder=folder, heals=heals), _setup(job), _progress(job, folder=folder), STOPS]
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
-    start = _start(job, python=python, wait_seconds=wait_seconds, node_counts=node_counts)
+    start = _start(job, python=python, wait_seconds=wait_seconds, heals=heals, node_counts=node_counts)
     # a script that ignores the signal would restart at each time limit forever
     ending = ENDING.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else ENDING
     return "\n".join([*parts, start, ending])
@@ -208,7 +227,7 @@ def directives(job: JobSpec) -> list[str]:
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue", *others]
 
 
-def _head(job: JobSpec, *, folder: str | None) -> str:
+def _head(job: JobSpec, *, folder: str | None, heals: bool) -> str:
     shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # the login shell's files define the module command
     logs = shlex.quote(job.logs or "logs")
     lines = [
@@ -216,6 +235,7 @@ def _head(job: JobSpec, *, folder: str | None) -> str:
         "# Made by bigbatch launch slurm, to be kept and edited. Slurm makes no folder for the job's output:",
         f"#   mkdir -p {logs} && sbatch THIS_FILE",
         *(f"#SBATCH {line}" for line in directives(job)),
+        *(["#SBATCH --no-kill"] if heals else []),
         f"{MARK}{json.dumps(folder)}",
     ]
     return "\n".join(lines) + "\n"
@@ -264,19 +284,21 @@ def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
     return LOOK + "\n".join(lines) + "\nfit=$?\n" + ASKED + ACTIONS[job.preflight]
 
 
-def _srun_options(job: JobSpec, *, wait_seconds: int) -> list[str]:
+def _srun_options(job: JobSpec, *, wait_seconds: int, heals: bool = False) -> list[str]:
     # repeated: from Slurm 22.05 on srun does not inherit --cpus-per-task from sbatch
     cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
     mpi = [] if job.mpi is None else [f"--mpi={job.mpi}"]
-    return ["--export=ALL", "--cpu-bind=none", *cpus, *mpi, "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
+    ends = ["--no-kill", "--wait=0"] if heals else [f"--wait={wait_seconds}"]
+    return ["--export=ALL", "--cpu-bind=none", *cpus, *mpi, "--kill-on-bad-exit=0", *ends]
 
 
-def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: Sequence[int]) -> str:
+def _start(job: JobSpec, *, python: str | None, wait_seconds: int, heals: bool, node_counts: Sequence[int]) -> str:
     """Return bash that starts srun in the background, so that the shell can handle signals."""
-    options = " ".join(_srun_options(job, wait_seconds=wait_seconds))
+    options = " ".join(_srun_options(job, wait_seconds=wait_seconds, heals=heals))
+    later = f"{wait_seconds} s after the first one has ended" if heals else f"{wait_seconds} s later"
     lines = [
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
-        f"# those still there {wait_seconds} s later are ended. One log per rank; the job's own log shows rank 0's.",
+        f"# those still there {later} are ended. One log per rank; the job's own log shows rank 0's.",
         f"srun {options} \\",
         *([f"  {PLACE.replace('@RANKS', str(job.ranks_per_node))} \\"] if node_counts else []),
         '  --open-mode=append --output="$logs/rank-%t.log" \\',
@@ -284,12 +306,14 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: 
         f"  {_words(_rank_words(job, python=python), job)} &",
     ]
     text = "\n".join(lines) + "\n" + STARTED
+    leaving = LEAVING.replace("@SECONDS", str(wait_seconds))
+    text = BEFORE_LOSSES + text + leaving + RAN + AFTER_LOSSES if heals else text + RAN
     if not job.restarts:
-        return text + RAN
+        return text
     if not node_counts:
-        return f"while :; do\n{indent(text + RAN + start_again(ON_ALL, is_python=job.is_python), '  ')}done\n"
+        return f"while :; do\n{indent(text + start_again(ON_ALL, is_python=job.is_python), '  ')}done\n"
     again = start_again(ON_THE_OTHERS, is_python=job.is_python)
-    return f"{BEFORE}while :; do\n{indent(choose_count(node_counts) + text + RAN + again, '  ')}done\n"
+    return f"{BEFORE}while :; do\n{indent(choose_count(node_counts) + text + again, '  ')}done\n"
 
 
 def _rank_words(job: JobSpec, *, python: str | None) -> tuple[str, ...]:

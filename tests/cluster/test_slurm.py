@@ -314,6 +314,22 @@ def test_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
     assert newest_step(tmp_path / "run") >= 2, log.read_text()
 
 
+def test_job_that_heals_in_place_ends_well_without_a_rank_that_was_lost(
+    slurm: EmulatedCluster, shapes: Path, tmp_path: Path
+) -> None:
+    """The first one, in the node that runs the job's script."""
+    heals = {"run.heal": "in_place", "optimizer.loss": "tests.parallel.dying_loss.loss", "optimizer.label_smoothing": 0}
+    job, log = launch(
+        *(*TWO_NODES, "--env", "DIE=0/3/forward", "--env", f"PYTHONPATH={ROOT}"),
+        command=train_command(shapes, tmp_path / "run", LONG | heals),
+        cwd=tmp_path,
+    )
+    finish(job)
+    facts = job_facts(job)
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "0", "0:0"), log.read_text()
+    assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
 def test_different_code_on_two_nodes_is_named(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
     """By every rank, before any training."""
     copy = tmp_path / "other"

@@ -31,6 +31,8 @@ if os.environ.get("STUB_WAITS"):
     time.sleep(20)
 with open(place / "srun.calls", "a") as calls:
     calls.write(".")
+if record := os.environ.get("STUB_RECORD"):
+    pathlib.Path(os.environ["BIGBATCH_STOPPED"]).write_text(record)
 codes = os.environ.get("STUB_CODE", "0").split()
 code = codes[min(calls_so_far, len(codes) - 1)]
 while code == "wait":  # for the request to stop; pause() would miss one that came just before

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "slurm-preflight-warn.sbatch": ("slurm", "--nodes", "2", "--preflight", "warn", *TRAIN),
     "slurm-preflight-exclude.sbatch": ("slurm", "--nodes", "2", "--preflight", "exclude", *TRAIN),
     "slurm-restarts.sbatch": ("slurm", "--nodes", "2", "--restarts", "2", *TRAIN),
+    "slurm-heal.sbatch": ("slurm", "--nodes", "2", *TRAIN, "--run.heal", "in_place"),
     "slurm-array.sbatch": (
         *("slurm", "--array", "0-7%2", *TRAIN, "--run.seed", "{index}", "--run.directory", "runs/seeds/{index}"),
     ),

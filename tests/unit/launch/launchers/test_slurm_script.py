@@ -39,6 +39,18 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("srun", "record", "code"),
+    [("137", "0", 0), ("137", "130", 130), ("6", "begun 3", 6), ("wait", "0", 0)],
+    ids=["lost", "stopped", "all lost", "a rank does not respond"],
+)
+def test_slurm_job_that_heals_ends_as_the_first_rank_that_was_left(
+    srun: str, record: str, code: int, stubs: Stubs
+) -> None:
+    script = sbatch_script(JobSpec(TRAIN, 2, num_nodes=2), heals=True)
+    assert stubs.run(script, STUB_CODE=srun, STUB_RECORD=record)[0] == code
+
+
 def test_slurm_script_gives_ranks_words_and_variables_whatever_they_hold(stubs: Stubs) -> None:
     pairs = tuple((f"V{number}", value) for number, value in enumerate(NASTY))
     code, _ = stubs.run(sbatch_script(JobSpec((*TRAIN, *NASTY), 2, environment=pairs, interface="ib0")))
