@@ -11,6 +11,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder, read_process_env
 from bigbatch.errors import OutOfMemory, PeerLostError, ReplicasDiffer
+from bigbatch.trainer.build.input import Images
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.staging import using_staged
 from bigbatch.trainer.config.file import load_config
@@ -123,6 +124,7 @@ def _run_agreed(
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
     output: RunOutput | None = None  # of the former group
+    listed: Images | None = None  # on storage this may take minutes
     while True:
         run: TrainingRun | None = None
         difference, lost = "", None
@@ -131,8 +133,8 @@ def _run_agreed(
                 control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
                 close = output.close if output else str
                 write_on_first(close, control, what="end of the former group's records", timeout_seconds=seconds)
-            run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop)
-            stop = run.parts.stop
+            run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop, listed=listed)
+            stop, listed = run.parts.stop, run.listed
             return run.run(came_back=came_back)
         except ReplicasDiffer as error:
             if run is None:

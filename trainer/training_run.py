@@ -83,16 +83,17 @@ class TrainingRun:
         is_quiet: bool,
         kept: dict[str, Any] | None = None,
         stop: StopRequest | None = None,
+        listed: build_input.Images | None = None,
     ) -> None:
         """kept: a state in memory, equal on all ranks, from which the run goes on after a loss.
 
-        stop: of the job's former run, if it had one.
+        stop, listed: of the job's former run, if it had one.
         """
         communicator = self.communicator = job.communicator
         self.config, self.is_first, self.is_healed = config, communicator.rank == 0, kept is not None
         self.rundir = RunDir(Path(config.run.directory))
-        local, staged = stage_data(config, communicator)
-        self.train_split, self.eval_split = build_input.make_splits(local, communicator)
+        local, staged = (config, None) if listed else stage_data(config, communicator)
+        self.train_split, self.eval_split = build_input.make_splits(local, communicator, listed=listed)
         samples, classes = build_input.samples_digest(self.train_split), build_input.class_names(self.train_split)
         # the state is not kept: it is as large as the model and its momentum
         self.start, state = self._find_start(kept, samples=samples, classes=classes)
@@ -173,6 +174,12 @@ class TrainingRun:
         if self.start.is_of_unknown_classes:
             lines.append(f"{self.start.path} keeps no class names: those of {config.data.root} are not compared")
         return [line for line in lines if line]
+
+    @property
+    def listed(self) -> build_input.Images | None:
+        """Return the images of both splits; None for generated ones."""
+        train, val = self.train_split.index, self.eval_split.index
+        return (train, val) if train is not None and val is not None else None
 
     def run(self, *, came_back: str = "") -> dict[str, Any] | None:
         """Train to the end or a stop signal; return the summary, or None if stopped. came_back: why it starts here."""

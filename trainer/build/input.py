@@ -43,12 +43,19 @@ class Split:
     index: ImageSource | None
 
 
-def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
-    """Return training and validation splits. Collective. Raises: DataError; ConfigError."""
+Images = tuple[ImageSource, ImageSource]
+"""Images of the training and the validation split."""
+
+
+def make_splits(config: Config, communicator: Communicator, *, listed: Images | None = None) -> tuple[Split, Split]:
+    """Return training and validation splits. Collective. Raises: DataError; ConfigError.
+
+    listed: those of an earlier run of the job, on which its ranks agreed; they are not listed again.
+    """
     if config.data.loader == "synthetic":
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
         return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
-    train_index, val_index = _read_indices(config, communicator)
+    train_index, val_index = listed or _read_indices(config, communicator)
     data, seed = config.data, config.run.seed
     if data.crop == "padded":
         crop = padded_crop(seed=seed, size=data.image_size, flip=data.flip)
@@ -84,7 +91,7 @@ def make_eval_split(
     return split_of(config, communicator, index)
 
 
-def _read_indices(config: Config, communicator: Communicator) -> tuple[ImageSource, ImageSource]:
+def _read_indices(config: Config, communicator: Communicator) -> Images:
     root = Path(config.data.root)
     train_index = open_split(root, "train", cache=_cache(config))
     val_index = open_split(root, "val", classes=train_index.classes, cache=_cache(config))

@@ -30,6 +30,7 @@ class Run:
 
     def __init__(self, *arguments: Any, kept: Any, stop: StopRequest | None = None, **settings: Any) -> None:
         self._kept, self.parts = kept, SimpleNamespace(stop=stop or StopRequest())
+        self.listed = None
         self.loop = SimpleNamespace(copy_state=lambda: {"step": 3})
         self.output = SimpleNamespace(close=lambda: done.append("closed"))
         done.append("made")
