@@ -2,15 +2,22 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_ranks import places
 from test_parallel import fork_job
 
+from bigbatch.cli import main
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.trainer import train as training
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.doctor.mode import choose_mode
+from bigbatch.trainer.doctor.modes import Mode, Trial
 from tests.laws.jobs import (
     ROUNDING,
     SGD,
@@ -38,6 +45,28 @@ RATES = ({"4": 100.0, "8": 200.0, "16": 300.0}, {"4": 100.0, "8": 150.0, "16": 1
 Train = Callable[..., str]
 
 
+class Played:
+    """Trials with the rates of this rank, by microbatch."""
+
+    def __init__(self, rates: dict[str, float], **_: Any) -> None:
+        self.rates = rates
+
+    def __call__(self, mode: Mode, *, limit_seconds: float) -> Trial:
+        return Trial(self.rates[str(mode.microbatch_size)])
+
+    def close(self) -> None:
+        pass
+
+
+def train_by_rates(rates: str, *command: str) -> int:
+    """As `bigbatch` does on GPUs. rates: by rank and microbatch, in JSON."""
+    played = Played(json.loads(rates)[read_process_env().rank])
+    training.choose_mode = partial(  # type: ignore[attr-defined]
+        choose_mode, measures=lambda communicator: True, start_trials=lambda config, **_: played
+    )
+    return main(command)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "shapes"
@@ -54,7 +83,7 @@ def train(data: Path, tmp_path: Path) -> Train:
         environs = [{**place, **home} for place, home in zip(places(2), homes, strict=True)]
         command = train_command(data, tmp_path / run, {**SGD, **OF_AUTO})
         code, text = fork_job(
-            "ranks_mode:train", (json.dumps(rates), *command, *options), environs, timeout_seconds=250
+            "test_mode:train_by_rates", (json.dumps(rates), *command, *options), environs, timeout_seconds=250
         )
         assert code == 0, text
         return text
