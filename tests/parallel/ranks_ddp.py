@@ -5,16 +5,13 @@
 
 import os
 import signal
-import socket
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from patient_count import await_all_but
+from ranks import SURVIVED, passed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,22 +22,6 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 
 IMAGES_PER_RANK = 4
 EXACT = {"rtol": 1e-11, "atol": 1e-14}
-SURVIVED = 7
-"""Exit code of a rank that noticed the loss of another one."""
-
-
-def run(modes: dict[str, Callable[..., int]], mode: str, *arguments: str) -> None:
-    """Run one mode and end this process, at once also after a failure, so that the launcher ends the job."""
-    torch.set_num_threads(1)
-    try:
-        code = modes[mode](*arguments)
-    except BaseException:
-        print(f"a rank on {socket.gethostname()}, process {os.getpid()}, failed:", file=sys.stderr)
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # as bigbatch's own command ends a rank
 
 
 class Branches(nn.Module):
@@ -87,7 +68,7 @@ def check_ddp(*backends: str) -> int:
         check_ddp_narrow_wire(communicator)
         communicator.close()
     dist.destroy_process_group()
-    return done(connected[0])
+    return passed(connected[0])
 
 
 def hooked(model: nn.Module, communicator: Communicator) -> DistributedDataParallel:
@@ -173,7 +154,7 @@ def check_shared_group() -> int:
         communicator.agree("gradients", str([layer.weight.grad.tolist() for layer in layers]))
         ddp.zero_grad()
     communicator.close()
-    return done(communicator)
+    return passed(communicator)
 
 
 def lose_a_rank(backend: str, victim: str) -> int:
@@ -202,12 +183,7 @@ def lose_a_rank(backend: str, victim: str) -> int:
     return 0
 
 
-def done(communicator: Communicator) -> int:
-    """Say so."""
-    print(f"rank {communicator.rank}: all checks passed", flush=True)
-    return 0
-
-
-def main(*arguments: str) -> None:
-    """Run one mode: MODE [ARGUMENT ...]."""
-    run({"ddp": check_ddp, "shared-group": check_shared_group, "lose": lose_a_rank}, *arguments)
+def main(mode: str, *arguments: str) -> int:
+    """Run one mode."""
+    torch.set_num_threads(1)
+    return {"ddp": check_ddp, "shared-group": check_shared_group, "lose": lose_a_rank}[mode](*arguments)

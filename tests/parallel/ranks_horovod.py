@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_ddp import EXACT, Branches, done, images_of, loss_of, own_part, run
+from ranks import end_at_once, passed
+from ranks_ddp import EXACT, Branches, images_of, loss_of, own_part
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -33,7 +34,7 @@ def check_optimizer(*backends: str) -> int:
             check(communicator)
     for communicator in reversed(connected):  # the first one finalizes MPI
         communicator.close()
-    return done(connected[0])
+    return passed(connected[0])
 
 
 def check_training(communicator: Communicator) -> None:
@@ -147,7 +148,7 @@ def check_horovod() -> int:
     over_mpi.close()  # and leaves MPI to the other
     over_horovod.close()
     assert not hvd.is_initialized()
-    return done(over_horovod)
+    return passed(over_horovod)
 
 
 def check_transport(communicator: Communicator) -> None:
@@ -234,10 +235,11 @@ def check_against_horovod(
         assert not torch.equal(p, before)
 
 
-def main(*arguments: str) -> None:
-    """Run one mode: MODE [ARGUMENT ...]."""
-    run({"optimizer": check_optimizer, "horovod": check_horovod}, *arguments)
+def main(mode: str, *arguments: str) -> int:
+    """Run one mode."""
+    torch.set_num_threads(1)
+    return {"optimizer": check_optimizer, "horovod": check_horovod}[mode](*arguments)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    end_at_once(main, *sys.argv[1:])

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -113,7 +114,13 @@ def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Pa
     sys.argv = [target, *arguments]
     module, _, name = target.partition(":")
     function: Callable[..., int] = getattr(import_module(module), name)
-    code = function(*arguments)
+    try:
+        code = function(*arguments)
+    except SystemExit:
+        raise
+    except BaseException:  # pytest's own, too, where nothing was raised
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # as bigbatch's own command ends a rank
