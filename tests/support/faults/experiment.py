@@ -46,14 +46,14 @@ TRAINING: Mapping[str, object] = {
     "data.probe_seconds": 0,
     "model.options.width": 4,
     "batch.global_batch_size": GLOBAL_BATCH,
-    "batch.microbatch_size": 2,
     "batch.bn_span": 2,
     "schedule.warmup_epochs": 1,
     "comm.algorithm": "hierarchical",
     "comm.calibrate": "never",
     "comm.warn_seconds": 2,
 }
-"""Five steps in an epoch, and a ghost batch of two images, so that 1, 2, 3, 4 and 6 ranks share a batch alike."""
+"""Five steps in an epoch, and a ghost batch of two images, so that 1, 2, 3, 4 and 6 ranks share a batch alike: each
+has one microbatch in a step."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,10 @@ class Laboratory:
         data = folder / "data" if (folder / "data").exists() else self._folder / "data"
         settings = {**TRAINING, "data.root": data, "run.directory": folder / "run", "comm.backend": shape.backend}
         settings["comm.timeout_seconds"] = settings["comm.meeting_seconds"] = self._timeout_seconds
+        settings["batch.microbatch_size"] = GLOBAL_BATCH // shape.ranks
         settings["data.patience_seconds"] = PATIENCE_SHARE * self._timeout_seconds
         if KINDS[shape.kind].is_audited:
             settings |= {"run.audit_every_steps": 1, "run.reproducible": "true"}
-            settings["batch.microbatch_size"] = GLOBAL_BATCH // shape.ranks
         options = (f"--{key}={value}" for key, value in settings.items())
         command = ("train", "--config", "quickstart", *options)
         with self._lock:

@@ -49,7 +49,7 @@ class Kind:
     never_ends: bool = False
     """The rank lives until somebody kills it."""
     is_audited: bool = False
-    """Its trials audit gradients in each step, and a rank has one microbatch in a step."""
+    """Its trials audit gradients in each step."""
 
     @property
     def needs_namespaces(self) -> bool:
