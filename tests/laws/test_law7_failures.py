@@ -4,11 +4,17 @@ import os
 import re
 import shutil
 import signal
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from forked_ranks import exit_codes, places, start_rank
+import torch
+import torch.nn.functional as F
+from forked_ranks import bigbatch, exit_codes, places, start_rank
+from torch import Tensor
 
+from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -63,12 +69,26 @@ def test_bad_setting_is_one_line(overrides: dict[str, object], parts: list[str],
         assert part in line
 
 
+def bigbatch_with_a_broken_rank(*command: str) -> int:
+    """What a rank runs: bigbatch, where rank 1 computes nonsense from its third step on, as a broken GPU does."""
+    calls, healthy = count(1), F.cross_entropy
+
+    def broken(logits_BK: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        loss = healthy(logits_BK, targets, **options)
+        return loss if next(calls) <= 2 * 2 else loss * torch.nan  # two ranks share four microbatches
+
+    if read_process_env().rank == 1:
+        F.cross_entropy = broken
+    return bigbatch(*command)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_nan_of_one_rank_names_rank_and_step_and_is_not_saved(precision: str, data: Path, tmp_path: Path) -> None:
     settings = {"optimizer.precision": precision, "run.checkpoint_every_steps": 1}
     if precision == "fp16":
         settings |= {"optimizer.loss_scale": 1024, "optimizer.loss_scale_growth_steps": 2000}
-    line = fails(Forked(tuple(train_command(data, tmp_path, settings)), ranks=2, target="tests.laws.ranks_nan:main"))
+    target = "tests.laws.test_law7_failures:bigbatch_with_a_broken_rank"
+    line = fails(Forked(tuple(train_command(data, tmp_path, settings)), ranks=2, target=target))
     assert "the loss is nan since step 3, which began on rank 1 of 2 alone: look at the images and the GPU" in line
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints")] == [1, 2]
 
