@@ -148,7 +148,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     ),
     "launch flux": "tests/unit/launch/launchers/test_flux.py::test_ranks_under_flux_know_their_places",
     "launch torchrun": "tests/laws/test_law2_resume_is_exact.py::test_ctrl_c_saves_a_checkpoint_and_changes_no_bit",
-    "launch slurm": "tests/cluster/test_slurm.py::test_training_job_ends_with_the_bits_of_mpirun",
+    "launch slurm": "tests/cluster/test_slurm.py::test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits",
     "launch k8s": "tests/unit/launch/launchers/test_k8s.py::test_k8s_jobs_have_names_of_their_own",
     "launch emulate": "tests/cluster/test_emulate.py::test_bigbatch_command_runs_on_every_rank",
     "launch preflight": ("tests/cluster/test_preflight.py::test_node_at_half_speed_is_named_and_equal_ones_are_not"),
