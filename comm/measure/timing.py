@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,40 +140,42 @@ def limit_of(dtype: torch.dtype) -> int:
     return int(2 / torch.finfo(dtype).eps)
 
 
-def rank_pattern(rank: int, world_size: int, *, limit: int) -> list[int]:
-    """Return one period of the whole numbers that a rank adds to the sum, which stays within limit.
+def rank_pattern(rank: int, world_size: int, *, limit: int) -> Tensor:
+    """Return one period of the whole numbers that a rank adds to the sum, which stays within limit; int64.
 
     Any order of adding is exact, as every partial sum is a whole number within the limit. With more ranks than the
     limit, the ranks beyond add zeros.
     """
-    if rank >= limit:
-        return [0] * PERIOD
-    largest = min(LARGEST, limit // min(world_size, limit))
-    return [(17 * i + 31 * rank + i * rank) % (largest + 1) for i in range(PERIOD)]
+    largest, place_P = min(LARGEST, limit // min(world_size, limit)), torch.arange(PERIOD)
+    return (17 * place_P + 31 * rank + place_P * rank) % (largest + 1) * (rank < limit)
 
 
-def expected_pattern(world_size: int, *, limit: int) -> list[int]:
+def expected_pattern(world_size: int, *, limit: int) -> Tensor:
     """Return one period of the sum over all ranks."""
-    patterns = [rank_pattern(rank, world_size, limit=limit) for rank in range(min(world_size, limit))]
-    return [sum(column) for column in zip(*patterns, strict=True)]
+    ranks = range(min(world_size, limit))
+    return torch.stack([rank_pattern(rank, world_size, limit=limit) for rank in ranks]).sum(0)
 
 
-def fill_(tensor_N: Tensor, pattern: Sequence[int]) -> None:
+def fill_(tensor_N: Tensor, pattern_P: Tensor) -> None:
     """Repeat the pattern over the tensor, in place."""
-    pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
-    whole = tensor_N.numel() // len(pattern) * len(pattern)
-    tensor_N[:whole].view(-1, len(pattern)).copy_(pattern_P)
-    tensor_N[whole:].copy_(pattern_P[: tensor_N.numel() - whole])
+    for rows_RP, same_P in _beside(tensor_N, pattern_P):
+        rows_RP.copy_(same_P)
 
 
-def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
+def count_different(tensor_N: Tensor, pattern_P: Tensor) -> int:
     """Count elements that differ from the repeated pattern; a value that is not finite differs."""
-    pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
-    whole = tensor_N.numel() // len(pattern) * len(pattern)
-    # in pieces: a comparison of all at once would need a mask as long as the tensor
-    rows = tensor_N[:whole].view(-1, len(pattern)).split(1 << 14)
-    wrong = sum(int(torch.count_nonzero(rows_RP != pattern_P)) for rows_RP in rows)
-    return wrong + int(torch.count_nonzero(tensor_N[whole:] != pattern_P[: tensor_N.numel() - whole]))
+    return sum(int(torch.count_nonzero(rows_RP != same_P)) for rows_RP, same_P in _beside(tensor_N, pattern_P))
+
+
+def _beside(tensor_N: Tensor, pattern_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows of a period and the pattern, and the rest of the tensor and of the pattern.
+
+    In pieces: a comparison of all rows at once would need a mask as long as the tensor.
+    """
+    pattern_P, whole = pattern_P.to(tensor_N.device, tensor_N.dtype), tensor_N.numel() // PERIOD * PERIOD
+    for rows_RP in tensor_N[:whole].view(-1, PERIOD).split(1 << 14):
+        yield rows_RP, pattern_P
+    yield tensor_N[whole:], pattern_P[: tensor_N.numel() - whole]
 
 
 @dataclass(frozen=True)

@@ -164,10 +164,10 @@ def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) ->
     """Added one by one, forwards and backwards, in the dtype itself, against integers."""
     limit = limit_of(getattr(torch, dtype))
     patterns = [rank_pattern(rank, world_size, limit=limit) for rank in range(world_size)]
-    oracle = [sum(column) for column in zip(*patterns, strict=True)]
-    assert expected_pattern(world_size, limit=limit) == oracle
+    oracle = [sum(column) for column in zip(*(each.tolist() for each in patterns), strict=True)]
+    assert expected_pattern(world_size, limit=limit).tolist() == oracle
     assert max(oracle) <= limit
-    parts = [torch.tensor(p, dtype=getattr(torch, dtype)) for p in patterns]
+    parts = [each.to(getattr(torch, dtype)) for each in patterns]
     for ordered in (parts, parts[::-1]):
         assert sum(ordered).tolist() == oracle
 
@@ -175,9 +175,10 @@ def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) ->
 def test_pattern_tells_ranks_and_places_apart() -> None:
     """No rank's values are another's, and no shift of the sum is the sum."""
     for world_size in (2, 4, 8):
-        patterns = [rank_pattern(rank, world_size, limit=limit_of(torch.bfloat16)) for rank in range(world_size)]
+        limit = limit_of(torch.bfloat16)
+        patterns = [rank_pattern(rank, world_size, limit=limit).tolist() for rank in range(world_size)]
         assert all(a != b for a, b in itertools.combinations(patterns, 2))
-        total = expected_pattern(world_size, limit=limit_of(torch.bfloat16))
+        total = expected_pattern(world_size, limit=limit).tolist()
         assert all(total[shift:] + total[:shift] != total for shift in range(1, PERIOD))
 
 
