@@ -410,7 +410,7 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["--algorithms", "hybrid"], "--algorithms hybrid needs --table"),
         (["--plot", "a.jpeg"], "--plot a.jpeg: the name must end in one of .png, .svg, .pdf"),
         (["--table", "absent.json"], "cannot read absent.json: No such file or directory"),
-        (["--output", "/proc/no/a.jsonl"], "cannot write /proc/no"),
+        (["--output", "/proc/no/a.jsonl", "--max-bytes", "4K"], "cannot write /proc/no"),
         (
             ["--max-bytes", "1000000G"],
             "--max-bytes: 262144G bytes for each of 1 ranks, and as much again twice to work with, do",

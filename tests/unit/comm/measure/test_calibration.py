@@ -278,7 +278,7 @@ def test_calibration_ends_where_a_sum_is_wrong(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Communicator, "sum_", sum_)
     with pytest.raises(CommError, match=naming("native", " bytes", "bigbatch comm bench")):
-        calibrate(one_rank(), folder=tmp_path)
+        calibrate(one_rank(), folder=tmp_path, buffer_bytes=4096)
     assert list(tmp_path.iterdir()) == []
 
 
