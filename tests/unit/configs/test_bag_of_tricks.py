@@ -149,7 +149,6 @@ def test_lars_does_not_adapt_raised_biases() -> None:
         (("model.options.pool_first=false",), ("model.options.pool_first", " true there", " false here")),
         (("model.options.celu_alpha=0.3",), ("model.options.celu_alpha", " null there", " 0.3 here")),
         (("model.options.norm_scale=0.25",), ("model.options.norm_scale", " null there", " 0.25 here")),
-        (("model.options.logit_scale=1",), ("model.options.logit_scale", " 0.125 there", " 1.0 here")),
     ],
 )
 @pytest.mark.parametrize("is_old", [False, True])

@@ -60,13 +60,6 @@ def make(name: str, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, T
     return model, statistics_N
 
 
-def make_double(name: str) -> nn.Module:
-    """A model in float64 for steps of one microbatch."""
-    torch.manual_seed(0)
-    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=COUNT // SPAN)
-    return build_model(name, num_classes=CLASSES, norm=norm, **OPTIONS[name]).double()
-
-
 def make_images(name: str, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     size = SMALLEST[name]
@@ -124,7 +117,7 @@ def test_statistics_change_by_training_through_the_model_itself_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "num_graphs"),
     # stem, head, and the blocks of different shapes
-    [("resnet18", 9), pytest.param("resnet50", 10, marks=pytest.mark.long), ("resnet9", 7), ("alexnet_bn", 2)],
+    [("resnet18", 9), ("resnet9", 7), ("alexnet_bn", 2)],
 )
 def test_compiled_region_is_one_graph_for_all_microbatches(name: str, num_graphs: int) -> None:
     """fullgraph=True lets no graph break pass."""
@@ -143,28 +136,19 @@ def test_compiled_region_is_one_graph_for_all_microbatches(name: str, num_graphs
     assert counter.frame_count == num_graphs
 
 
-def compare(name: str, *, backend: str) -> None:
-    """A step in float64: sums of up to 1e4 products, some ten after one another, and no ReLU that rounding flips."""
-    grads = []
-    for is_compiled in (False, True):
-        model = make_double(name)
-        if is_compiled:
-            compile_regions_(model, mode=None, backend=backend)
-        grads.append(step(model, make_images(name, torch.float64)[:1]))
-    for got, want in zip(*grads, strict=True):
-        assert float((got - want).norm()) <= 1e5 * 2**-53 * float(want.norm())
-
-
 @pytest.mark.long
 def test_compiled_step_is_the_eager_one() -> None:
-    compare("resnet9", backend="aot_eager")
-
-
-@pytest.mark.long
-def test_compiled_step_of_inductor_is_the_eager_one() -> None:
-    if failure := cxx_failure():
-        pytest.skip(failure)
-    compare("resnet9", backend="inductor")
+    """In float64: sums of up to 1e4 products, some ten after one another, and no ReLU that rounding flips."""
+    grads = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=COUNT // SPAN)
+        model = build_model("resnet9", num_classes=CLASSES, norm=norm, **OPTIONS["resnet9"]).double()
+        if is_compiled:
+            compile_regions_(model, mode=None, backend="aot_eager")
+        grads.append(step(model, make_images("resnet9", torch.float64)[:1]))
+    for got, want in zip(*grads, strict=True):
+        assert float((got - want).norm()) <= 1e5 * 2**-53 * float(want.norm())
 
 
 @pytest.mark.long
@@ -194,9 +178,10 @@ def cxx_failure() -> str:
     return ""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "num_blocks"), [("resnet18", 3), ("resnet18", 8), ("resnet9", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "dtype"), [("resnet18", 3, torch.bfloat16), ("resnet9", 2, torch.float32)]
+)
 def test_recomputed_blocks_change_no_bit_and_keep_less(name: str, num_blocks: int, dtype: torch.dtype) -> None:
     results, kept = [], []
     for count in (0, num_blocks):

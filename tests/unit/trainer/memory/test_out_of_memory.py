@@ -50,8 +50,7 @@ def quickstart(global_batch_size: int, microbatch_size: int, bn_span: int, *word
 # --- the search ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [0, 1, 4, 7, 8, 31, 32, 95, 96, 97, 4000])
+@pytest.mark.parametrize("limit", [0, 1, 7, 31, 96, 97, 4000])
 @pytest.mark.parametrize("is_last_near", [True, False])
 def test_out_of_memory_search_finds_the_largest_legal_size_below_a_limit(limit: int, is_last_near: bool) -> None:
     """Beside a count by hand: divisors of the span of 32, and its multiples."""
@@ -101,14 +100,13 @@ def test_out_of_memory_is_recognised(error: BaseException, expected: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("size", "words"),
     [
-        (),
-        ("--augment.mixup_alpha=0.2", "--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=100"),
-        ("--optimizer.sharded=true", "--optimizer.precision=bf16_autocast"),
+        (1, ()),
+        (16, ("--augment.mixup_alpha=0.2", "--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=100")),
+        (16, ("--optimizer.sharded=true", "--optimizer.precision=bf16_autocast")),
     ],
 )
-@pytest.mark.parametrize("size", [1, 16])
 def test_out_of_memory_steps_run_at_any_size(size: int, words: tuple[str, ...]) -> None:
     assert run_steps(quickstart(64, 16, 8, *words), size, device=CPU, num_microbatches=2) > 0
 
@@ -142,15 +140,14 @@ def test_out_of_memory_tries_are_captured_where_the_run_is(
     assert (capture.num_warm_ups, capture.num_captures) == (3, 2)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("place", ["memory.largest_batch._generated", "build.parts._make_average"])
-def test_out_of_memory_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_out_of_memory_a_try_that_fails_early_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of a reducer that nobody closes would keep the model, and the next try find less memory."""
 
     def fail(*args: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(f"bigbatch.trainer.{place}", fail)
+    monkeypatch.setattr("bigbatch.trainer.build.parts._make_average", fail)
     before = num_alive("GradientReducer")
     assert not fits_memory(quickstart(64, 16, 8), 4, device=CPU)
     assert num_alive("GradientReducer") == before
