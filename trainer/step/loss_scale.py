@@ -61,7 +61,7 @@ class LossScale:
     def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
         """Return whether to skip (bool) a step with that norm of scaled gradients; set the scale of the next one.
 
-        A step that failed (bool) is to be skipped as if it had never been.
+        A step that failed (bool) is skipped and changes nothing.
         """
         state, overflow = self.state, ~norm.isfinite()
         scale, clean_steps = state.scale, torch.where(overflow, 0, state.clean_steps + 1)

@@ -14,7 +14,7 @@ GUESS = math.log(10)
 
 
 def ends(loss: float, finite_steps: list[int]) -> str:
-    """What rank 0 says whose loss became none after so many steps, and the other ranks theirs."""
+    """The error on rank 0; finite_steps: of each rank, before its loss was not finite."""
     with pytest.raises(TrainingDiverged) as caught:
         require_finite(
             loss, first_step=100, finite_steps=finite_steps[0], gather_text=lambda text: list(map(str, finite_steps))

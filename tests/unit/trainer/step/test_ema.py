@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.step.ema import MovingAverage, NoAverage, bounded_decay, evaluated_weights
+from bigbatch.trainer.step.ema import MovingAverage, evaluated_weights
 from bigbatch.trainer.step.plan import Parts
 
 NO, YES = torch.tensor([False]), torch.tensor([True])
@@ -45,15 +45,6 @@ def test_average_is_the_closed_form() -> None:
     assert seen[0] == []
     for found, value in zip(seen[1:], (at_2, at_2, at_4, at_4, at_6, at_6, at_8), strict=True):
         assert found == pytest.approx([float(value), -64.0], rel=1e-6)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.951, 0.9999])
-def test_average_looks_back_over_a_ninth_of_its_steps_until_its_decay_is_reached(decay: float) -> None:
-    found = [bounded_decay(decay, n) for n in range(1, 2000)]
-    assert found == sorted(found)
-    assert max(found) <= decay
-    for n, each in enumerate(found, start=1):
-        assert each == decay or 1 / (1 - each) == pytest.approx((10 + n) / 9)
 
 
 def test_average_is_that_of_torch() -> None:
@@ -115,15 +106,6 @@ def test_average_of_a_run_that_had_none_starts_from_its_weights() -> None:
     assert average.state_dict(7)["w"].tolist() == [5.0] * 3
     with pytest.raises(ValueError, match="weights"):
         average.load_state_dict({"v": torch.ones(3)})
-
-
-def test_average_that_is_none_leaves_the_weights() -> None:
-    none = NoAverage()
-    none.update_(1, skip_1=NO)
-    none.load_state_dict({"w": torch.ones(3)})
-    with none.in_place_of_weights(1):
-        pass
-    assert none.state_dict(1) == {}
 
 
 def test_average_is_evaluated_where_there_is_one() -> None:

@@ -1,7 +1,7 @@
-"""The norms that a noise scale is made of, measured in real steps of a linear regression, whose own are known.
+"""The norms that a noise scale is made of, measured in real steps of a linear regression, where they are known.
 
 x ~ N(0, I), y = x.w + e with e ~ N(0, NOISE^2). Where the weights are off by d, a sample's gradient is g = x (x.d - e),
-whose mean is d, and E|g|^2 = (D + 2) |d|^2 + D NOISE^2 by the fourth moments of x: tr(Sigma) is that less |d|^2.
+with mean d, and E|g|^2 = (D + 2) |d|^2 + D NOISE^2 by the fourth moments of x: tr(Sigma) is that less |d|^2.
 """
 
 import math

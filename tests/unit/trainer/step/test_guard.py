@@ -60,7 +60,7 @@ def test_guard_leaves_no_trace_of_a_skipped_step(name: str) -> None:
     assert all(map(torch.equal, before[0], after[0]))
     for old, new in zip(before[1].values(), after[1].values(), strict=True):
         assert all(torch.equal(torch.as_tensor(old[key]), torch.as_tensor(new[key])) for key in old)
-    assert not hasattr(optimizer, "found_inf"), "nothing is left for a step of someone else"
+    assert not hasattr(optimizer, "found_inf"), "the next step has its own flag"
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e9])

@@ -6,14 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
-from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.shampoo import Shampoo
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.precision import AUTOCAST_DTYPES, COMPUTE_DTYPES, Precision, set_tf32, underflow_fraction
@@ -141,19 +139,15 @@ def test_precision_sees_a_weight_that_is_no_number(bad: float) -> None:
     assert not precision.is_finite()
 
 
-def of_matrices(kind: type[Muon | Shampoo], weights: list[nn.Parameter]) -> Muon | Shampoo:
+def shampoo(weights: list[nn.Parameter]) -> Shampoo:
     groups = ([w for w in weights if (w.dim() > 1) is is_matrix] for is_matrix in (True, False))
-    return kind([{"params": some, "adapt": some[0].dim() > 1} for some in groups], lr=0.1)
+    return Shampoo([{"params": some, "adapt": some[0].dim() > 1} for some in groups], lr=0.1)
 
 
 OPTIMIZERS = [
     partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
-    partial(torch.optim.SGD, lr=0.1, fused=True),
-    partial(LARS, lr=1.0),
-    partial(LARS, lr=1.0, momentum_form="lr_outside"),
     partial(LAMB, lr=0.1),
-    partial(of_matrices, Muon),
-    partial(of_matrices, Shampoo),
+    shampoo,
 ]
 
 
@@ -166,7 +160,7 @@ def same(ours: object, theirs: object) -> bool:
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_precision_leaves_no_trace_of_a_skipped_update(
     name: str, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ) -> None:
@@ -185,17 +179,6 @@ def test_precision_leaves_no_trace_of_a_skipped_update(
     assert same(ends[1], ends[0])
     assert same(ends[2], ends[0])
     assert not same(ends[0][0], make_precision(small_model(), name=name).model_state())
-
-
-def test_precision_keeps_the_scale_at_a_skipped_update_with_an_overflow_of_its_own() -> None:
-    model = small_model()
-    precision = make_precision(model, name="fp16")
-    optimizer = LARS(list(precision.masters.values()), lr=1.0)
-    step(model, precision, optimizer, torch.randn(8, 3, 8, 8))
-    before = copy.deepcopy(precision.state_dict())
-    step(model, precision, optimizer, torch.full((8, 3, 8, 8), float("inf")), torch.tensor([True]))
-    assert precision.state_dict() == before
-    assert precision.is_finite()
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -236,14 +219,11 @@ def test_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
         assert float(before - precision.masters["weight"].detach()) == expected
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", AUTOCAST_DTYPES)
 def test_autocast_gives_the_numbers_of_torchs_own(name: str) -> None:
-    """Torchvision's model under torch.autocast, and its twin under ours: the same bits everywhere."""
-    images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
-    torch.manual_seed(0)
-    theirs = torchvision.models.resnet18(num_classes=10)
-    ours = copy.deepcopy(theirs)
+    """A model under torch.autocast, and its twin under ours: the same bits everywhere."""
+    images, labels = torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,))
+    theirs, ours = small_model(), small_model()
     with torch.autocast("cpu", dtype=AUTOCAST_DTYPES[name]):
         expected = theirs(images)
     nn.functional.cross_entropy(expected.float(), labels).backward()

@@ -48,21 +48,21 @@ def test_digest_of_any_layout_is_that_of_its_elements() -> None:
 
 
 def test_digest_tells_every_flipped_bit_and_every_exchange() -> None:
-    x_N = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    x_N = torch.randn(20, generator=torch.Generator().manual_seed(0))
     bits_N, found = x_N.view(torch.int32), [digest([x_N]).item()]
-    for place in range(50):
+    for place in range(20):
         for bit in range(32):
             mask = 1 << bit if bit < 31 else -(1 << 31)
             bits_N[place] ^= mask
             found.append(digest([x_N]).item())
             bits_N[place] ^= mask
-    for one in range(50):
+    for one in range(20):
         for other in range(one):
             x_N[[one, other]] = x_N[[other, one]]
             found.append(digest([x_N]).item())
             x_N[[one, other]] = x_N[[other, one]]
     assert digest([x_N]).item() == found[0]
-    assert len(set(found)) == len(found) == 1 + 50 * 32 + 50 * 49 // 2
+    assert len(set(found)) == len(found) == 1 + 20 * 32 + 20 * 19 // 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

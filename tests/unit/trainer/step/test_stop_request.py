@@ -1,4 +1,4 @@
-"""A run that is asked to stop: what it hears, from whom, and that it says so at once."""
+"""A run that is asked to stop: which requests it hears, from which source, and that it says so at once."""
 
 import os
 import signal
@@ -104,7 +104,7 @@ def test_stop_is_asked_for_by_the_end_of_the_launcher(monkeypatch: pytest.Monkey
 
 def test_stop_that_came_before_it_was_watched_for_is_not_lost(stop: StopRequest) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    assert not stop.is_due(), "nobody asks it, as in bigbatch doctor"
+    assert not stop.is_due(), "not watched, as in bigbatch doctor"
     said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put):
         assert said.get(timeout=200) == "SIGTERM"
