@@ -97,7 +97,7 @@ def test_sharded_weights_measure_what_an_update_waits_for() -> None:
 
 @dataclass
 class Late:
-    """A gather whose weights come when it is waited for, or one that was started after it."""
+    """A gather that brings its weights when it, or one that was started after it, is waited for."""
 
     under_way: list["Late"]
     number: int
@@ -125,11 +125,10 @@ def late_gathers(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet9", "resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
-def test_sharded_weights_come_while_a_forward_runs(name: str, late_gathers: list[Late]) -> None:
+def test_sharded_weights_come_while_a_forward_runs(late_gathers: list[Late]) -> None:
     """No module computes with what is not there yet, and none waits for more than its own weights."""
     communicator = connect(env=ALONE, backend="gloo")
-    model = build_model(name, num_classes=3, norm=nn.BatchNorm2d).eval()
+    model = build_model("resnet18", num_classes=3, norm=nn.BatchNorm2d).eval()
     images_BCHW = torch.ones(1, 3, 32, 32)
     expected_BK = model(images_BCHW)
     precision = Precision(model, name="fp32", device=communicator.device)

@@ -110,7 +110,7 @@ COPIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, FP16, {"ema_decay": "0.5", "ema_every_steps": "1"}, {"sharded": "true"}])
+@pytest.mark.parametrize("settings", [{**FP16, "ema_decay": "0.5", "ema_every_steps": "1"}, {"sharded": "true"}])
 def test_step_copies_nothing_but_what_is_listed(gpu: RecordedGpu, tmp_path: Path, settings: dict[str, str]) -> None:
     with run(gpu, tmp_path, **{f"optimizer.{key}": value for key, value in settings.items()}):
         assert [copy for copy in gpu.copies if copy.is_blocking] == []
