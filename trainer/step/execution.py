@@ -26,31 +26,18 @@ Cut: TypeAlias = Callable[[], None]
 """Ends one graph within a capture, and starts the next."""
 
 
-class Execution(Protocol):
-    """Runs the work of a step."""
-
-    measures_waits: bool
-    """Whether Python sees each step, so that the reducer can measure waits, and count what its grid rounds to 0."""
-
-    def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
-        """Run the work once and return what it does."""
-        ...
-
-    def close(self) -> None:
-        """Free captured graphs; nothing runs afterwards."""
-        ...
-
-
 class EagerExecution:
     """Runs each kernel when Python calls it."""
 
     measures_waits = True
+    """Whether Python sees each step, so that the reducer can measure waits, and count what its grid rounds to 0."""
 
     def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
+        """Run the work once and return what it does."""
         return work(microbatches)
 
     def close(self) -> None:
-        pass
+        """Hold nothing, unlike captured graphs."""
 
 
 class Capture(Protocol):
@@ -124,10 +111,10 @@ class _Graphs:
 class CudaGraphExecution:
     """Captures the work once for each shape of microbatches, and replays it from then on: one launch for each of them.
 
-    One graph serves all microbatches but the last, whose own goes on to the update; the first is cut off where the work
-    asks for the last. So each microbatch can be drawn, and seeded, just before its replay, and all are read from one
-    place. The work has to be the same in each call, and for each microbatch but the last: the tensors that it works on
-    are those of the capture, and so are its Python numbers, but for the optimizer's learning rates, which are fp32
+    One graph serves all microbatches but the last. The last one has its own, which goes on to the update; the first is
+    cut off where the work asks for the last. So each microbatch can be drawn, and seeded, just before its replay, and
+    all are read from one place. The work has to be the same in each call, and for each microbatch but the last: it
+    works on the tensors and Python numbers of the capture, but for the optimizer's learning rates, which are fp32
     tensors here, warm-up included. What else changes is read from tensors that the caller writes in place, or drawn
     from the device's default generator, which the caller seeds. watch is called after the replays of a step.
     Raises: ComputeError if the work cannot be captured.
@@ -192,6 +179,9 @@ class CudaGraphExecution:
         except Exception as error:
             raise _explained(error, batch) from error
         return _Graphs(static, replays, result)
+
+
+Execution: TypeAlias = EagerExecution | CudaGraphExecution
 
 
 def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:

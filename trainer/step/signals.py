@@ -1,7 +1,7 @@
 """Signals that ask a run to stop, and who handles them meanwhile."""
 
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,17 +17,6 @@ STOP_SIGNALS = (
 sends SIGUSR1, too); the limit of CPU time."""
 
 
-@contextmanager
-def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Send these signals to the handler meanwhile. In the main thread only."""
-    previous = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
-
-
 def heeded_signals() -> list[signal.Signals]:
     """Return STOP_SIGNALS, under nohup without SIGHUP: a closed terminal changes nothing then."""
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -37,5 +26,9 @@ def heeded_signals() -> list[signal.Signals]:
 @contextmanager
 def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Send heeded_signals to the handler meanwhile. In the main thread only."""
-    with handling(heeded_signals(), handler):
+    previous = {number: signal.signal(number, handler) for number in heeded_signals()}
+    try:
         yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)

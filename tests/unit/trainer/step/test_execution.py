@@ -1,4 +1,4 @@
-"""A run whose steps are captured and replayed ends with the bits of one whose steps are not."""
+"""A run with captured and replayed steps ends with the bits of an eager one."""
 
 import math
 import re
@@ -36,11 +36,9 @@ NUM_STEPS = 8
 CASES: dict[str, dict[str, str]] = {
     "lars fp32": {},
     "lars outside bf16": {"momentum_form": "lr_outside", "precision": "bf16"},
-    "lars fp16": FP16,
     "sgd fp16": {**OF_LARS, "name": "sgd", "eps": "null", "bias_lr_factor": "4.0", **FP16},
     "lamb bf16": {**ADAPTIVE, "name": "lamb", "precision": "bf16", "clip_norm": "0.5"},
     "adamw fp32": {**ADAPTIVE, "name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
-    "adamw fp16": {**ADAPTIVE, "name": "adamw", **FP16},
     "lion fp16": {**ADAPTIVE, "name": "lion", "eps": "null", **FP16},
     "muon bf16": {
         **OF_LARS,
@@ -164,12 +162,10 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
         assert len({record["loss_scale"] for record in at_once.records}) > 1
 
 
-@pytest.mark.parametrize("num_microbatches", [3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["lars outside bf16", "sgd fp16"])
-def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
-    name: str, num_microbatches: int, tmp_path: Path
-) -> None:
+def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """Gradients add up, half ones in fp32; each microbatch has its own share in the running statistics."""
+    num_microbatches = 3
 
     def source() -> Iterator[Batch]:
         return batches((16,) * NUM_STEPS * num_microbatches)
@@ -186,10 +182,7 @@ def read_sums_as_on_a_gpu(parts: Parts) -> None:
     parts.reducer.grid_sums._reads_on_arrival = False
 
 
-@pytest.mark.parametrize("name", ["lars fp32", "sgd fp16"])
-def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums on the grid: of gradients, statistics and losses. With one law for both, any division has these bits."""
     # as on a GPU, where the host does not look whether numbers are beyond the grid
     monkeypatch.setattr(torch, "aminmax", lambda steps_N: (math.inf,))
@@ -200,7 +193,7 @@ def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(
     try:
         at_once, replayed, capture = run_both(
             tmp_path,
-            CASES[name],
+            CASES["sgd fp16"],
             source,
             read_sums_as_on_a_gpu,
             num_microbatches=3,
@@ -214,7 +207,7 @@ def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(
     assert None not in {record["grid_underflow_fraction"] for record in at_once.whole_records}
 
 
-@pytest.mark.parametrize(("num_microbatches", "num_captures"), [(1, 1), (2, 2), (16, 2), (64, 2)])
+@pytest.mark.parametrize(("num_microbatches", "num_captures"), [(1, 1), (16, 2)])
 def test_cuda_graph_serves_all_microbatches_but_the_last(num_microbatches: int, num_captures: int) -> None:
     total, ends = torch.zeros(()), torch.zeros(())
 
@@ -251,9 +244,9 @@ def test_cuda_graph_skips_an_overflow_like_any(tmp_path: Path) -> None:
     assert at_once.records[0]["overflow_steps"] < at_once.records[-1]["overflow_steps"] < NUM_STEPS
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_cuda_graph_draws_dropout_anew_in_each_replay(num_microbatches: int, tmp_path: Path) -> None:
+def test_cuda_graph_draws_dropout_anew_in_each_replay(tmp_path: Path) -> None:
     seen: list[Tensor] = []
+    num_microbatches = 2
 
     def drop_images(parts: Parts) -> None:
         def drop(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
@@ -292,12 +285,10 @@ def test_cuda_graph_is_captured_for_each_size_of_images(tmp_path: Path) -> None:
     assert capture.num_replays == len(sizes) - 2 * WARM_UP_STEPS
 
 
-@pytest.mark.parametrize(("num_good", "num_microbatches", "num_more"), [(4, 1, 0), (4, 2, 1)])
-def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(
-    num_good: int, num_microbatches: int, num_more: int, tmp_path: Path
-) -> None:
-    """num_more: microbatches of the step that fails."""
-    sizes = (16,) * (num_good * num_microbatches + num_more)
+def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(tmp_path: Path) -> None:
+    """One microbatch of two is there of the step that fails."""
+    num_good, num_microbatches = 4, 2
+    sizes = (16,) * (num_good * num_microbatches + 1)
     at_once, replayed, capture = run_both(
         tmp_path, {}, lambda: batches(sizes, error="the disk is gone"), num_microbatches=num_microbatches
     )
@@ -364,11 +355,6 @@ class BrokenCapture(RecordedCapture):
     [
         (DataError("bad image"), "bad image", DataError),
         (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory", torch.OutOfMemoryError),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
-            "ALLOC",
-            RuntimeError,
-        ),
         (ValueError(), "ValueError in 'raise self._first'", ComputeError),
     ],
 )
@@ -397,14 +383,9 @@ class Place:
         self.backend = type("Backend", (), {"name": backend})()
 
 
-@pytest.mark.parametrize(
-    ("place", "named"),
-    [
-        (Place("cpu", "single"), ("GPU", "compute.cuda_graph to false")),
-        (Place("cuda", "gloo"), ("gloo", "compute.cuda_graph to false", "comm.backend to nccl")),
-    ],
-)
-def test_require_capturable_refuses_what_cannot_be(place: Any, named: tuple[str, ...]) -> None:
+def test_require_capturable_refuses_a_backend_of_the_host() -> None:
+    place: Any = Place("cuda", "gloo")
+    named = ("gloo", "compute.cuda_graph to false", "comm.backend to nccl")
     with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True ", *named)):
         require_capturable(place)
     for backend in ("single", "nccl"):
