@@ -33,7 +33,7 @@ class Format:
     read: Callable[[Path, Config], Classify]
     """Takes the file and the model's config. Raises: ImportError if the reader's library is not installed."""
     library: str | None = None
-    """Library whose own models alone it takes."""
+    """The only library that reads it, and only for its own models."""
     takes_folded: bool = True
     """It also has the layers, and not the weights of a known model alone."""
 
@@ -56,7 +56,7 @@ def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Forma
         )
     if fold and not chosen.takes_folded:
         raise ExportError(
-            f"who reads {name} has a {config.model.name} with batch norms: leave out --fold, or choose --format onnx"
+            f"readers of {name} have a {config.model.name} with batch norms: leave out --fold, or choose --format onnx"
         )
     if chosen.suffix is not None and out.suffix != chosen.suffix:
         raise ExportError(f"--out {out}: {name} writes {chosen.suffix}; name it {out.with_suffix(chosen.suffix)}")
@@ -121,10 +121,6 @@ def _write_program(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Map
     torch.export.save(torch.export.export(model, (images_BCHW,), dynamic_shapes=_any_batch()), path)
 
 
-def _read_program(path: Path, config: Config) -> Classify:
-    return torch.export.load(path).module()
-
-
 def _any_batch() -> tuple[dict[int, torch.export.Dim]]:
     return ({0: torch.export.Dim("batch")},)
 
@@ -136,5 +132,5 @@ FORMATS = {
     },
     "safetensors": Format(".safetensors", _write_safetensors, _read_safetensors, takes_folded=False),
     "onnx": Format(".onnx", _write_onnx, _read_onnx),
-    "torch_export": Format(".pt2", _write_program, _read_program),
+    "torch_export": Format(".pt2", _write_program, lambda path, config: torch.export.load(path).module()),
 }

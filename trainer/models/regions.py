@@ -37,7 +37,7 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     first call with each shape. A model that is no DividedModel is one region.
     """
     # Blocks share one forward: in training and in evaluation, at each size of the images, it meets every shape of a
-    # block. None of them is to be compiled for sizes in general, which is slower.
+    # block. Code for sizes in general would be slower.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
     for owner, name in _regions(model):
         compiled = torch.compile(getattr(owner, name), fullgraph=True, dynamic=False, mode=mode, backend=backend)

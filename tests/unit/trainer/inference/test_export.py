@@ -34,10 +34,6 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {},
         ["--model.name=resnet18", "--model.options.zero_gamma=true", "--model.options.blurpool=false"],
     ),
-    "resnet50": (
-        {},
-        ["--model.name=resnet50", "--model.options.zero_gamma=true", "--model.options.blurpool=false"],
-    ),
     "bag of tricks": (
         {"width": 2, "celu_alpha": 0.3, "norm_scale": 1.0, "is_whitened": True},
         [
@@ -120,11 +116,8 @@ def test_export_of_a_librarys_own_model_is_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        "resnet9",
-        pytest.param("bag of tricks", marks=pytest.mark.long),
+        "bag of tricks",
         pytest.param("blurred", marks=pytest.mark.long),
-        pytest.param("resnet18", marks=pytest.mark.long),
-        pytest.param("resnet50", marks=[pytest.mark.long, pytest.mark.weekly]),
     ],
 )
 def test_export_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
@@ -140,10 +133,9 @@ def test_export_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path:
         assert_same(source, images_BCHW, torch.from_numpy(session.run(None, {"images": images_BCHW.numpy()})[0]))
 
 
-@pytest.mark.parametrize("model", ["resnet9", pytest.param("resnet50", marks=[pytest.mark.long, pytest.mark.weekly])])
-def test_exported_program_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
+def test_exported_program_computes_the_same_at_any_batch(tmp_path: Path) -> None:
     out = tmp_path / "model.pt2"
-    source, code = export(model, "torch_export", out)
+    source, code = export("resnet9", "torch_export", out)
     assert code == 0
     program = torch.export.load(out).module()
     for batch in (1, 7):
@@ -151,12 +143,9 @@ def test_exported_program_computes_the_same_at_any_batch(model: str, tmp_path: P
         assert_same(source, images_BCHW, program(images_BCHW))
 
 
-@pytest.mark.parametrize("model", ["bag of tricks", pytest.param("resnet18", marks=pytest.mark.long)])
-def test_export_safetensors_reads_what_it_is_given(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_safetensors_reads_what_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bit by bit, with what serving needs in the file itself; and it is weights to go on from."""
-    out = tmp_path / "model.safetensors"
+    model, out = "bag of tricks", tmp_path / "model.safetensors"
     source, code = export(model, "safetensors", out)
     assert code == 0
     with safetensors.safe_open(out, framework="pt") as file:
@@ -199,16 +188,15 @@ def write_run(folder: Path) -> nn.Module:
     return best
 
 
-@pytest.mark.long
 def test_export_says_what_serving_needs_to_know(tmp_path: Path) -> None:
-    run, out = tmp_path / "run", tmp_path / "below" / "a.pt2"
+    run, out = tmp_path / "run", tmp_path / "below" / "a.safetensors"
     best = write_run(run)
     for name in "bcdefghijk":  # what is in the folder now is not what the run was trained on
         (run / "data/train" / name).mkdir(parents=True)
-    assert main(["export", str(run), "--format", "torch_export", "--out", str(out)]) == 0
+    assert main(["export", str(run), "--format", "safetensors", "--out", str(out)]) == 0
     found = facts(out)
     assert found["weights"] == str(run / "checkpoints/step-00000001"), "the best, not the newest"
-    assert found["format"] == "torch_export"
+    assert found["format"] == "safetensors"
     assert found["model"] == "resnet9"
     assert found["input"] == {
         "name": "images",
@@ -220,12 +208,10 @@ def test_export_says_what_serving_needs_to_know(tmp_path: Path) -> None:
         "eval_crop_fraction": 1.0,
     }
     assert found["output"] == {"name": "logits", "shape": ["batch", 10], "classes": list("abcdefghij")}
-    assert found["largest_difference"] < 1e-5
-    images_BCHW = torch.randn(2, 3, 48, 48)
-    assert_same(best, images_BCHW, torch.export.load(out).module()(images_BCHW))
+    assert torch.equal(safetensors_torch.load_file(out)["linear.weight"], best.linear.weight)
     newest = run / "checkpoints/step-00000002"
-    assert main(["export", str(run), "--checkpoint", str(newest), "--format", "torch_export", "--out", str(out)]) == 0
-    assert_same(best, images_BCHW, torch.export.load(out).module()(images_BCHW) / 2)
+    assert main(["export", str(run), "--checkpoint", str(newest), "--format", "safetensors", "--out", str(out)]) == 0
+    assert torch.equal(safetensors_torch.load_file(out)["linear.weight"], 2 * best.linear.weight)
 
 
 def refusal(capsys: pytest.CaptureFixture[str]) -> str:
@@ -269,22 +255,16 @@ def test_export_other_logits_are_an_error_and_nothing_is_left(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("form", "name", "library"), [("timm", "a.pth", "timm"), ("onnx", "a.onnx", "onnxruntime")])
 def test_export_without_their_library_it_is_written_and_said(
-    form: str,
-    name: str,
-    library: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    assert export("resnet18" if form == "timm" else "resnet9", form, tmp_path / name)[1] == 0
-    assert f"import of {library} halted" in capsys.readouterr().out
-    assert facts(tmp_path / name)["largest_difference"] is None
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert export("resnet18", "timm", tmp_path / "a.pth")[1] == 0
+    assert "import of timm halted" in capsys.readouterr().out
+    assert facts(tmp_path / "a.pth")["largest_difference"] is None
 
 
-@pytest.mark.parametrize("library", ["onnx", "onnxscript", "safetensors.torch"])
+@pytest.mark.parametrize("library", ["onnxscript", "safetensors.torch"])
 def test_export_missing_extra_is_named(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,7 +323,7 @@ def test_export_class_names_are_the_runs_and_come_back_with_safetensors(
     assert re.search(naming(f"{tmp_path / 'weights.pt'} keeps no class names"), capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("classes", ["[]", '["a"]', "{}", '"abcdefghij"', "[1, 2, 3, 4, 5, 6, 7, 8, 9, 0]", "[[", None])
+@pytest.mark.parametrize("classes", ['["a"]', '"abcdefghij"', "[1, 2, 3, 4, 5, 6, 7, 8, 9, 0]", "[[", None])
 def test_export_class_names_in_metadata_that_are_none_are_refused(
     classes: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

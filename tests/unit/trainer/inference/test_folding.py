@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,6 @@ from bigbatch.trainer.inference import folding
 from bigbatch.trainer.inference.folding import compile_, fold_norms, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
 
-onnx = pytest.importorskip("onnx")
-
 CPU = torch.device("cpu")
 PAGE = {"celu_alpha": 0.3, "norm_scale": 0.25, "is_whitened": True}
 FORMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
@@ -29,25 +27,17 @@ FORMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "resnet18": ("resnet18", {}, 20, 0),
     "resnet50": ("resnet50", {}, 53, 0),
     "blurred": ("resnet18", {"blurpool": True}, 20, 0),
-    "blurred bottlenecks": ("resnet50", {"blurpool": True}, 53, 0),
     "alexnet_bn": ("alexnet_bn", {}, 6, 1),
     "resnet9": ("resnet9", {"width": 4}, 8, 3),
     "pool last": ("resnet9", {"width": 4, "pool_first": False}, 8, 0),
     "bag of tricks": ("resnet9", {"width": 4, **PAGE}, 8, 3),
-    "bag of tricks, pool last": ("resnet9", {"width": 4, "pool_first": False, **PAGE}, 8, 0),
-}
-MORE = {
-    # more of the same blocks
-    "resnet34": ("resnet34", {}, 36, 0),
-    "resnet101": ("resnet101", {}, 104, 0),
-    "resnet152": ("resnet152", {}, 155, 0),
 }
 
 
 def trained(name: str) -> nn.Module:
     """With norms that are no identity, some of their scales negative."""
     torch.manual_seed(0)
-    model, options, _, _ = (FORMS | MORE)[name]
+    model, options, _, _ = FORMS[name]
     built = MODELS[model](num_classes=10, **options).eval()
     for module in built.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -67,14 +57,13 @@ def logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "name",
     [
-        "resnet18",
-        *(pytest.param(name, marks=pytest.mark.long) for name in FORMS if name != "resnet18"),
-        *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.weekly]) for name in MORE),
+        pytest.param(name, marks=pytest.mark.long) if name in ("resnet50", "blurred", "alexnet_bn") else name
+        for name in FORMS
     ],
 )
 def test_folding_leaves_the_function_as_it_is(name: str) -> None:
     model, images_BCHW = trained(name), torch.randn(2, 3, 64, 64)
-    _, _, norms, kept = (FORMS | MORE)[name]
+    _, _, norms, kept = FORMS[name]
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     folded = fold_norms(model)
     assert (num_norms(model), num_norms(folded)) == (norms, kept)
@@ -119,8 +108,7 @@ def test_folding_a_convolution_with_other_readers_keeps_its_norm(twice: bool) ->
     assert num_norms(fold_norms(Shared(twice=twice).eval())) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["resnet18", "bag of tricks"])
+@pytest.mark.parametrize(("name", "dtype"), [("resnet18", torch.bfloat16), ("bag of tricks", torch.float16)])
 def test_folding_half_precision_holds_all_weights_but_norms(name: str, dtype: torch.dtype) -> None:
     model, images_BCHW = trained(name), torch.randn(8, 3, 64, 64)
     half = for_inference(model, device=CPU, dtype=dtype, fold=True)
@@ -138,7 +126,7 @@ def test_folding_what_compiles_is_called_so(monkeypatch: pytest.MonkeyPatch) -> 
     """By dynamo alone, whole: a graph that breaks would be an error."""
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda *a, **k: compile_module(*a, **k, backend="eager"))
-    for name in ("resnet18", "resnet9", "bag of tricks", "blurred"):
+    for name in ("bag of tricks", "blurred"):
         torch.compiler.reset()
         model, images_BCHW = trained(name), torch.randn(2, 3, 64, 64)
         want_BK = logits(model, images_BCHW)
@@ -222,14 +210,6 @@ def test_folding_evaluate_states_the_speed_and_scores_the_same(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("no_compiler")
-def test_folding_evaluate_ends_where_it_cannot_compile(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", *start, "--compile"]) == 1
-    errors = capsys.readouterr().err.splitlines()
-    assert re.search(naming("bigbatch: ", "InvalidCxxCompiler", "--compile"), errors[-1])
-
-
-@pytest.mark.long
 def test_folding_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     torch.compiler.reset()
     found = []
@@ -243,24 +223,18 @@ def test_folding_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("form", "suffix"), [("onnx", "onnx"), ("torch_export", "pt2")])
-def test_folding_export_folds(form: str, suffix: str, start: list[str], tmp_path: Path) -> None:
-    out = tmp_path / f"a.{suffix}"
-    assert main(["export", *start, "--fold", "--format", form, "--out", str(out)]) == 0
+def test_folding_export_folds(start: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "a.pt2"
+    assert main(["export", *start, "--fold", "--format", "torch_export", "--out", str(out)]) == 0
     facts = json.loads(Path(f"{out}.json").read_text())
     assert (facts["num_folded"], facts["num_norms"]) == (5, 8)
     assert facts["largest_difference"] < 1e-5
-    count: Callable[[], int] = {
-        "onnx": lambda: sum(node.op_type == "BatchNormalization" for node in onnx.load(out).graph.node),
-        "torch_export": lambda: sum("batch_norm" in str(n.target) for n in torch.export.load(out).graph.nodes),
-    }[form]
-    assert count() == 3
+    assert sum("batch_norm" in str(node.target) for node in torch.export.load(out).graph.nodes) == 3
 
 
-@pytest.mark.parametrize("form", ["torchvision", "timm"])
 def test_folding_libraries_models_are_not_folded(
-    form: str, start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = [word for word in start if "model.options.width" not in word] + ["--model.name=resnet18"]
-    assert main(["export", *keys, "--fold", "--format", form, "--out", str(tmp_path / "a.pth")]) == 1
-    assert re.search(naming(form, "resnet18", "--fold", "--format onnx"), capsys.readouterr().err)
+    assert main(["export", *keys, "--fold", "--format", "timm", "--out", str(tmp_path / "a.pth")]) == 1
+    assert re.search(naming("timm", "resnet18", "--fold", "--format onnx"), capsys.readouterr().err)

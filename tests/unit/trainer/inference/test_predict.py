@@ -49,10 +49,8 @@ def images_of(run: Path) -> list[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [[], ["--data.eval_flip=true", "--data.eval_crop_fraction=0.8"]])
-def test_predict_it_scores_what_evaluate_counts(
-    options: list[str], run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_it_scores_what_evaluate_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data.eval_flip=true", "--data.eval_crop_fraction=0.8"]
     found = predicted(capsys, run, *options, *images_of(run))
     assert main(["evaluate", str(run), *options, "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -149,20 +149,18 @@ def test_foreign_model_may_be_made_by_a_function(monkeypatch: pytest.MonkeyPatch
     assert make("own.net", norm=5).get_parameter("head.weight").shape == (7, 5)
 
 
-def test_foreign_model_without_sizes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [
+        (lambda *, num_classes: nn.LazyLinear(num_classes), ": weight has no size yet"),
+        (lambda *, num_classes: sys.exit(0), " ends Python"),  # with code 0 a job would seem to be done
+    ],
+)
+def test_foreign_model_that_cannot_be_made_is_refused(net: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("own")
-    package.net = lambda *, num_classes: nn.LazyLinear(num_classes)  # type: ignore[attr-defined]
+    package.net = net  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own", package)
-    with pytest.raises(ConfigError, match=r"model\.name=own\.net: weight has no size yet"):
-        make("own.net")
-
-
-def test_foreign_model_that_ends_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With code 0 a job would seem to be done."""
-    package = ModuleType("own")
-    package.net = lambda *, num_classes: sys.exit(0)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "own", package)
-    with pytest.raises(ConfigError, match=r"model\.name=own\.net ends Python"):
+    with pytest.raises(ConfigError, match=f"model.name=own.net{said}"):
         make("own.net")
 
 

@@ -17,7 +17,6 @@ from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.models import MODELS, build_model
 from bigbatch.trainer.models.alexnet import PoolUnlessPooled, alexnet_bn
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
-from bigbatch.trainer.models.resnet import ResNet, bottleneck
 from bigbatch.trainer.models.resnet9 import ConvBlock, resnet9
 
 RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
@@ -63,10 +62,8 @@ def scrambled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
-def test_resnet_computes_what_torchvision_computes(name: str) -> None:
-    ours = MODELS[name](num_classes=10)
-    peer = scrambled(getattr(torchvision.models, name)(num_classes=10))
+def test_resnet_computes_what_torchvision_computes() -> None:
+    ours, peer = MODELS["resnet18"](num_classes=10), scrambled(torchvision.models.resnet18(num_classes=10))
     ours.load_state_dict(peer.state_dict(), strict=True)
     images_BCHW = torch.randn(4, 3, 64, 64)
     with torch.no_grad():
@@ -95,12 +92,6 @@ def stage_blocks(name: str) -> list[tuple[int, int]]:
     return [(stage + 1, i) for stage, depth in enumerate(depths) for i in range(depth)]
 
 
-def test_zero_initialised_block_passes_its_input_through() -> None:
-    model = ResNet(bottleneck, (2, 1, 1, 1))
-    features_BCHW = torch.randn(2, 256, 4, 4)
-    torch.testing.assert_close(model.layer1[1](features_BCHW), features_BCHW.clamp(min=0), rtol=0, atol=0)
-
-
 def test_resnet_convolutions_have_he_fan_out_variance() -> None:
     weight = MODELS["resnet18"]().layer4[1].conv2.weight
     want_std = (2 / (512 * 9)) ** 0.5
@@ -115,15 +106,6 @@ def test_resnet9_parameter_count(num_classes: int, width: int) -> None:
     norms = 2 * (w + 3 * 2 * w + 4 * w + 3 * 8 * w)
     want = convolutions + norms + 8 * w * num_classes
     assert num_parameters(resnet9(num_classes=num_classes, width=width)) == want
-
-
-@pytest.mark.parametrize("side", [32, 64])
-@pytest.mark.parametrize("pool_first", [True, False])
-def test_resnet9_takes_cifar_and_imagenette_sides(side: int, pool_first: bool) -> None:
-    model = resnet9(num_classes=5, width=4, pool_first=pool_first)
-    features = model.layer3(model.layer2(model.layer1(model.prep(torch.randn(2, 3, side, side)))))
-    assert features.shape == (2, 32, side // 8, side // 8)
-    assert model(torch.randn(2, 3, side, side)).shape == (2, 5)
 
 
 def test_resnet9_logits_are_an_eighth_of_the_linear_layer_on_the_maxima() -> None:
@@ -166,7 +148,7 @@ def test_alexnet_bn_is_torchvisions_alexnet_once_its_norms_are_folded_away() -> 
                 module.bias.zero_()
         for mine, theirs in zip(ours.parameters(), without_conv_biases(peer), strict=True):
             mine.copy_(theirs)
-        images_BCHW = torch.randn(1, 3, 224, 224)
+        images_BCHW = torch.randn(1, 3, 80, 80)
         torch.testing.assert_close(ours(images_BCHW), peer(images_BCHW), rtol=1e-5, atol=1e-5)
 
 
