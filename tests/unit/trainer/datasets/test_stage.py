@@ -9,9 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import namedtuple
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -482,22 +482,19 @@ def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(sourc
     assert sum(path.stat().st_size for path in target.glob(".stage.*")) == 0
 
 
-def test_using_copy_of_ranks_that_end_at_the_same_moment_is_removed(target):
-    def use(start, end):
-        with using_copy(target, keep=False):
-            start.wait()
-            (target / "train").mkdir(exist_ok=True)
-            (target / "train/index.json").touch()
-            end.wait()
+def test_using_copy_of_ranks_that_end_at_the_same_moment_is_removed(target, monkeypatch):
+    other = ExitStack()
+    other.enter_context(using_copy(target, keep=False))
 
-    for _ in range(30):
-        barriers = threading.Barrier(2), threading.Barrier(2)
-        ranks = [threading.Thread(target=use, args=barriers) for _ in range(2)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert not (target / "train").exists()
+    def end_other_meanwhile(file):
+        if not (is_locked := try_lock(file)):
+            other.close()
+        return is_locked
+
+    monkeypatch.setattr(stage_module, "try_lock", end_other_meanwhile)
+    with using_copy(target, keep=False):
+        sample_images.write(target, {"train/index.json": b""})
+    assert not (target / "train").exists()
 
 
 def test_using_copy_is_not_removed_while_another_process_stages(source, target):
