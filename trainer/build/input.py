@@ -26,7 +26,7 @@ from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput, Rates
-from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.input.shards import DataRoot
 from bigbatch.trainer.input.storage import Cache
 from bigbatch.trainer.machine.host import cores_per_rank
 from bigbatch.trainer.run.class_names import require_same_names
@@ -76,9 +76,9 @@ def make_eval_split(
     """
     if config.data.loader == "synthetic":
         return _synthetic_split(config, communicator, image_size=_eval_size(config))
-    root = Path(config.data.root)
-    index = open_split(root, "val", classes=None if trained else read_classes(root, "train"), cache=_cache(config))
-    communicator.agree(f"the images in {root}", f"{len(index)} validation images ({_digest(index)})")
+    root = _root(config)
+    index = root.open("val", classes=None if trained else root.classes("train"))
+    communicator.agree(f"the images in {root.name}", f"{len(index)} validation images ({_digest(index)})")
     if trained:
         require_same_names(
             trained,
@@ -92,21 +92,22 @@ def make_eval_split(
 
 
 def _read_indices(config: Config, communicator: Communicator) -> Images:
-    root = Path(config.data.root)
-    train_index = open_split(root, "train", cache=_cache(config))
-    val_index = open_split(root, "val", classes=train_index.classes, cache=_cache(config))
+    root = _root(config)
+    train_index = root.open("train")
+    val_index = root.open("val", classes=train_index.classes)
     _require_num_classes(config, train_index)
     communicator.agree(
-        f"the images in {root}",
+        f"the images in {root.name}",
         f"{len(train_index)} training images ({_digest(train_index)}), "
         f"{len(val_index)} validation images ({_digest(val_index)})",
     )
     return train_index, val_index
 
 
-def _cache(config: Config) -> Cache | None:
+def _root(config: Config) -> DataRoot:
     folder = config.data.cache_dir
-    return None if folder is None else Cache(Path(folder), round(1e9 * config.data.cache_gb))
+    cache = None if folder is None else Cache(Path(folder), round(1e9 * config.data.cache_gb))
+    return DataRoot(config.data.root, cache=cache)
 
 
 def _require_num_classes(config: Config, index: ImageSource) -> None:
@@ -303,7 +304,9 @@ def measure_input(
     if probe is None or ranks is None:
         return None
     is_on_gpu = communicator.device.type == "cuda"
-    return MeasuredInput(ranks, input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu))
+    is_packed = not isinstance(split.index, imagenet.ImageIndex)
+    settings = input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu, is_packed=is_packed)
+    return MeasuredInput(ranks, settings)
 
 
 def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:

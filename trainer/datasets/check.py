@@ -15,12 +15,11 @@ from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, examine_all
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, list_below, list_split, spelled_twice
-from bigbatch.trainer.input.listed import SPLITS, read_images
+from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shard_files import FACTS, SETTINGS, is_packed
-from bigbatch.trainer.input.shards import ENTRIES, has_split, open_split, read_packed
-from bigbatch.trainer.input.storage import url_of
-from bigbatch.trainer.input.webdataset import WebDatasetSplit, find_shards, open_webdataset
+from bigbatch.trainer.input.shards import ENTRIES, DataRoot, read_packed
+from bigbatch.trainer.input.webdataset import WebDatasetSplit
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
@@ -106,7 +105,8 @@ def check_dataset(
     Raises: DataError if root has neither split, or is no list of images; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
-    listings = {split: open_listing(root, split) for split in SPLITS if has_split(root, split)}
+    data = DataRoot(root)
+    listings = {split: open_listing(data, split) for split in SPLITS if data.has(split)}
     if not listings:
         what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of images"
         hint = "name the folder that contains train/ and val/, or the list that `bigbatch init` wrote"
@@ -124,7 +124,7 @@ def check_dataset(
         if on_progress:
             on_progress(num_done, total)
     tables = {split: np.concatenate(parts) for split, parts in rows.items()}
-    findings = class_findings(root, splits)
+    findings = class_findings(data.name, splits)
     for split, images in splits.items():
         findings += listing_findings(split, listings[split])
         findings += [ImageFinding(kind, split, tuple(each), is_problem=True) for kind, each in faults[split].items()]
@@ -133,7 +133,7 @@ def check_dataset(
             findings.append(ImageFinding(trait, split, cases, is_problem=False, meaning=meaning))
     findings += duplicate_findings(splits, tables)
     return CheckReport(
-        root=str(root),
+        root=data.name,
         decoded=decode,
         seconds=time.monotonic() - start,
         splits={split: split_facts(images, tables[split]) for split, images in splits.items()},
@@ -181,22 +181,18 @@ def list_packed(folder: Path) -> Listing:
     )
 
 
-def open_listing(root: Path, split: str) -> Listing:
-    """List the images of root/split, packed, in WebDataset's shards, in folders, or as the list root has them.
+def open_listing(data: DataRoot, split: str) -> Listing:
+    """List the images of a split, whatever its form, and in a folder all else that lies there.
 
     Raises: DataError if there is no way to list them.
     """
-    if root.is_file():
-        return Listing(read_images(root, split))
-    folder = root / split
-    if url_of(root):
-        return Listing(open_split(root, split))
+    folder = data.path / split
     if is_packed(folder):
         return list_packed(folder)
-    if shards := find_shards(root):
-        images = open_webdataset(root, split, shards=shards)
-        return Listing(images, left_out=images.left_out_samples)
-    return list_folder(folder)
+    if folder.is_dir() and not data.shards:
+        return list_folder(folder)
+    images = data.open(split)
+    return Listing(images, left_out=images.left_out_samples if isinstance(images, WebDatasetSplit) else {})
 
 
 def spread(values_N: np.ndarray) -> Spread:
@@ -251,28 +247,28 @@ def left_out_findings(
     return [*findings, ImageFinding("folder that cannot be listed", where, tuple(unlisted), is_problem=True)]
 
 
-def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[ImageFinding]:
+def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFinding]:
     """Return missing splits, classes without images or in one split only, and counts that are not ImageNet's."""
-    missing = tuple(f"{root / split}: no such folder" for split in SPLITS if split not in splits)
+    missing = tuple(f"{root}/{split}: no such folder" for split in SPLITS if split not in splits)
     meaning = "training reads train/, evaluation reads val/"
-    findings = [ImageFinding("missing split", str(root), missing, is_problem=True, meaning=meaning)]
+    findings = [ImageFinding("missing split", root, missing, is_problem=True, meaning=meaning)]
     for split, images in splits.items():
         counts = _class_counts(images)
-        empty = tuple(f"{root / split / name}" for name, count in zip(images.classes, counts, strict=True) if not count)
+        empty = tuple(f"{root}/{split}/{name}" for name, count in zip(images.classes, counts, strict=True) if not count)
         meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
         # a list, and WebDataset's shards, name the classes of both splits
-        is_problem = split == "train" or not (root.is_file() or isinstance(images, WebDatasetSplit))
+        is_problem = split == "train" or not (os.path.isfile(root) or isinstance(images, WebDatasetSplit))
         findings.append(ImageFinding("class without images", split, empty, is_problem=is_problem, meaning=meaning))
         findings.append(unprintable_finding(split, images.classes))
         if not images.classes:
-            cases = (f"{root / split}: expected {split}/<class>/<image>",)
+            cases = (f"{root}/{split}: expected {split}/<class>/<image>",)
             findings.append(ImageFinding("no class folders", split, cases, is_problem=True))
         for other in splits.keys() - {split}:
-            lacking = tuple(f"{root / split / name}" for name in sorted({*images.classes} - {*splits[other].classes}))
+            lacking = tuple(f"{root}/{split}/{name}" for name in sorted({*images.classes} - {*splits[other].classes}))
             meaning = "give both splits the same class folders: a label is the position among them"
             findings.append(ImageFinding(f"class that {other} lacks", split, lacking, is_problem=True, meaning=meaning))
         findings.append(imagenet_finding(split, images))
-    findings.append(spelling_finding(str(root), {name for images in splits.values() for name in images.classes}))
+    findings.append(spelling_finding(root, {name for images in splits.values() for name in images.classes}))
     return findings
 
 

@@ -23,6 +23,7 @@ from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_image, list_be
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shard_files import is_packed
+from bigbatch.trainer.input.shards import DataRoot
 from bigbatch.trainer.input.webdataset import find_shards
 
 _LAYOUTS = "FOLDER/<class>/<image>, FOLDER/train and FOLDER/val with class folders, or images and a CSV of labels"
@@ -112,9 +113,10 @@ def _is_split(folder: Path) -> bool:
 
 
 def _both_splits(folder: Path, *, leave_out: bool) -> DatasetLayout:
-    listings = {split: open_listing(folder, split) for split in SPLITS}
+    data = DataRoot(folder)
+    listings = {split: open_listing(data, split) for split in SPLITS}
     splits = {split: listing.images for split, listing in listings.items()}
-    findings = class_findings(folder, splits)
+    findings = class_findings(data.name, splits)
     for split, listing in listings.items():
         findings += listing_findings(split, listing, leave_out=leave_out)
     return DatasetLayout("train and val", tuple(findings), splits=splits)

@@ -2,13 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import AugmentConfig
-from bigbatch.trainer.input.shard_files import is_packed
 from bigbatch.trainer.input.storage import url_of
-from bigbatch.trainer.input.webdataset import find_shards
 
 MEMORY = "/dev/shm"
 AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.name != "randaugment_magnitude")
@@ -45,19 +42,18 @@ class InputSettings:
 
 
 def input_settings(
-    config: Config, *, sizes: Iterable[tuple[int, int]], num_cores: int, is_on_gpu: bool
+    config: Config, *, sizes: Iterable[tuple[int, int]], num_cores: int, is_on_gpu: bool, is_packed: bool
 ) -> InputSettings:
-    """Gather the settings. sizes: (height, width) of some stored images, if the loader reads any."""
+    """Gather the settings. sizes: (height, width) of some stored images; is_packed: they lie in shards."""
     data, some = config.data, list(sizes)
-    is_remote = url_of(data.root) is not None
     max_side = 2 * max([data.image_size, *(size for _, size in data.train_sizes or ())])
     return InputSettings(
         loader=data.loader,
         num_threads=data.num_threads,
         num_cores=num_cores,
         is_on_gpu=is_on_gpu,
-        is_packed=is_remote or is_packed(Path(data.root) / "train") or bool(find_shards(Path(data.root))),
-        is_remote=is_remote,
+        is_packed=is_packed,
+        is_remote=url_of(data.root) is not None,
         stage=data.stage,
         bind_numa=data.bind_numa,
         precision=config.optimizer.precision,

@@ -7,8 +7,9 @@ with the label), index.npy (one Entry per image, in the order of the class folde
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,8 @@ from bigbatch.trainer.input.order import require_same_classes
 from bigbatch.trainer.input.shard_files import FACTS, ShardFiles, ShardReader, is_packed
 from bigbatch.trainer.input.storage import Cache, RemoteShards, Storage, url_of
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
-from bigbatch.trainer.input.webdataset import (
-    WebDatasetSplit,
-    find_shards,
-    open_webdataset,
-    read_remote_webdataset,
-    read_webdataset,
-)
+from bigbatch.trainer.input.webdataset import WebDatasetSplit, find_shards, read_remote_webdataset, read_webdataset
+from bigbatch.trainer.input.webdataset_index import Index
 
 FORMAT_VERSION = 1
 ENTRIES = "index.npy"
@@ -172,91 +168,109 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     return None
 
 
-def open_split(
-    root: Path, split: str, *, classes: Sequence[str] | None = None, cache: Cache | None = None
-) -> ImageSource:
-    """Open root/split, packed, in WebDataset's shards, listed or as class folders; classes, if given, are those that it
-    must have (train's). cache: where to keep what is read from a root in an object store.
+class DataRoot:
+    """Folder, list or address of a data set; its shards are looked up once, for all splits and questions."""
 
-    Raises: DataError, as read_packed, open_webdataset and read_images do; StorageError.
-    """
-    root = Path(root)
-    if url := url_of(root):
-        return _open_remote(url, split, classes=classes, cache=cache)
-    if is_packed(root / split):
-        return read_packed(root / split, classes=classes)
-    if shards := find_shards(root):
-        return open_webdataset(root, split, shards=shards, classes=classes)
-    return read_images(root, split, classes=classes)
+    def __init__(self, root: Path | str, *, cache: Cache | None = None) -> None:
+        """Read nothing yet. cache: where to keep what is read from an object store. Raises: ConfigError."""
+        self.path, url = Path(root), url_of(root)
+        self.name = url or str(self.path)
+        self._storage = Storage(url) if url else None
+        self._cache = cache
 
+    @cached_property
+    def shards(self) -> Mapping[str, Sequence[Path]]:
+        """Return the local WebDataset shards of each split; empty if there are none. Raises: DataError."""
+        return {} if self._storage else find_shards(self.path)
 
-def _open_remote(url: str, split: str, *, classes: Sequence[str] | None, cache: Cache | None) -> ImageSource:
-    storage, reopen = Storage(url), (_reopen, url, split, cache)
-    facts = _remote_facts(storage, split)
-    found: PackedIndex | WebDatasetSplit
-    if facts is None:
-        index = read_remote_webdataset(storage)
-        index.require(split, where=url)
-        shards = [(name, size, str(version)) for name, (size, version) in index.shards[split]]
-        files = RemoteShards(storage, shards, split=split, cache=cache)
-        found = WebDatasetSplit(url, split, index, files=files, reopen=reopen)
-    else:
+    @cached_property
+    def _index(self) -> Index:
+        if self._storage:
+            return read_remote_webdataset(self._storage)
+        return read_webdataset(self.path, self.shards)
+
+    def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
+        """Open a split, packed, in WebDataset's shards, listed or as class folders; classes: those that it must have.
+
+        Raises: DataError naming shard and member, or the file that is missing, cut or damaged; StorageError.
+        """
+        if self._storage is None and is_packed(self.path / split):
+            return read_packed(self.path / split, classes=classes)
+        if self._storage is None and not self.shards:
+            return read_images(self.path, split, classes=classes)
+        reopen = (_reopen, self.name, split, self._cache)
+        files: ShardReader | None = None
+        found: PackedIndex | WebDatasetSplit
+        if facts := self._remote_facts(split):
+            shards = [(f"{split}/{shard.name}", shard.num_bytes, shard.sha256) for shard in facts.shards]
+            entries_N, files = self._remote_entries(split, facts), self._remote_files(split, shards)
+            found = PackedIndex(f"{self.name}/{split}", facts=facts, entries_N=entries_N, files=files, reopen=reopen)
+        else:
+            self._index.require(split, where=self.name)
+            if self._storage:
+                shards = [(name, size, str(version)) for name, (size, version) in self._index.shards[split]]
+                files = self._remote_files(split, shards)
+            found = WebDatasetSplit(self.name, split, self._index, files=files, reopen=reopen)
+        if classes is not None:
+            require_same_classes(self.name, found=found.classes, expected=classes)
+        return found
+
+    def has(self, split: str) -> bool:
+        """Return whether there is such a split. Raises: DataError."""
+        if self._storage:
+            return self.classes(split) is not None
+        return self.path.is_file() or (self.path / split).is_dir() or split in self.shards
+
+    def classes(self, split: str) -> tuple[str, ...] | None:
+        """Return sorted class names of a split; None if there is no such split. Lists no images. Raises: DataError."""
+        if self._storage:
+            if facts := self._remote_facts(split):
+                return facts.classes
+            if any(map(self._remote_facts, SPLITS)):
+                return None
+            return self._index.classes if split in self._index.shards else None
+        if self.path.is_file():
+            return listed_classes(self.path)
+        folder = self.path / split
+        if is_packed(folder):
+            return read_facts(folder).classes
+        if split in self.shards:
+            return self._index.classes
+        return tuple(list_split(folder).folders) if folder.is_dir() else None
+
+    def _remote_files(self, split: str, shards: Sequence[tuple[str, int, str]]) -> RemoteShards:
+        assert self._storage is not None
+        return RemoteShards(self._storage, shards, split=split, cache=self._cache)
+
+    def _remote_facts(self, split: str) -> SplitIndex | None:
+        """Return what a packed split in an object store states; None if there is no such file."""
+        path = f"{self.name}/{split}/{FACTS}"
         try:
-            path = f"{url}/{split}/{ENTRIES}"
-            entries_N = parse_entries(storage.fetch(f"{split}/{ENTRIES}"), facts, path=path)
+            text = self._storage.fetch(f"{split}/{FACTS}").decode("utf-8", "replace") if self._storage else None
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-        shards = [(f"{split}/{shard.name}", shard.num_bytes, shard.sha256) for shard in facts.shards]
-        files = RemoteShards(storage, shards, split=split, cache=cache)
-        found = PackedIndex(f"{url}/{split}", facts=facts, entries_N=entries_N, files=files, reopen=reopen)
-    if classes is not None:
-        require_same_classes(url, found=found.classes, expected=classes)
-    return found
+        return None if text is None else parse_facts(text, path=path)
+
+    def _remote_entries(self, split: str, facts: SplitIndex) -> np.ndarray:
+        assert self._storage is not None
+        path = f"{self.name}/{split}/{ENTRIES}"
+        try:
+            return parse_entries(self._storage.fetch(f"{split}/{ENTRIES}"), facts, path=path)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _reopen(url: str, split: str, cache: Cache | None) -> ImageSource:
-    return _open_remote(url, split, classes=None, cache=cache)
+def open_split(
+    root: Path | str, split: str, *, classes: Sequence[str] | None = None, cache: Cache | None = None
+) -> ImageSource:
+    """Open one split, as DataRoot does."""
+    return DataRoot(root, cache=cache).open(split, classes=classes)
 
 
-def _remote_facts(storage: Storage, split: str) -> SplitIndex | None:
-    """Return what a packed split states; None if there is no such file."""
-    path = f"{storage.url}/{split}/{FACTS}"
-    try:
-        return parse_facts(storage.fetch(f"{split}/{FACTS}").decode("utf-8", "replace"), path=path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def has_split(root: Path, split: str) -> bool:
-    """Return whether root, a folder or a list, has such a split, whatever its form. Raises: DataError."""
-    if url_of(root):
-        return read_classes(root, split) is not None
-    return root.is_file() or (root / split).is_dir() or split in find_shards(root)
-
-
-def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
-    """Return sorted class names of root/split, or of the list root; None if there is no such split.
-
-    Images in folders are not listed for it. Raises: DataError.
-    """
-    root = Path(root)
-    if url := url_of(root):
-        storage = Storage(url)
-        if facts := _remote_facts(storage, split):
-            return facts.classes
-        if any(_remote_facts(storage, each) for each in SPLITS):
-            return None
-        index = read_remote_webdataset(storage)
-        return index.classes if split in index.shards else None
-    if root.is_file():
-        return listed_classes(root)
-    if is_packed(root / split):
-        return read_facts(root / split).classes
-    if split in (shards := find_shards(root)):
-        return read_webdataset(root, shards).classes
-    return tuple(list_split(root / split).folders) if (root / split).is_dir() else None
+def _reopen(root: str, split: str, cache: Cache | None) -> ImageSource:
+    return open_split(root, split, cache=cache)
 
 
 class PackedIndex:

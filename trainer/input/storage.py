@@ -26,6 +26,8 @@ SCHEMES = ("s3", "gs", "https", "http")
 EXTRA = "pip install 'bigbatch[storage]'"
 BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
 """Bytes under one CRC-32, and blocks of one request: a request takes as long as the transfer of a megabyte."""
+MAX_INDEX_BYTES = 1 << 30
+"""Most bytes of an index: that of ImageNet-21k's 14 million images has some 900 MB."""
 VAL_SHARE = 0.1
 """Part of the cache for the validation split."""
 PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -78,23 +80,35 @@ class Storage:
             raise ConfigError(f"data.root={url}: needs {package}: {EXTRA}{also}") from error
         self.url = url
 
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Read a file below the folder, or a part of it.
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read a part of a file below the folder; without end all of it, if it may be an index.
 
         Raises: FileNotFoundError; PermissionError if the storage refuses these credentials; OSError; StorageError if
-        the server ignores start and end.
+        the server ignores start and end, or the whole file has more than MAX_INDEX_BYTES.
         """
+        url, stop = f"{self.url}/{name}", MAX_INDEX_BYTES + 1 if end is None else end
         try:
-            data = bytes(self._fs.cat_file(f"{self.url}/{name}", start=start, end=end))
+            if end is None and url.startswith("http"):
+                data = self._stream(url, stop)  # the server may ignore a range, and state no size or a wrong one
+            else:
+                data = bytes(self._fs.cat_file(url, start=start, end=stop))
         except Exception as error:
             raise _plain(error) from None  # its text may hold what was sent
-        if start is not None and end is not None and len(data) > end - start:
-            raise StorageError(
-                f"{self.url}/{name}: the server sends whole files, not ranges; name one that knows ranges"
-            )
+        if end is None and len(data) > MAX_INDEX_BYTES:
+            raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is no index; remove it")
+        if len(data) > stop - start:
+            raise StorageError(f"{url}: the server sends whole files, not ranges; name one that knows ranges")
         return data
 
-    def fetch(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+    def _stream(self, url: str, most: int) -> bytes:
+        """Read at most a number of bytes of a file on a web server."""
+        parts = bytearray()
+        with self._fs.open(url, block_size=0, size=1) as file:  # as a stream; a size keeps fsspec from asking for it
+            while len(parts) < most and (part := file.read(min(1 << 20, most - len(parts)))):
+                parts += part
+        return bytes(parts)
+
+    def fetch(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Do as read, and try again for a while: what is read before a run has no other retries."""
         return _patiently(lambda: self.read(name, start, end))
 

@@ -20,7 +20,7 @@ from bigbatch.comm.rendezvous.places import sources_digest
 from bigbatch.comm.tuning.conditions import nccl_version, source_commit
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.input.shards import open_split
+from bigbatch.trainer.input.shards import DataRoot
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
 from bigbatch.trainer.machine.limits import read_limits
 from bigbatch.trainer.machine.network import read_cards, read_errors, read_ports
@@ -125,7 +125,7 @@ def count_images(config: Config) -> tuple[dict[str, int], str | None]:
     if config.data.loader == "synthetic":
         return {}, None
     try:
-        train, val = (open_split(Path(config.data.root), split) for split in ("train", "val"))
+        train, val = map(DataRoot(config.data.root).open, ("train", "val"))
     except (DataError, OSError) as error:
         return {}, str(error)
     return {"classes": len(train.classes), "training": len(train), "validation": len(val)}, None

@@ -13,7 +13,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.listed import write_list
-from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.input.shards import DataRoot, open_split
 
 SPLITS = {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "1.jpg"]}, "val": {"b": [], "a": ["x/4.jpg"]}}
 
@@ -34,7 +34,7 @@ def test_listed_pictures_are_sorted_by_class_and_name(listed: Path) -> None:
     assert (train.classes, train.labels_N.tolist()) == (("a", "b"), [0, 0, 1])
     # classes are those of both splits: a class of one image has none to validate with
     assert (val.classes, val.labels_N.tolist()) == (("a", "b"), [0])
-    assert read_classes(listed, "train") == ("a", "b")
+    assert DataRoot(listed).classes("train") == ("a", "b")
     assert train.read(2) == (folder / "x/3.jpg").read_bytes()
     assert json.loads(listed.read_text())["made"] == {"seed": 3}
 
@@ -66,7 +66,7 @@ def test_listed_path_that_leads_out_is_refused(listed: Path, wrong: object) -> N
     content = json.loads(listed.read_text())
     content["val"]["a"].append(wrong)
     listed.write_text(json.dumps(content))
-    for read in (lambda: open_split(listed, "train"), lambda: read_classes(listed, "train")):
+    for read in (lambda: open_split(listed, "train"), lambda: DataRoot(listed).classes("train")):
         with pytest.raises(DataError, match=naming(listed, repr(wrong), "--force")):
             read()
 

@@ -1,5 +1,6 @@
 """Shards on an S3 server (moto's) and on a web server, which fail, are slow and refuse; the oracle is the folder."""
 
+import contextlib
 import functools
 import http.server
 import logging
@@ -24,9 +25,9 @@ from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.input import storage, webdataset
+from bigbatch.trainer.input import storage, webdataset, webdataset_index
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
-from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.input.shards import DataRoot, open_split
 
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -177,7 +178,7 @@ def test_storage_webdataset_is_indexed_once_and_read(own_bucket, folder, faults,
     found = open_split(own_bucket, "train", classes=("a", "b"))
     assert (held(found), found.labels_N.tolist()) == (held(expected), expected.labels_N.tolist())
     assert found.name(0).startswith(f"s3://{own_bucket.name}/train/shard-000000.tar: ")
-    assert read_classes(own_bucket, "val") == ("a", "b")
+    assert DataRoot(own_bucket).classes("val") == ("a", "b")
     faults.gets.clear()
     open_split(own_bucket, "val")
     assert tars(faults) == []
@@ -195,7 +196,7 @@ def test_storage_names_a_tar_without_an_end_mark_as_cut_off_at_once(endpoint, pa
     ((name, num_bytes, _),) = root.shards("train")
     monkeypatch.setattr(storage, "PAUSES", ())  # a fetch behind the end fails each time
     with pytest.raises(DataError, match=naming("0.tar", "is cut off", "fetch it again")):
-        webdataset.index_shard(f"{root.url}/{name}", num_bytes, storage=root)
+        webdataset_index.index_shard(f"{root.url}/{name}", num_bytes, storage=root)
 
 
 @pytest.mark.long
@@ -223,7 +224,7 @@ def test_storage_that_is_gone_ends_the_read_with_the_image(make, bucket, faults)
 def test_storage_that_refuses_credentials_says_so_at_once_and_prints_none(code, bucket, faults, monkeypatch):
     found = open_split(bucket, "train")
     faults.refuse = f"403 {code}"
-    for read in (lambda: found.read(0), lambda: open_split(bucket, "train"), lambda: read_classes(bucket, "val")):
+    for read in (lambda: found.read(0), lambda: open_split(bucket, "train"), lambda: DataRoot(bucket).classes("val")):
         with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/", "credentials")) as caught:
             read()
         assert not isinstance(caught.value.__cause__, OSError) or read is not None
@@ -304,6 +305,7 @@ def test_storage_data_check_reads_it_too(bucket):
     report = check_dataset(bucket, decode=False)
     assert {split: facts.num_images for split, facts in report.splits.items()} == {"train": 24, "val": 24}
     assert not [finding for finding in report.problems if "same image" not in finding.kind]
+    assert report.root == f"s3://{bucket.name}"
 
 
 @pytest.mark.parametrize("name", ["nonesuch", "empty"])
@@ -365,9 +367,9 @@ class Ranged(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def web(packed):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Ranged, directory=str(packed)))
+@contextlib.contextmanager
+def web_server(handler):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -376,12 +378,45 @@ def web(packed):
     thread.join()
 
 
+@pytest.fixture
+def web(packed):
+    with web_server(functools.partial(Ranged, directory=str(packed))) as url:
+        yield url
+
+
 def test_storage_on_a_web_server(web, folder, tmp_path):
     found = open_split(Path(web), "train", cache=storage.Cache(tmp_path, 10**9))
     assert held(found) == held(read_index(folder, "train"))
     assert found.sizes(np.array([0])).tolist() == [[70, 90]]
     with pytest.raises(StorageError, match=naming("/whole/train/shard-000000.tar", "ranges")):
         held(open_split(Path(f"{web}/whole"), "train"))
+
+
+class Endless(http.server.BaseHTTPRequestHandler):
+    """A web server that sends zeros until the connection ends, and states no length."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(bytes(1 << 16))
+
+    def log_message(self, *_):
+        pass
+
+
+def test_storage_an_index_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(storage, "MAX_INDEX_BYTES", 1 << 20)
+    message = naming("/train/index.json", "1,048,576 bytes", "no index")
+    with web_server(Endless) as url, pytest.raises(StorageError, match=message):
+        open_split(Path(url), "train")
+
+
+def test_storage_of_an_index_that_is_too_long_is_refused(bucket, monkeypatch):
+    monkeypatch.setattr(storage, "MAX_INDEX_BYTES", 100)
+    with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/train/index.json", "100 bytes")):
+        open_split(bucket, "train")
 
 
 @pytest.mark.long

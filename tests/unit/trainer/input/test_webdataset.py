@@ -5,7 +5,9 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.stage import stage
 from bigbatch.trainer.input import webdataset
 from bigbatch.trainer.input.order import read_index, train_requests
-from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.input.shards import DataRoot, open_split
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
 IMAGES = [encoded(smooth_image(seed, 90, 70), ("JPEG", "PNG", "WEBP")[seed % 3]) for seed in range(12)]
@@ -76,7 +78,7 @@ def test_webdataset_hub_layout(tmp_path, form):
     assert (train.labels_N.dtype, train.classes, val.classes) == (np.int64, ("0", "1"), ("0", "1"))
     assert train.name(5) == f"{root}/imagenet1k-train-0001.tar: n01440764_5.webp"
     assert val.name(0) == f"{root}/imagenet1k-validation-00.tar: n01440764_8.webp"
-    assert read_classes(root, "val") == ("0", "1")
+    assert DataRoot(root).classes("val") == ("0", "1")
     travelled = pickle.loads(pickle.dumps(train))
     assert held(travelled) == held(train)
     assert len(open_shards(root)) == 3
@@ -323,6 +325,14 @@ def test_webdataset_is_indexed_once_and_anew_if_a_shard_changed(tmp_path, capsys
         assert held(open_split(root, "train")) == IMAGES[10:]
 
 
+def test_webdataset_folder_and_index_are_read_once_for_both_splits(tmp_path):
+    root = hub(tmp_path / "hub")
+    data = DataRoot(root)
+    train = data.open("train")
+    shutil.rmtree(root)
+    assert len(data.open("val", classes=train.classes)) == 2
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -340,8 +350,7 @@ def test_webdataset_an_index_that_someone_edited_is_made_anew(tmp_path, field, v
     index = webdataset.read_webdataset(root, webdataset.find_shards(root))
     entries_N = index.entries_N.copy()
     entries_N[field][3] = value
-    edited = webdataset.Index(*(entries_N if each is index.entries_N else each for each in vars(index).values()))
-    (root / "webdataset.index").write_bytes(b"\n".join(webdataset._head(edited)))
+    (root / "webdataset.index").write_bytes(replace(index, entries_N=entries_N).to_bytes())
     assert held(open_split(root, "train")) == IMAGES[:8]
 
 

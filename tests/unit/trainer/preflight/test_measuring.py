@@ -106,13 +106,13 @@ def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.
             end.wait(200)
         return usage(place)
 
-    def opens(root: Path, split: str) -> None:
+    def opens(root: str) -> None:
         end.wait(200)
         raise DataError("too late")
 
     monkeypatch.setattr(facts, "STORAGE_SECONDS", 0.4)
     monkeypatch.setattr(facts.shutil, "disk_usage", hangs)
-    monkeypatch.setattr(facts, "open_split", opens)
+    monkeypatch.setattr(facts, "DataRoot", opens)
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}/run", f"--data.stage={tmp_path}"])
     began = time.monotonic()
     node = facts.gather_facts(config, device=torch.device("cpu"))

@@ -330,7 +330,7 @@ RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment
 
 def measured_on(*ranks: dict[str, float | None]) -> MeasuredInput:
     config = load_config(["--config", "quickstart"])
-    return MeasuredInput(ranks, input_settings(config, sizes=[], num_cores=2, is_on_gpu=False))
+    return MeasuredInput(ranks, input_settings(config, sizes=[], num_cores=2, is_on_gpu=False, is_packed=False))
 
 
 def test_report_speed_of_a_summary_by_hand() -> None:
