@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from all_augmentations import ALL_AUGMENTATIONS
+from optimizer_settings import ADAPTIVE, OF_LARS
 
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DataError
@@ -83,9 +84,7 @@ def test_gpu_decoder_sees_the_same_images_as_pillow(hardware_share: float, data:
     on_cpu.close()
 
 
-OF_LARS = dict.fromkeys(("trust_coefficient", "momentum_form"), "null")
-ADAPTIVE = {**OF_LARS, "momentum": "null", "nesterov": "null", "betas": "[0.9,0.999]", "eps": 1e-6}
-OPTIMIZERS: dict[str, dict[str, object]] = {
+OPTIMIZERS: dict[str, dict[str, str]] = {
     "lars": {},
     "sgd": {**OF_LARS, "name": "sgd", "eps": "null"},
     "lamb": {**ADAPTIVE, "name": "lamb"},

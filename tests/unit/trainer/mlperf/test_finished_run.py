@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,8 +108,8 @@ def test_finished_run_what_a_training_leaves_can_be_verified(
         "batch.microbatch_size": 8,
         "batch.bn_span": 8,
     }
-    command = [sys.executable, "-m", "bigbatch", "train", "--config", "quickstart"]
-    subprocess.run([*command, *(f"--{key}={value}" for key, value in words.items())], check=True)
+    assert main(["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in words.items())]) == 0
+    capsys.readouterr()
     code, lines = verified(capsys, tmp_path / "run")
     assert code == 1
     assert re.split(r"  +", lines["train_samples"])[:3] == ["NO", "train_samples", "48"]
