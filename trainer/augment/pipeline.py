@@ -14,10 +14,8 @@ from torch import Tensor
 
 from bigbatch.trainer.augment.color_jitter import ColorJitter
 from bigbatch.trainer.augment.crops import uniforms
-from bigbatch.trainer.augment.cutout import Cutout
-from bigbatch.trainer.augment.rand_augment import RandAugment
-from bigbatch.trainer.augment.random_erasing import RandomErasing
-from bigbatch.trainer.augment.trivial_augment import TrivialAugment
+from bigbatch.trainer.augment.cutout import Cutout, RandomErasing
+from bigbatch.trainer.augment.rand_augment import RandAugment, TrivialAugment
 from bigbatch.trainer.config.sections import AugmentConfig
 
 Augmentation: TypeAlias = ColorJitter | RandAugment | TrivialAugment | Cutout | RandomErasing

@@ -1,6 +1,6 @@
-"""RandAugment of a whole microbatch on its device: samples are grouped by operation, and nothing waits for the GPU.
+"""RandAugment and TrivialAugment of a whole microbatch on its device, without a wait for the GPU.
 
-Which sample gets which operation is known on the host, so every index and parameter is made there.
+Samples are grouped by operation. Which sample gets which is known on the host, where indices and parameters are made.
 """
 
 from collections.abc import Callable
@@ -236,3 +236,28 @@ _FAMILIES: dict[tuple[Op, Op], Callable[[Tensor, Ops], Tensor]] = {
     (Op.AUTOCONTRAST, Op.AUTOCONTRAST): lambda images_BCHW, drawn: vision().autocontrast(images_BCHW),
     (Op.EQUALIZE, Op.EQUALIZE): lambda images_BCHW, drawn: vision().equalize(images_BCHW),
 }
+
+WIDE = Ranges(shear=0.99, translate=lambda side: 32.0, rotate=135.0, factor=0.99, posterize=6)
+"""Those of torchvision's TrivialAugmentWide."""
+
+
+@dataclass(frozen=True)
+class TrivialAugment:
+    """Applies one operation to each image; operation, magnitude and sign are drawn uniformly.
+
+    Operations and ranges are those of torchvision's TrivialAugmentWide. Source: Mueller and Hutter 2021 (arXiv
+    2103.10158).
+    """
+
+    stream: ClassVar[int] = 5
+    num_draws: ClassVar[int] = 3
+    """Operation, magnitude and sign."""
+
+    def __post_init__(self) -> None:
+        vision()  # now, not in the first step
+
+    def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
+        """Change uint8 images by draws that are uniform in [0, 1)."""
+        ops_B, magnitudes_B = np.floor(draws_BD[:, :2].T * [[len(Op)], [MAX_MAGNITUDE + 1]]).astype(np.int64)
+        signs_B = np.where(draws_BD[:, 2] < 0.5, -1.0, 1.0)
+        return apply_ops(images_BCHW, Ops(ops_B, signs_B, magnitudes_B, WIDE))

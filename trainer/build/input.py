@@ -13,7 +13,6 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.mix import Mix
-from bigbatch.trainer.augment.normalize import Normalize
 from bigbatch.trainer.augment.pipeline import make_augment
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.schema import Config
@@ -23,7 +22,7 @@ from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.probe import ProbedInput, probe_input
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
-from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput, Rates
 from bigbatch.trainer.input.shards import DataRoot

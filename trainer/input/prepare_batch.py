@@ -1,4 +1,4 @@
-"""Prepare a loader's batch for a training step, on the model's device."""
+"""Prepare a loader's batch for a training step, on the model's device: copy, augment, normalize and mix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,6 +76,35 @@ class InputStatistics:
 
 def _shown(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
+
+
+class Normalize:
+    """Moves uint8 images to the device, then subtracts the channel means and divides by the deviations.
+
+    mean and std are on the scale 0 to 1. Bytes cross to the device, floats do not. Without a
+    memory_format, the images keep theirs, which is channels-last.
+    """
+
+    def __init__(
+        self,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+        dtype: torch.dtype,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._memory_format = memory_format
+        # (x / 255 - m) / s as x * scale + shift: one kernel for a batch
+        self._scale = torch.tensor([1 / (255 * s) for s in std], device=device).view(1, 3, 1, 1)
+        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(1, 3, 1, 1)
+
+    def __call__(self, images_BCHW: Tensor) -> Tensor:
+        """Return images in the compute dtype, on the device."""
+        pixels = images_BCHW.to(self._device, non_blocking=True)
+        return torch.addcmul(self._shift, pixels, self._scale).to(self._dtype, memory_format=self._memory_format)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from bigbatch.trainer.augment.normalize import Normalize
+from bigbatch.trainer.input.prepare_batch import Normalize
 
 
 def test_normalize_is_the_formula() -> None:

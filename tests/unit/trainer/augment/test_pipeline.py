@@ -11,7 +11,7 @@ from sample_images import smooth_image
 from torchvision.transforms.v2 import ColorJitter, RandAugment, RandomErasing, TrivialAugmentWide
 from torchvision.transforms.v2 import functional as vision
 
-from bigbatch.trainer.augment import color_jitter, mix, rand_augment, random_erasing, trivial_augment
+from bigbatch.trainer.augment import color_jitter, cutout, mix, rand_augment
 from bigbatch.trainer.augment.crops import uniforms
 from bigbatch.trainer.augment.cutout import Cutout
 from bigbatch.trainer.augment.pipeline import AUGMENTATIONS, Augment, make_augment
@@ -25,11 +25,11 @@ MEAN = (124, 116, 104)
 EVERYTHING = (
     color_jitter.ColorJitter(0.4),
     rand_augment.RandAugment(2, 9),
-    trivial_augment.TrivialAugment(),
+    rand_augment.TrivialAugment(),
     Cutout(16, MEAN),
-    random_erasing.RandomErasing(0.5, MEAN),
+    cutout.RandomErasing(0.5, MEAN),
 )
-RANGES = {RandAugment: MODERATE, TrivialAugmentWide: trivial_augment.WIDE}
+RANGES = {RandAugment: MODERATE, TrivialAugmentWide: rand_augment.WIDE}
 
 
 def channels_last(images_BHWC):
@@ -176,7 +176,7 @@ def test_trivial_augment_is_torchvisions_with_each_images_own_draws():
     colours = [number for number, name in enumerate(TORCHVISION_OPS) if name not in GEOMETRIC]
     chosen = np.resize(colours, len(images))
     draws[:, 0] = (chosen + draws[:, 0]) / 14
-    result = trivial_augment.TrivialAugment()(images, draws_BD=draws)
+    result = rand_augment.TrivialAugment()(images, draws_BD=draws)
     assert_form(result, images)
     for image, ours, op, (_, magnitude, sign) in zip(images, result, chosen, draws, strict=True):
         name = TORCHVISION_OPS[op]
@@ -191,9 +191,9 @@ def test_trivial_augment_draws_are_uniform_and_independent(monkeypatch):
         rounds.append(drawn)
         return images_BCHW
 
-    monkeypatch.setattr(trivial_augment, "apply_ops", record)
+    monkeypatch.setattr(rand_augment, "apply_ops", record)
     count = 14 * 31 * 2 * 40
-    augment = Augment(3, (trivial_augment.TrivialAugment(),))
+    augment = Augment(3, (rand_augment.TrivialAugment(),))
     augment(torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count))
     [drawn] = rounds
     assert_uniform([drawn.ops_B, drawn.magnitudes_B, drawn.signs_B], bins=(range(15), range(32), 2))
@@ -238,7 +238,7 @@ def test_random_erasing_is_torchvisions_with_the_same_draws(monkeypatch):
     draws = np.random.default_rng(8).random((len(images), 23))
     draws[3, 3:13], draws[3, 13:] = 1.0, 1.0  # none fits
     draws[4, :13] = 0.0
-    result = random_erasing.RandomErasing(0.75, MEAN)(images, draws_BD=draws)
+    result = cutout.RandomErasing(0.75, MEAN)(images, draws_BD=draws)
     assert_form(result, images)
     theirs = RandomErasing(p=0.75, value=MEAN)
     for image, ours, row in zip(images, result, draws, strict=True):
@@ -257,7 +257,7 @@ def test_random_erasing_is_torchvisions_with_the_same_draws(monkeypatch):
 def test_random_erasing_has_torchvisions_distribution_of_areas():
     count = 1000
     white = torch.full((1, 3, 32, 32), 255, dtype=torch.uint8)
-    augment = Augment(3, (random_erasing.RandomErasing(1.0, (0, 0, 0)),))
+    augment = Augment(3, (cutout.RandomErasing(1.0, (0, 0, 0)),))
     ours = augment(white.expand(count, 3, 32, 32), epoch=1, indices_B=np.arange(count))
     torch.manual_seed(0)
     boxes = [RandomErasing(p=1.0).make_params([white[0]]) for _ in range(count)]
@@ -336,7 +336,7 @@ def test_augmentations_have_streams_of_their_own():
         (partial(rand_augment.RandAugment, num_ops=1), {"magnitude": 31}),
         (partial(Cutout, fill=MEAN), {"size": 15}),
         (partial(Cutout, size=2), {"fill": (0, 0, 256)}),
-        (partial(random_erasing.RandomErasing, fill=MEAN), {"probability": 1.5}),
+        (partial(cutout.RandomErasing, fill=MEAN), {"probability": 1.5}),
     ],
 )
 def test_augmentations_name_the_senseless_setting(make, setting):
