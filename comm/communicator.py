@@ -288,10 +288,10 @@ class Communicator:
     def close(self) -> None:
         """End communication after a run that ended well. Collective. MPI ends with the last connection.
 
-        If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others. After a
-        loss no rank comes to the last barrier, so this returns without one.
+        If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others. After an
+        error that named a lost rank no rank comes to the last barrier, so this returns without one.
         """
-        if self.control.detector.verdict is not None:
+        if self.control.detector.has_failed:
             self.abort()
             return
         with suppress(RuntimeError):  # without its store the last barrier says what there is to say
@@ -385,11 +385,12 @@ def _close_all() -> None:
     uncaught = getattr(sys, "last_value", None)
     has_lost = False
     for communicator in reversed(list(open_connections.values())):
-        verdict = communicator.control.detector.verdict
+        detector = communicator.control.detector
+        has_failed = detector.has_failed
         try:
             communicator.abort() if uncaught is not None else communicator.close()
-            if verdict is not None and uncaught is None:
-                raise PeerLostError(verdict.reason)
+            if has_failed and detector.verdict and uncaught is None:
+                raise PeerLostError(detector.verdict.reason)
         except CommError as error:
             tell(*error.args)
             has_lost = True

@@ -26,7 +26,8 @@ class FailureDetector:
     def __init__(self, job: Job) -> None:
         self._job, self.log = job, FailureLog(job)
         self.is_watched = False
-        self._has_failed = self._has_parted = False
+        self.has_failed = self._has_parted = False
+        """has_failed: this rank has been told of a failure, by an error, or reports one itself."""
         self._own_verdict: Verdict | None = None
         """That of a rank which has failed by itself, or has lost the store."""
         self._num_begun = 0
@@ -48,7 +49,7 @@ class FailureDetector:
 
     def heed(self, label: str, seconds: float) -> None:
         """End a wait that cannot succeed, as another rank has failed or left. Raises: PeerLostError."""
-        if self._has_failed:
+        if self.has_failed:
             return  # this rank is about to report a failure itself
         if not self.is_watched:
             with suppress(RuntimeError):  # the operation itself is about to fail with a better message
@@ -102,7 +103,7 @@ class FailureDetector:
 
     def describe(self, label: str, seconds: float, error: Exception) -> PeerLostError:
         """Return the same error, for a caller that still uses the store and calls part() itself."""
-        self._has_failed = True
+        self.has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         # a store that has not answered for so long is not asked again
         is_silent = isinstance(error, NoAnswerError)
@@ -148,7 +149,7 @@ class FailureDetector:
         An earlier failure stays the first. Calls part(). If exit_code says that the same command would fail again, the
         other ranks end with it, too. Raises: RuntimeError.
         """
-        self._has_failed = True
+        self.has_failed = True
         with self._calling:
             if not self.verdict:
                 self.log.write("crashed", exit_code if exit_code in (FAILED, PIPE_CLOSED) else None)

@@ -469,6 +469,7 @@ class Leaving:
 
     name = "single"
     verdict: Verdict | None = None
+    has_failed = False
 
     def __init__(self) -> None:
         self.noted: list[str] = []
@@ -558,6 +559,10 @@ def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
     monkeypatch.setattr(Leaving, "verdict", Verdict(frozenset({1}), "no answer from rank 1", 0.0))
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
+    made, noted = leaving()
+    made.close()
+    assert noted == ["left", "closed", "ended"], "a rank that nothing has told of the loss meets it in the barrier"
+    monkeypatch.setattr(Leaving, "has_failed", True)
     made, noted = leaving()
     made.close()
     communicator._close_all()
