@@ -21,8 +21,6 @@ WORTH_NAMING = 0.005
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step and of its parts; medians over reports."""
-
     seconds: float
     parts: dict[str, float | None]
     """Seconds of each of PARTS, which add up to seconds; None for a part that is hidden in a CUDA graph."""
@@ -48,7 +46,6 @@ class MeasuredPoint:
 
     @property
     def rate(self) -> float:
-        """Return images per second."""
         return self.global_batch_size / self.step.seconds
 
     @property
@@ -58,7 +55,6 @@ class MeasuredPoint:
 
     @property
     def local_batch(self) -> float:
-        """Return the images of a rank in a step."""
         return self.global_batch_size / self.ranks
 
 
@@ -87,11 +83,9 @@ class Efficiency:
 
     @property
     def speedup(self) -> float:
-        """Return how many times the images per second."""
         return self.point.rate / self.base.rate
 
     def name_of(self, part: str) -> str:
-        """Return the cause of a part's loss."""
         if part == "computing":
             return "smaller local batch" if self.point.local_batch < self.base.local_batch else "slower computing"
         return {"communication": "exposed communication", "input": "input", "stragglers": "stragglers"}[part]
@@ -116,7 +110,6 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
 
 
 def _median(shares: Sequence[float | None]) -> float | None:
-    """Return None if a report lacks it."""
     told = [share for share in shares if share is not None]
     return median(told) if len(told) == len(shares) else None
 
@@ -153,5 +146,4 @@ def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
 
 
 def variant_name(each: Efficiency) -> str:
-    """Return the values of a variant."""
     return ", ".join(f"{value}" for _, value in each.point.variant) or "all"

@@ -36,7 +36,6 @@ class Table:
 
 
 def table_of(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
-    """Make a table of columns by their names."""
     return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
 
@@ -46,12 +45,10 @@ def stdout_console() -> Console:
 
 
 def shown_text(text: str) -> Text:
-    """Return a line for a terminal without markup and control sequences."""
     return Text(printable(text))
 
 
 def show_table(table: Table, console: Console) -> None:
-    """Print the table; its text is not interpreted as markup or control sequences."""
     shown = Shown(title=shown_text(table.title))
     for name, is_number in zip(table.head, table.is_number, strict=True):
         shown.add_column(shown_text(name), justify="right" if is_number else "left")
@@ -61,7 +58,6 @@ def show_table(table: Table, console: Console) -> None:
 
 
 def markdown(table: Table) -> str:
-    """Return Markdown with a heading."""
     rules = ["---:" if is_number else "---" for is_number in table.is_number]
     lines = [table.head, rules, *table.rows]
     rows = ("| " + " | ".join(map(plain_cell, line)) + " |" for line in lines)

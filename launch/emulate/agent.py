@@ -28,7 +28,6 @@ def split_words(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Enter the node and become its shell."""
     node, line = split_words(argv)
     enter_node(KEEPER, node)
     os.execv("/bin/sh", ["sh", "-c", line])

@@ -97,7 +97,6 @@ def _require_tools(environ: Mapping[str, str]) -> str:
 
 
 def system_path(environ: Mapping[str, str]) -> str:
-    """Return PATH, with the folders of system tools."""
     return f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
 
 

@@ -25,7 +25,6 @@ def parse_counters(text: str, *, num_nodes: int) -> tuple[LinkBytes, ...]:
 
 
 def difference(after: Sequence[LinkBytes], before: Sequence[LinkBytes]) -> tuple[LinkBytes, ...]:
-    """Return the bytes counted between the two."""
     return tuple(
         LinkBytes(new.host, new.sent_bytes - old.sent_bytes, new.received_bytes - old.received_bytes)
         for new, old in zip(after, before, strict=True)
@@ -39,7 +38,6 @@ def format_table(counted: Sequence[LinkBytes]) -> str:
 
 
 def format_json(counted: Sequence[LinkBytes], *, plan: ClusterPlan, seconds: float, exit_code: int) -> str:
-    """Return the counts as JSON, with the conditions."""
     facts = {
         "ranks_per_node": plan.ranks_per_node,
         "link": format_rate(plan.rate),

@@ -70,7 +70,6 @@ class Rehearsal:
                 self._cause(self.left.pop(0), step=step)
 
     def _new_steps(self) -> Iterator[int]:
-        """Yield the steps of the reports since the last call."""
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
         with suppress(FileNotFoundError), self._metrics.open("rb") as file:
             file.seek(max(0, self._offset - 1))
@@ -95,7 +94,6 @@ class Rehearsal:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a training report; None for another record, or a damaged line."""
     try:
         record = parse_json(line)
     except ValueError:

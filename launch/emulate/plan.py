@@ -26,12 +26,10 @@ class ClusterPlan:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes."""
         return len(self.ranks_per_node)
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks of a job."""
         return sum(self.ranks_per_node)
 
 
@@ -101,7 +99,6 @@ def parse_node(text: str, *, num_nodes: int, option: str = "--node") -> int:
 
 
 def host(node: int) -> str:
-    """Return the host name of a node."""
     return f"n{node}"
 
 
@@ -127,7 +124,6 @@ def hosts_file(plan: ClusterPlan) -> str:
 
 
 def format_rate(rate: int | None) -> str:
-    """Write 200000000 -> '200mbit', as parse_rate reads it."""
     if rate is None:
         return "none"
     unit = "gbit" if rate >= UNITS["gbit"] else "mbit"

@@ -16,7 +16,6 @@ BRIDGE = "sw0"
 
 
 def port(node: int) -> str:
-    """Return the name of the switch's end of a node's link."""
     return f"p{node}"
 
 

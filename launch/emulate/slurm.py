@@ -23,7 +23,6 @@ GRACE_SECONDS = 60
 
 
 def slurm_folder(cluster_folder: Path) -> Path:
-    """Return the folder of Slurm's configuration, logs and state."""
     return cluster_folder / "slurm"
 
 
@@ -91,13 +90,11 @@ def slurm_commands(plan: ClusterPlan, *, folder: Path) -> list[tuple[int, list[s
 
 
 def describe_start(plan: ClusterPlan, *, folder: Path) -> str:
-    """Return the configuration and the commands, each with its host, as lines."""
     commands = [f"{host(node)}: {shlex.join(argv)}" for node, argv in slurm_commands(plan, folder=folder)]
     return "\n".join([f"{folder}/slurm.conf:", slurm_conf(plan, folder=folder), *commands])
 
 
 def log_path(argv: list[str], *, folder: Path) -> Path:
-    """Return the path of the log of a program of slurm_commands."""
     return folder / (f"slurmd.{argv[2]}.log" if argv[0] == "slurmd" else f"{argv[0]}.log")
 
 
@@ -105,7 +102,6 @@ SINFO = ("sinfo", "--noheader", "--Node", "--partition", PARTITIONS[0], "--forma
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """Parse SINFO's output, 'n0 idle', 'n1 down*', into node -> state."""
     return {host: state for host, _, state in (line.partition(" ") for line in text.splitlines())}
 
 

@@ -115,7 +115,6 @@ def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[
 
 
 def _last_words(log: Path) -> str:
-    """Return the fatal error of a log, else its last line, with the log's name."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     fatal = [line for line in lines if "fatal: " in line]
     return f"{log}: {(fatal or lines or ['empty'])[-1]}"
@@ -134,7 +133,6 @@ def ask_states(cluster: EmulatedCluster, *, environ: Mapping[str, str]) -> dict[
 
 
 def describe_nodes(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str, str]) -> str:
-    """Return one line for `status`."""
     folder = root / cluster.plan.name
     states = ask_states(cluster, environ=slurm_environ(environ, cluster_folder=folder))
     if not states:

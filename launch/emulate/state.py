@@ -54,12 +54,10 @@ def _owner(path: Path) -> int | None:
 
 
 def save(folder: Path, cluster: EmulatedCluster) -> None:
-    """Write the cluster's record, in one piece."""
     write_whole(folder / "cluster.json", json.dumps(asdict(cluster)).encode())
 
 
 def load(folder: Path) -> EmulatedCluster | None:
-    """Return the cluster's record; None if there is no readable one."""
     try:
         facts = parse_json((folder / "cluster.json").read_text())
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
@@ -71,5 +69,4 @@ def load(folder: Path) -> EmulatedCluster | None:
 
 
 def is_alive(cluster: EmulatedCluster) -> bool:
-    """Return whether the keeper runs."""
     return cluster.boot_id == boot_id() and start_ticks(cluster.keeper) == cluster.start_ticks

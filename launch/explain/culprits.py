@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from bigbatch.comm.rendezvous.recording import Operation, ProcessGroup, Recording, late_for
 from bigbatch.launch.explain.recorded_job import RecordedJob
@@ -76,22 +77,20 @@ class _Search:
 
     def __init__(self, job: RecordedJob) -> None:
         self._job = job
-        self._known: dict[_Place, _Cause] = {}
+        self._cause_of_collective = cache(self._judge_collective)
         self._causes = {rank: self._cause(rank, operation) for rank, operation in job.waiting.items()}
         self._waits = {rank: self._waits_for(rank) for rank in job.waiting}
 
     def absent(self) -> list[Culprit]:
-        """Return the ranks that left no dump, with what others wait for them in."""
         gone = frozenset(self._job.ranks) - self._job.recordings.keys()
         if not gone:
             return []
         places = Counter(cause.place for cause in self._causes.values() if cause.kind == LATE and cause.ranks & gone)
         if not places:
             return [Culprit(ABSENT, tuple(sorted(gone)))]
-        return [self._finding(ABSENT, gone, max(places, key=lambda each: places[each]))]
+        return [self._finding(ABSENT, gone, places.most_common(1)[0][0])]
 
     def differing(self) -> list[Culprit]:
-        """Return for each group the first collective that ranks call differently, ended or not."""
         found = []
         for group, numbers in self._job.collectives.items():
             for number in sorted(numbers):
@@ -123,8 +122,8 @@ class _Search:
             most, least = max(begun.values()), min(begun.values())
             if least < most:
                 behind = frozenset(rank for rank, last in begun.items() if last == least)
-                next_ones = (each for each in sorted(self._job.collectives[group]) if each > least)
-                found.append(self._finding(UNEVEN, behind, _Place(group, next(next_ones))))
+                following = min(each for each in self._job.collectives[group] if each > least)
+                found.append(self._finding(UNEVEN, behind, _Place(group, following)))
         return found
 
     def _odd(self, group: ProcessGroup, number: int) -> frozenset[int]:
@@ -164,12 +163,9 @@ class _Search:
         group = self._job.group_of(rank, operation)
         if operation.is_message:
             return self._cause_of_messages(rank, group, operation)
-        place = _Place(group, operation.number)
-        if place not in self._known:
-            self._known[place] = self._cause_of_collective(place)
-        return self._known[place]
+        return self._cause_of_collective(_Place(group, operation.number))
 
-    def _cause_of_collective(self, place: _Place) -> _Cause:
+    def _judge_collective(self, place: _Place) -> _Cause:
         group, number = place.group, place.number
         begun = {rank: -1 for rank in group.ranks if rank in self._job.recordings} | self._job.begun[group]
         late, unknown = late_for(number, group.ranks, begun)
@@ -201,18 +197,14 @@ class _Search:
                 peers.add(peer)
                 if {of.state, operation.state} == {"scheduled", "started"}:
                     unstarted.add(peer if of.state == "scheduled" else rank)
-        if unposted:
-            return _Cause(LATE, frozenset(unposted), place)
-        if unlike:
-            return _Cause(DIFFERS, frozenset(unlike), place)
-        if unstarted:
-            return _Cause(UNSTARTED, frozenset(unstarted), place)
-        return _Cause(STUCK, frozenset(peers), place) if peers else _Cause(HELD, frozenset([rank]), place)
+        for kind, ranks in ((LATE, unposted), (DIFFERS, unlike), (UNSTARTED, unstarted), (STUCK, peers)):
+            if ranks:
+                return _Cause(kind, frozenset(ranks), place)
+        return _Cause(HELD, frozenset([rank]), place)
 
     def _partner(
         self, rank: int, group: ProcessGroup, message: Operation, peer: int
     ) -> tuple[Operation, Operation] | tuple[None, None]:
-        """Return the peer's matching message, and its batch; both sides keep one order."""
         mine = self._job.messages[rank, group, message.kind, peer]
         theirs = self._job.messages[peer, group, "recv" if message.kind == "send" else "send", rank]
         if not (self._is_whole(rank) and self._is_whole(peer)):
@@ -241,16 +233,9 @@ class _Search:
 
         Among several circles one in which a rank has not begun what another waits in, and the smallest of these.
         """
-        open_ends, todo = set(ends), list(ends)
-        waited_by: dict[int, list[int]] = defaultdict(list)
-        for rank, others in self._waits.items():
-            for other in others:
-                waited_by[other].append(rank)
-        while todo:
-            for rank in waited_by[todo.pop()]:
-                if rank not in open_ends:
-                    open_ends.add(rank)
-                    todo.append(rank)
+        open_ends = set(ends)
+        while grown := {rank for rank in self._waits.keys() - open_ends if not self._waits[rank].isdisjoint(open_ends)}:
+            open_ends |= grown
         left = sorted(set(nodes) - open_ends)
         circles = filter(None, (self._way_back(rank) for rank in left if self._causes[rank].kind == LATE))
         found = min(circles, key=len, default=None) or next(filter(None, map(self._way_back, left)), [])
@@ -292,7 +277,6 @@ class _Search:
 
 
 def _most_common(calls: Mapping[int, Operation], ranks: Iterable[int]) -> int:
-    """Return one of the ranks with the most common call."""
     like = Counter(_signature(calls[rank], is_exact=False) for rank in ranks)
     return max(ranks, key=lambda rank: (like[_signature(calls[rank], is_exact=False)], -rank))
 

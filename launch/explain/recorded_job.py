@@ -8,8 +8,6 @@ from bigbatch.comm.rendezvous.recording import MESSAGE, Operation, ProcessGroup,
 
 
 class RecordedJob:
-    """The recordings of all ranks, by group."""
-
     def __init__(self, recordings: Mapping[int, Recording]) -> None:
         self.recordings = recordings
         told = {rank for each in recordings.values() for group in each.groups.values() for rank in group.ranks}
@@ -27,7 +25,6 @@ class RecordedJob:
             self._index(rank, recording)
 
     def group_of(self, rank: int, operation: Operation) -> ProcessGroup:
-        """Return the group of a rank's operation, with its ranks."""
         return self._groups[rank, operation.group.name]
 
     def peers_of(self, rank: int, operation: Operation) -> list[tuple[Operation, int]]:

@@ -108,7 +108,6 @@ def last_words(job: RecordedJob, rank: int) -> str:
 
 
 def describe(operation: Operation, *, is_numbered: bool = True) -> str:
-    """Return an operation's number, name, sizes and types."""
     parts = [f"{each.name} {_shapes(each)}".rstrip() for each in operation.parts]
     if parts and operation.kind == "coalesced":
         hidden = f" and {len(parts) - MOST_PARTS} more" if len(parts) > MOST_PARTS else ""
@@ -180,7 +179,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Return sorted ranks in short, such as 0-3, 7."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][1] + 1:
@@ -191,7 +189,6 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def record(job: RecordedJob, findings: Sequence[Culprit]) -> dict[str, Any]:
-    """Return all results as JSON values."""
     return {
         "culprits": list(findings[0].ranks) if findings else [],
         "findings": [_finding_record(each) for each in findings],

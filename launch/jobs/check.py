@@ -176,7 +176,6 @@ def _most_sharing(batch: BatchConfig, *, limit: int) -> int | None:
 
 
 def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
-    """Return why so many ranks cannot share a batch; None if they can."""
     try:
         accumulation_steps(batch, world_size=num_ranks)
     except ConfigError as error:
@@ -202,7 +201,6 @@ def _check_module(words: tuple[str, ...]) -> None:
 
 
 def _check_script(path: Path) -> None:
-    """Return whether Python can run it: a script, or a folder or archive with a __main__.py."""
     if not path.exists():
         near = nearest(path.name, [each.name for each in path.parent.glob("*.py")])
         hint = f"; the nearest is {path.with_name(near)}" if near else ""

@@ -35,7 +35,6 @@ class Problems:
 
     @property
     def found(self) -> tuple[str, ...]:
-        """Return them in order."""
         return tuple(self._found)
 
     def __enter__(self) -> "Problems":

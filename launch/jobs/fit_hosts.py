@@ -59,7 +59,6 @@ def fit_hosts(hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> tuple[
 
 
 def _find_host(name: str, hosts: Sequence[str]) -> str:
-    """Return the stated host of a node, given the name that its ranks report."""
     ways: tuple[Callable[[str, str], bool], ...] = (operator.eq, _same_label, _same_address)
     for is_same in ways:
         found = {host for host in hosts if is_same(host, name)}

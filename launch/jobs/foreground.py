@@ -52,14 +52,11 @@ def shell_code(returncode: int) -> int:
 
 
 def one_line(text: str) -> str:
-    """Return a program's output for a message."""
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launcher ended."""
-
     code: int
     """Its exit code; 128 + signal if a signal ended it."""
     was_asked: bool
@@ -128,7 +125,6 @@ def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[
 
 
 def not_installed(program: str) -> LaunchOptionError:
-    """Return the error for a program that this host lacks."""
     remedy = MISSING.get(Path(program).name, "install it, or use another launcher")
     return LaunchOptionError(f"{program} is not installed here: {remedy}")
 

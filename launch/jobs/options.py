@@ -37,10 +37,10 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Return its form on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
+PREFLIGHTS = ("warn", "stop", "exclude")
 RESTARTS = Option(
     "restarts",
     "restart a job that lost a rank or a node, on the remaining hosts; at most so often in a row without a newer "
@@ -57,11 +57,7 @@ RANKS = (
     Option("master", "torchrun, local: HOST:PORT of the first node, where all nodes meet"),
     Option("interface", "network interface between the nodes, such as eth0, or ib0,ib1 for both (NCCL and gloo)"),
     Option("device", "cpu: train on the CPU, even if the hosts have GPUs", choices=("cpu",)),
-    Option(
-        "preflight",
-        "test the nodes first; unfit ones: warn, exit with 4, or leave them out (slurm, mpirun)",
-        choices=("warn", "stop", "exclude"),
-    ),
+    Option("preflight", "test the nodes first; unfit ones: warn, exit with 4, or leave them out", choices=PREFLIGHTS),
     RESTARTS,
     Option(
         "env",
@@ -100,18 +96,14 @@ REQUEST = (
     Option("mpi", "srun's --mpi, such as none or pmix (default: the cluster's; bigbatch works with none)"),
 )
 CONTAINER = (
-    Option(
-        "image", "container image that contains bigbatch: a .sqsh or .sif file, or a name in a registry", expand_path
-    ),
+    Option("image", "container image with bigbatch: a .sqsh or .sif file, or a name in a registry", expand_path),
     Option(
         "mount",
         "SOURCE:TARGET[:FLAGS]; repeat for several; under Kubernetes SOURCE is a volume claim or a folder of the node",
         expand_path,
         repeats=True,
     ),
-    Option(
-        "container", "runtime under Slurm (default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")
-    ),
+    Option("container", "under Slurm (default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")),
 )
 KUBERNETES = (
     Option("namespace", "namespace (default: kubectl's)"),
@@ -142,7 +134,6 @@ STAND_INS = {"array": "0", "environment": (), "taken": (), "sbatch": (), **dict.
 
 
 def job_options() -> argparse.ArgumentParser:
-    """Return the parent of each launcher's parser."""
     parent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parent.add_argument("--dry-run", action="store_true", help="print exactly what would run instead of running it")
     add_options(parent.add_argument_group("ranks"), RANKS)
@@ -153,7 +144,6 @@ def job_options() -> argparse.ArgumentParser:
 
 
 def add_options(parser: "argparse._ActionsContainer", options: Iterable[Option]) -> None:
-    """Add options to a parser, or to a group of one."""
     for each in options:
         parser.add_argument(
             each.flag,

@@ -104,7 +104,6 @@ def refuse_healing(job: JobSpec, *, launcher: str) -> None:
 
 
 def newest_checkpoint(folder: str | None) -> Path | None:
-    """Return the name of a run's newest checkpoint; None without one."""
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 
@@ -127,7 +126,6 @@ class RunLeft:
         self._looking: Thread | None = None
 
     def __call__(self) -> bool:
-        """Return the last check's result, and start the next check."""
         has_left = self._num_looks > self._most_looks
         if self._looking is None or not self._looking.is_alive():
             self._looking = Thread(target=self._look, name="bigbatch-run-left", daemon=True)

@@ -108,7 +108,6 @@ class JobSpec:
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the ranks of each of num_nodes."""
         return self.num_ranks // (self.num_nodes or 1)
 
     @property
@@ -121,7 +120,6 @@ class JobSpec:
 
     @property
     def grace_seconds(self) -> int:
-        """Return stop_seconds, or its default."""
         return 120 if self.stop_seconds is None else self.stop_seconds
 
 

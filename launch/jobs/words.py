@@ -107,7 +107,6 @@ OPTIONS = {
 
 
 def option(field: str) -> str:
-    """Return the option of a field of JobSpec."""
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
@@ -245,7 +244,6 @@ def parse_passed(words: list[str]) -> tuple[tuple[str, str | None], ...]:
 
 
 def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
-    """Parse the words NAME=VALUE of --env."""
     return tuple((name, value) for name, mark, value in (word.partition("=") for word in words) if mark)
 
 

@@ -40,8 +40,6 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One way to start a job."""
-
     name: str
     help: str
     """Line of help."""
@@ -72,6 +70,5 @@ class Launcher:
 
 
 def command_line(argv: Sequence[str], variables: Sequence[tuple[str, str]] = ()) -> str:
-    """Return a shell command line with these words and variables."""
     stated = [f"{name}={value}" for name, value in dict(variables).items()]
     return shlex.join([*(["env", *stated] if stated else []), *argv]) + "\n"

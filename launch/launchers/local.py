@@ -91,7 +91,6 @@ def node_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a free port."""
     address = loopback()
     with socket.socket(family_of(address)) as probe:
         probe.bind((address, 0))

@@ -34,8 +34,6 @@ LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGUR
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """Slurm's facts about a job."""
-
     facts: Mapping[str, str]
     """Fields of `scontrol show job`, by their names."""
     script: str
@@ -51,12 +49,10 @@ class QueuedJob:
 
     @property
     def state(self) -> str:
-        """Return the state, such as PENDING, RUNNING, REQUEUED or COMPLETED."""
         return self.facts["JobState"]
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has ended for good."""
         return self.state not in LIVING
 
     @property
@@ -168,7 +164,6 @@ def parse_facts(line: str) -> dict[str, str]:
 
 
 def describe(job: QueuedJob) -> str:
-    """Return a few lines for a user."""
     facts = {name: value for name, value in job.facts.items() if value not in NONE}
     lines = [f"job {job.number} ({facts.get('JobName', '')}): {job.state}"]
     if reason := facts.get("Reason"):

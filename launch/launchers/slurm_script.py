@@ -198,7 +198,6 @@ def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
 
 
 def directives(job: JobSpec) -> list[str]:
-    """Return the sbatch options."""
     time = None if job.minutes is None else format_minutes(job.minutes)
     gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     asked = {
@@ -273,7 +272,6 @@ def _progress(job: JobSpec, *, folder: str | None) -> str:
 
 
 def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
-    """Return bash for the preflight, and for its action on unfit nodes."""
     assert job.preflight is not None
     words = _words(_rank_words(preflight_of(job), python=python), job)
     lines = [

@@ -110,7 +110,6 @@ class Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Return the names of the packaged clusters."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

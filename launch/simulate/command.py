@@ -26,7 +26,6 @@ PROG = "bigbatch simulate"
 MOST_COUNTS = 64
 MOST_DEVICES = 1_000_000
 CHOICES = (*ALGORITHMS, BY_SIZE)
-MOVED = ("--given", "--rows", "--out")
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of each unit of a deadline."""
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
@@ -36,11 +35,6 @@ DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
 def main(argv: Sequence[str]) -> int:
     """Print the answer, and write the requested files; return 0."""
     arguments, overrides = _parser().parse_known_args(argv)
-    if moved := [word for word in overrides if word.partition("=")[0] in MOVED]:
-        raise LaunchOptionError(
-            f"{moved[0]} is there no more: a checkout predicts rows of a table by python -m benchmarks.twin.predict "
-            "with --given, --rows and --out"
-        )
     if arguments.config and arguments.named:
         raise LaunchOptionError(f"{arguments.config} and --config {arguments.named} both name a recipe: keep one")
     arguments.config = arguments.config or arguments.named
@@ -59,12 +53,8 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     price = question.cluster.price_per_device_hour
     if arguments.price is not None:
         price = _above_0("--price", arguments.price)
-    tables = [
-        show.scaling_table(points, price=price),
-        show.loss_table(points),
-        show.run_table(points),
-        show.sent_table(points),
-    ]
+    makers = (show.loss_table, show.run_table, show.sent_table)
+    tables = [show.scaling_table(points, price=price), *(make(points) for make in makers)]
     compared = _comparisons(arguments, question, counts, points)
     tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
     findings = show.findings(points, model=question.config.model.name, deadline_hours=hours)
@@ -124,10 +114,8 @@ def _comparisons(
         }
     if arguments.what_if:
         changed = replace(question, factors=read_factors(arguments.what_if))
-        tables["A step, as it is and if"] = {
-            "as it is": points,
-            arguments.what_if: simulate_scaling(changed, counts)[0],
-        }
+        compared = {"as it is": points, arguments.what_if: simulate_scaling(changed, counts)[0]}
+        tables["A step, as it is and if"] = compared
     return tables
 
 
@@ -220,29 +208,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "config",
-        type=expand_path,
-        nargs="?",
-        metavar="CONFIG",
-        help="a recipe as for train; --section.key overrides it",
-    )
+    recipe = "a recipe as for train; --section.key overrides it"
+    add("config", type=expand_path, nargs="?", metavar="CONFIG", help=recipe)
     add("--config", dest="named", type=expand_path, metavar="CONFIG", help="the same, as train takes it")
     add("--cluster", type=expand_path, metavar="NAME", help=f"a YAML file, or one of {', '.join(cluster_names())}")
     add("--gpus", default="", metavar="N,N..M", help="numbers, such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
-    add(
-        "--profile",
-        type=expand_path,
-        metavar="FILE",
-        help="the same, as bigbatch doctor --json measured it of this recipe",
-    )
-    add(
-        "--input-rate",
-        type=decimal,
-        help="images/s that the loaders of one node bring, instead of the cluster's",
-    )
+    add("--profile", type=expand_path, metavar="FILE", help="the same, by bigbatch doctor --json FILE of this recipe")
+    add("--input-rate", type=decimal, help="images/s that the loaders of one node bring, instead of the cluster's")
     add("--images", type=decimal, default=1_281_167, help="images of an epoch (default: ImageNet's 1,281,167)")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")
     add("--deadline", metavar="TIME", help="time limit, such as 1h: names the cheapest number of GPUs within it")
@@ -255,10 +229,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=expand_path, metavar="FILE", help="all figures")
     add("--html", type=expand_path, metavar="FILE", help="write all results as one page, like bigbatch report")
     add("--plot", type=expand_path, metavar="FILE", help="plot of images per second and GPU, PNG or SVG")
-    add(
-        "--trace",
-        type=expand_path,
-        metavar="FILE",
-        help="trace of the step with the most GPUs, for ui.perfetto.dev or chrome://tracing",
-    )
+    add("--trace", type=expand_path, metavar="FILE", help="trace of the largest step, for ui.perfetto.dev")
     return parser

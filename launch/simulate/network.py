@@ -39,11 +39,9 @@ class Network:
 
     @property
     def num_devices(self) -> int:
-        """Return the number of ranks."""
         return self.num_nodes * self.devices_per_node
 
     def cluster(self) -> ClusterModel:
-        """Return the cluster in the form that cost_model takes."""
         return ClusterModel(
             (self.devices_per_node,) * self.num_nodes,
             inside=LinkModel(self.constants.inside_latency_seconds, self.inside_bytes_per_second),
@@ -73,7 +71,6 @@ class Network:
         return self._nccl(num_bytes)
 
     def fastest(self, num_bytes: float, *, widened: float = 1.0) -> str:
-        """Return the name of the fastest algorithm."""
         return min(ALGORITHMS, key=lambda name: self.seconds(num_bytes, name, widened=widened))
 
     def _nccl(self, num_bytes: float) -> float:

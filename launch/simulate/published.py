@@ -60,8 +60,6 @@ EPOCHS_TO_759 = {
 
 
 def nearest_checked(model: str, num_devices: int, local_batch: float) -> Checked:
-    """Return the nearest published step: of the same model, then by the doublings of size and batch."""
-
     def distance(each: Checked) -> float:
         doublings = abs(math.log2(num_devices / each.num_devices)) + abs(math.log2(local_batch / each.local_batch))
         return doublings + OTHER_MODEL * (each.model != model)

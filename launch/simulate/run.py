@@ -34,8 +34,6 @@ class Failures:
 
 @dataclass(frozen=True)
 class RunTime:
-    """The hours of a run by their cause."""
-
     steps: float
     evaluations: float
     checkpoints: float
@@ -44,16 +42,13 @@ class RunTime:
 
     @property
     def total(self) -> float:
-        """Return the sum of all."""
         return self.steps + self.evaluations + self.checkpoints + self.failures
 
     @property
     def effective_share(self) -> float:
-        """Return the share of effective training time."""
         return 1 - self.failures / self.total
 
     def times(self, factor: float) -> "RunTime":
-        """Return the time of a run that is `factor` times as long."""
         parts = (self.steps, self.evaluations, self.checkpoints, self.failures)
         return RunTime(*(factor * part for part in parts))
 
@@ -95,11 +90,6 @@ def time_of_run(
 
 
 def effective_share(interval_seconds: float, failures: Failures, *, num_nodes: int) -> float:
-    """Return the share of effective training time if nodes fail at random: T / ((M + R) (exp(T/M) - 1)).
-
-    T seconds between two checkpoints, M between two failures of any node, R of a restart. It is T over the mean time to
-    complete an interval, if every failure restarts it. Source: Daly 2006, exponential failures.
-    """
     mean = failures.node_hours * 3600 / num_nodes
     ratio = interval_seconds / mean
     if ratio > 700:  # exp of more overflows a float

@@ -82,12 +82,10 @@ class PredictedPoint:
 
     @property
     def is_extrapolated(self) -> bool:
-        """Return whether no published step checks this one."""
         return self.beyond_checked is not None
 
     @property
     def images_per_second(self) -> float:
-        """Return the rate of all devices."""
         return self.global_batch_size / self.step.seconds
 
     @property
@@ -97,11 +95,9 @@ class PredictedPoint:
 
     @property
     def device_hours(self) -> float:
-        """Return the hours of all devices."""
         return self.hours * self.num_devices
 
     def measured(self, *, fewest: int) -> MeasuredPoint:
-        """Return the point as a report takes it."""
         step = self.step
         parts = {"computing": step.computing, "communication": step.communication, "input": step.input}
         return MeasuredPoint(

@@ -38,11 +38,9 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Count all elements."""
         return sum(self.num_elements)
 
     def tensors(self, element_bytes: int) -> tuple[TensorSpec, ...]:
-        """Return the gradients as a fusion plan takes them."""
         return _tensors(self, element_bytes)
 
 
@@ -54,7 +52,6 @@ def _tensors(shape: ModelShape, element_bytes: int) -> tuple[TensorSpec, ...]:
 
 @cache
 def shape_names() -> tuple[str, ...]:
-    """Return the names of the models with known shapes."""
     return tuple(_stored())
 
 

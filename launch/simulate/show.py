@@ -43,7 +43,6 @@ UNKNOWN = ""
 
 
 def assumptions(question: Question) -> list[str]:
-    """Return lines on the values that the figures are based on."""
     cluster = question.cluster
     _, rate = cluster.compute(shape_of(question.config.model), rate=question.rate)
     whose = "yours" if question.rate else "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
@@ -84,7 +83,6 @@ def assumptions(question: Question) -> list[str]:
 
 
 def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> Table:
-    """Make a row for each number of devices."""
     columns = {
         "GPUs": [f"{point.num_devices:,}" for point in points],
         "nodes": [f"{point.num_nodes:,}" for point in points],
@@ -127,7 +125,6 @@ def loss_table(points: Sequence[PredictedPoint]) -> Table:
 
 
 def run_table(points: Sequence[PredictedPoint]) -> Table:
-    """Show the run's hours by their cause."""
     columns = {"GPUs": [f"{point.num_devices:,}" for point in points]}
     for cause in ("steps", "evaluations", "checkpoints", "failures"):
         columns[cause] = [duration(getattr(point.run, cause)) for point in points]
@@ -162,7 +159,6 @@ def _number(value: int | None) -> str:
 
 
 def comparison_table(title: str, columns: Mapping[str, Sequence[PredictedPoint]]) -> Table:
-    """Compare several simulations: milliseconds of a step."""
     counts = sorted({point.num_devices for points in columns.values() for point in points})
     found = {name: {point.num_devices: point for point in points} for name, points in columns.items()}
     rows = [
@@ -173,7 +169,6 @@ def comparison_table(title: str, columns: Mapping[str, Sequence[PredictedPoint]]
 
 
 def findings(points: Sequence[PredictedPoint], *, model: str, deadline_hours: float | None) -> list[str]:
-    """Return the main results in words."""
     last, each = points[-1], efficiencies(points)[-1]
     lines = []
     if len(points) > 1:
@@ -253,7 +248,6 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
 
 
 def as_json(question: Question, points: Sequence[PredictedPoint]) -> str:
-    """Write all figures: seconds, images, shares."""
     rows = [
         {
             "gpus": point.num_devices,

@@ -30,7 +30,6 @@ class InGroups:
     count: int
 
     def plan(self, tensors: tuple[TensorSpec, ...]) -> FusionPlan:
-        """Return the plan of these groups."""
         size = math.ceil(len(tensors) / self.count)
         return FusionPlan(tuple(BufferPlan(tensors[i : i + size]) for i in range(0, len(tensors), size)))
 
@@ -53,7 +52,6 @@ class Compute:
     fixed_seconds: float
 
     def seconds(self, local_batch: float) -> float:
-        """Compute forward, backward and update of a batch."""
         return self.seconds_per_image * local_batch + self.fixed_seconds
 
 
@@ -74,12 +72,10 @@ class SimulatedStep:
 
     @property
     def hidden(self) -> float:
-        """Return the seconds of communication that backward hides."""
         return max(0.0, sum(each.end_seconds - each.start_seconds for each in self.transfers) - self.communication)
 
     @property
     def seconds(self) -> float:
-        """Return the whole step."""
         return self.computing + self.communication + self.stragglers + self.input
 
 
@@ -124,12 +120,10 @@ class SimulatedJob:
         return SimulatedStep(computing, exposed, stragglers, waits, slow, backward, transfers)
 
     def sum_seconds(self, num_bytes: float) -> float:
-        """Return the seconds to sum a buffer of that many bytes of gradients."""
         algorithm = self.algorithm_of(num_bytes)
         return self.slowness * self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
 
     def algorithm_of(self, num_bytes: float) -> str:
-        """Return the algorithm for such a buffer."""
         if self.algorithm != BY_SIZE:
             return self.algorithm
         return self.network.fastest(num_bytes * self.wire_share, widened=self._widened)

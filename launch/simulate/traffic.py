@@ -14,13 +14,10 @@ SEGMENT_BYTES = 512 * 1024
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages of one direction."""
-
     payload_bytes: int = 0
     num_messages: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        """Add both."""
         return Traffic(self.payload_bytes + other.payload_bytes, self.num_messages + other.num_messages)
 
 
@@ -104,7 +101,6 @@ def sent_per_step(job: SimulatedJob, step: SimulatedStep) -> SentPerStep:
 
 
 def _one_sum(job: SimulatedJob, num_elements: int) -> SentPerStep:
-    """Count one buffer's sum."""
     network, wire_bytes = job.network, job.element_bytes * job.wire_share
     element_bytes = round(wire_bytes)
     algorithm = job.algorithm_of(num_elements * job.element_bytes)

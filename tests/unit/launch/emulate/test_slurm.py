@@ -1,7 +1,6 @@
 """Slurm in the box without a cluster: its configuration and commands line by line, and what is refused."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from bigbatch.boot import boot_id, start_ticks
 from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, slurm_start
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.state import EmulatedCluster, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.start import main
 
 UNEVEN = ClusterPlan("box", (3, 1), None, slurm=True)
@@ -141,14 +140,6 @@ def test_slurm_starts_the_jobs_of_its_cluster_and_run_those_of_others(
         emulate(*words)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
-def test_slurm_that_does_not_answer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
-    root = state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
-    print(slurm_start.describe_nodes(found, root=root, environ=os.environ))
-    assert re.fullmatch(rf"Slurm .* {root}/box/slurm/slurmctld\.log\n", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("states", "named"),
     [
@@ -166,19 +157,3 @@ def test_slurm_node_that_is_not_idle_in_time_is_named_with_its_log(
     (tmp_path / "slurmd.n1.log").write_text("fatal: no clock\n")
     with pytest.raises(EmulationError, match=naming(*named)):
         slurm_start._wait_for_nodes(EmulatedCluster(UNEVEN, 0, 0, ""), folder=tmp_path, environ={})
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[1] fatal: no clock\n[2] error: late\n", "[1] fatal: no clock"),
-        ("[1] started\n[2] error: late\n", "[2] error: late"),
-        ("", "empty"),
-        (None, "empty"),
-    ],
-)
-def test_slurm_log_says_what_a_daemon_died_of(text: str | None, words: str, tmp_path: Path) -> None:
-    log = tmp_path / "slurmd.n1.log"
-    if text is not None:
-        log.write_text(text)
-    assert slurm_start._last_words(log) == f"{log}: {words}"

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,13 +83,6 @@ def emulate(*words: str) -> int:
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-def test_emulate_up_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert emulate("up", "--nodes", "2", "--link", "200mbit", "--dry-run") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "n1: ip address add 10.77.0.2/24 dev eth0" in lines
-    assert "switch: tc qdisc replace dev p1 root tbf rate 200000000bit burst 25000b latency 20ms" in lines
 
 
 def test_emulate_run_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,29 +179,6 @@ def test_emulate_says_in_one_line_that_a_cluster_vanished(
         emulate("shape", "--link", "1gbit")
     with pytest.raises(EmulationError, match=r"^box: .*(keeper|setns).*bigbatch launch emulate status"):
         cluster.join(vanished)
-
-
-def test_keeper_that_vanishes_while_we_follow_it_is_seen(
-    vanished: EmulatedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And then its number meant a process of another container."""
-    monkeypatch.setattr("bigbatch.launch.emulate.namespaces.enter_cluster", lambda keeper: None)
-    cluster.join(vanished)
-    with pytest.raises(EmulationError, match=naming("box", "bigbatch launch emulate status")):
-        cluster.join(replace(vanished, start_ticks=0))
-
-
-def test_emulate_says_in_one_line_that_a_folder_vanished_before_the_job(
-    vanished: EmulatedCluster, tmp_path: Path
-) -> None:
-    with (
-        pytest.raises(
-            EmulationError,
-            match=naming("box: ", "No such file", tmp_path / "elsewhere/box"),
-        ),
-        cluster.only_job(vanished, root=tmp_path / "elsewhere"),
-    ):
-        pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")

@@ -34,12 +34,6 @@ def refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     return said.err
 
 
-@pytest.mark.parametrize("command", ["--version", "--help", "-h"])
-def test_options_that_stand_alone_are_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "local", "--dry-run", "--", command]) == 0
-    assert command in capsys.readouterr().out
-
-
 NODES = ("slurm", "--nodes", "3", "--ranks-per-node", "5")
 FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
 
@@ -122,11 +116,6 @@ def test_check_says_all_at_once_and_nothing_twice(capsys: pytest.CaptureFixture[
     assert str(len(options)) in said[0]
 
 
-def test_check_of_ranks_that_contradict_each_other_goes_on_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(("slurm", "--nodes", "3", "--ranks", "8", "--logs", "a b", *TRAIN, "--run.resume", "no"), capsys)
-    assert all(part in said for part in ("--ranks 8", "--logs 'a b'", "--run.resume no", "3 reasons"))
-
-
 @pytest.mark.parametrize("words", [("--dry-run",), ("--output", "job.sh", "--dry-run")])
 def test_check_of_a_job_that_is_shown_warns_of_files_that_are_not_here(
     words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
@@ -183,17 +172,6 @@ def test_check_leaves_alone_what_works(
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
     assert main(["launch", "slurm", *words]) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_check_tells_of_each_wrong_key_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = (*TRAIN, "--run.seed", "-1", "--data.flip", "maybe")
-    said = refused(("slurm", "--time", "2h", *wrong), capsys).splitlines()
-    assert "3 reasons" in said[0]
-    assert [line[:2] for line in said[1:]] == ["  "] * 3
-    assert main(["launch", "slurm", "--image", "bb", *wrong]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert all(line.startswith("bigbatch: warning: ") and "\\n" not in line for line in said)
 
 
 @pytest.mark.parametrize("words", [("slurm", "--image", "bb"), ("k8s", "--image", "bb", "--mount", "/none:/d")])

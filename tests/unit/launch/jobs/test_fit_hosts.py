@@ -13,8 +13,6 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.fit_hosts import (
     choose_launcher,
     fit_hosts,
-    preflight_command,
-    preflight_of,
     without,
     write_hostfile,
 )
@@ -22,15 +20,6 @@ from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.spec import JobSpec
 
 TRAIN = ("train", "--config", "quickstart")
-
-
-def test_command_checks_the_experiment_of_train() -> None:
-    assert preflight_command(TRAIN) == ("preflight", "--config", "quickstart")
-    assert preflight_command((*TRAIN, "--quiet", "--dry-run")) == preflight_command(TRAIN)
-    assert preflight_command((), "--json", "x") == ("preflight", "--json", "x")
-    assert preflight_command(("comm", "bench")) == ("preflight",)
-    own = JobSpec(("train", "--rate", "3"), 2, is_python=True)
-    assert preflight_of(own) == JobSpec(("preflight",), 2)
 
 
 def test_preflight_starts_by_the_launcher_of_the_job() -> None:

@@ -119,16 +119,6 @@ def test_restarts_go_on_with_what_is_left_and_grow_again_when_called(code: int, 
     assert "2 of 4 ranks" in played.said[0]
 
 
-@pytest.mark.parametrize("code", [1, 5])
-def test_restarts_end_where_a_person_must_mend_what_a_call_back_met(code: int, tmp_path: Path) -> None:
-    """As a disk that is full at the checkpoint before a job is to go on with more hosts."""
-    played = Played(tmp_path, 6, Ended(code, was_asked=False, was_recalled=True), 0)
-    hosts = (("n0", 1), ("n1", 1))
-    left = iter((hosts[:1], hosts))
-    assert played.run(restarts=9, hosts=hosts, refit=lambda job: replace(job, hosts=next(left))) == code
-    assert len(played.started) == 2
-
-
 @pytest.mark.parametrize(("left", "num_starts"), [((("n0", 1),), 2), ((("n0", 1), ("n1", 1)), 1)])
 def test_restarts_take_a_host_that_is_away_for_a_loss_whatever_the_code(
     left: tuple[tuple[str, int], ...], num_starts: int, tmp_path: Path

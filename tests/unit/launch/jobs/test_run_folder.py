@@ -50,14 +50,6 @@ def test_job_without_a_run_folder_is_left_after_its_first_rank_recorded_a_failur
     assert [look(has_left) for _ in range(LEFT_LOOKS + 2)][-1]
 
 
-def test_run_that_ended_well_is_not_left(tmp_path: Path, start: str) -> None:
-    """Other ranks may take long to end: whoever ended them would have a run that is done start again."""
-    with owning(tmp_path):
-        pass
-    has_left = RunLeft(str(tmp_path), start=start)
-    assert not any(look(has_left) for _ in range(9))
-
-
 def test_run_is_not_left_for_the_failure_of_another_job(
     tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,24 +108,6 @@ def test_k8s_jobset_has_what_restricted_pod_security_asks_for() -> None:
     assert [pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")] == [7, 8, 8]
 
 
-def test_k8s_jobset_starts_the_ranks_of_each_node_where_they_find_each_other() -> None:
-    manifest = jobset(num_nodes=2)
-    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert (job["parallelism"], job["completions"], job["completionMode"], job["backoffLimit"]) == (2, 2, "Indexed", 0)
-    (container,) = job["template"]["spec"]["containers"]
-    split = container["command"].index("--")
-    assert container["command"][:split] == [
-        *("bigbatch", "launch", "local", "--nodes", "2", "--node-rank", "$(JOB_COMPLETION_INDEX)"),
-        # pods of a JobSet: NAME-REPLICATED_JOB-JOB_INDEX-POD_INDEX.SUBDOMAIN, which is NAME
-        *("--master", "a-b-node-0-0.a-b:29500", "--ranks-per-node", "8"),
-    ]
-    reference = {"secretKeyRef": {"name": "a-b", "key": "secret"}}
-    assert {"name": "BIGBATCH_SECRET", "valueFrom": reference} in container["env"]
-    (alone,) = pods_of(jobset())[0]["containers"]
-    assert alone["command"][:6] == ["bigbatch", "launch", "local", "--ranks-per-node", "16", "--"]
-    assert "BIGBATCH_SECRET" not in {each["name"] for each in alone["env"]}, "launch local draws one"
-
-
 @pytest.mark.parametrize("is_python", [False, True])
 def test_k8s_jobset_restarts_by_the_exit_codes_of_the_failure_model(is_python: bool) -> None:
     manifest = jobset(is_python=is_python, restarts=5)
@@ -203,7 +185,6 @@ def test_k8s_replaces_nothing_in_the_command() -> None:
         (("--queue", "-q"), ("--queue",)),
         (("--rdma", "rdma/hca=0"), ("--rdma 'rdma/hca=0'", "rdma/hca_shared_devices_a")),
         (("--user", "0"), ("--user '0'", "1000:1000")),
-        (("--kind", "mpijob"), ("--kind", "examples/mpijob.yaml")),
         *((("--name", name), ("--name", "resnet50-32k")) for name in ("A", "1a", "a" * 39)),
     ],
 )

@@ -1,7 +1,6 @@
 """The argument list of mpirun, word by word."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,15 +31,6 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(tmp_path / "mpirun"))
     monkeypatch.chdir(tmp_path)
     return play
-
-
-def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
-    job = JobSpec(TRAIN, 16, hosts=(("n0", 8), ("n1", 8)), oversubscribe=True)
-    assert mpirun_argv(job, mpirun="/opt/mpirun", is_root=True, terminal_columns=80) == [
-        *("/opt/mpirun", "-n", "16", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
-        *("--host", "n0:8,n1:8", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
-        *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", sys.executable, "-m", "bigbatch", *TRAIN),
-    ]
 
 
 def test_mpirun_passes_variables_of_the_transports_to_other_hosts() -> None:
@@ -130,7 +120,7 @@ esac
 """
 
 
-@pytest.mark.parametrize("code", [137, 1])
+@pytest.mark.parametrize("code", [1])
 def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
     code: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,14 +90,6 @@ def test_launcher_that_is_new_is_a_subcommand_with_its_own_options(calls: list[o
     assert calls == [(TRAIN, 4, True, "left"), (TRAIN, 2, True, None)]
 
 
-def test_launcher_that_is_new_is_only_shown_by_a_dry_run(
-    calls: list[object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", "fake", "--dry-run", "--", *TRAIN, "--run.directory", "a b"]) == 0
-    assert capsys.readouterr().out == "env 'A=b c' fly train --config quickstart --run.directory 'a b'\n"
-    assert calls == []
-
-
 def test_launcher_that_divides_by_its_ranks_is_not_asked_to_divide_by_0(
     calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,12 +106,6 @@ def test_launcher_that_divides_by_its_ranks_is_not_asked_to_divide_by_0(
         assert len(caught.value.findings) == 1 + bool(others)
 
 
-def test_launcher_that_is_new_has_a_queue(calls: list[object]) -> None:
-    assert main(["launch", "status", "--launcher", "fake"]) == 0
-    assert main(["launch", "cancel", "--launcher", "fake", "7", "8", "--now"]) == 0
-    assert calls == [("status",), ("cancel", "7", "8", True)]
-
-
 @pytest.mark.parametrize(
     ("stated", "told"),
     [
@@ -133,10 +119,3 @@ def test_options_of_a_file_are_refused_by_name_and_value(stated: dict[str, objec
     with pytest.raises(LaunchOptionError) as caught:
         read_options(stated, JOB_OPTIONS)
     assert all(word in str(caught.value) for word in told)
-
-
-def test_options_of_a_file_are_those_of_a_command_line() -> None:
-    stated = {"cpus_per_rank": "8", "time": 30, "env": ["A=b", "C=d"], "mount": "/a:/b", "partition": ["x", "y"]}
-    read = read_options(stated, JOB_OPTIONS)
-    assert (read.cpus_per_rank, read.time, read.env, read.mount) == (8, "30", ["A=b", "C=d"], ["/a:/b"])
-    assert (read.partition, read.module, read.hosts) == ("y", [], None), "the last counts, and the rest is unstated"

@@ -45,8 +45,10 @@ def calls(stubs: Stubs, program: str, word: str) -> int:
     return sum(word in line.split() for line in path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-@pytest.mark.parametrize(("choice", "fit"), [("exclude", 4), ("exclude", 0), ("stop", 4), ("warn", 4)])
+@pytest.mark.parametrize(
+    ("choice", "fit", "number"),
+    [("exclude", 4, signal.SIGUSR2), ("stop", 4, signal.SIGTERM), ("warn", 0, signal.SIGUSR2)],
+)
 def test_slurm_checks_end_a_job_that_is_cancelled_while_it_looks(
     stubs: Stubs, choice: str, fit: int, number: signal.Signals
 ) -> None:
@@ -62,7 +64,7 @@ def test_slurm_checks_change_the_nodes_of_a_job_near_its_time_limit(stubs: Stubs
     assert calls(stubs, "scontrol", "ExcNodeList=n1") == 1
 
 
-@pytest.mark.parametrize("restarts", [0, 9])
+@pytest.mark.parametrize("restarts", [9])
 def test_slurm_checks_count_exclusions_and_no_other_restarts(stubs: Stubs, restarts: int) -> None:
     for done in range(1, MOST_EXCLUSIONS + 1):
         code, output = look(stubs, "exclude", fit=4, bad=f"n{done}\\nm{done}\\n", restarts=restarts)

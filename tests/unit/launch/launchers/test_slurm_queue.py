@@ -281,12 +281,6 @@ def test_slurm_cancel_of_an_array_is_of_all_its_jobs(array: Cluster, words: list
     assert array.calls("scancel") == [*calls, "7_[2-5]"]
 
 
-def test_slurm_array_that_was_cancelled_has_its_number(cluster: Cluster) -> None:
-    shown = SHOWN.replace("JobId=12 ArrayJobId=7 ArrayTaskId=3", "JobId=7 ArrayJobId=7 ArrayTaskId=4294967294")
-    (cluster.folder / "shown").write_text(shown.format(state="CANCELLED", code="0:0", folder="/a"))
-    assert find_jobs("7")[0].number == "7"
-
-
 @pytest.mark.parametrize("action", ["status", "cancel"])
 def test_slurm_job_that_is_gone_does_not_hold_up_the_others(
     action: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
@@ -305,9 +299,3 @@ def test_slurm_facts_are_not_taken_from_a_folder_that_looks_like_one(cluster: Cl
     assert job.state == "RUNNING"
     read = {name: job.facts[name] for name in ("JobName", "TRES", "Power")}
     assert read == {"JobName": "a b", "TRES": "cpu=2,node=2", "Power": ""}
-
-
-def test_slurm_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
-    (cluster.folder / "sbatch").write_text("#!/bin/sh\nexec <&-\necho no configuration >&2\nexit 1\n")
-    with pytest.raises(SchedulerError, match=naming("sbatch", "no configuration")):
-        main(["slurm", *TRAIN, "--run.directory", "x" * 200_000])

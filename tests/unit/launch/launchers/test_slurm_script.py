@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -217,13 +216,6 @@ def test_slurm_script_ends_with_the_code_of_the_ranks_or_goes_back_into_the_queu
         assert stubs.argv()[-3:] == ["/py thon", "my train.py", "-m"]
 
 
-def test_slurm_script_names_a_cluster_that_does_not_requeue(stubs: Stubs) -> None:
-    stopped = {"STUB_WAITS": "1", "STUB_STOPPED": "130", "STUB_REQUEUE": "1"}
-    code, output = stubs.run(SCRIPT, LIMIT, **stopped)
-    assert code == 130
-    assert re.search(naming("submit", "checkpoint"), output)
-
-
 @pytest.mark.parametrize(("preempted", "is_requeued"), [("2026-01-01T00:00:00", True), ("None", False)])
 def test_slurm_script_that_is_preempted_is_requeued(stubs: Stubs, preempted: str, is_requeued: bool) -> None:
     """Its tasks alone get SIGTERM, so that only their exit code tells."""
@@ -316,11 +308,6 @@ def test_slurm_script_starts_nothing_again_that_gives_way_to_others(stubs: Stubs
     assert stubs.requeued()
 
 
-def test_slurm_script_starts_nothing_again_at_its_limit(stubs: Stubs) -> None:
-    stubs.run(HEALING, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED="137")
-    assert not (stubs.folder / "srun.calls").exists(), "it was stopped, and did not start again"
-
-
 SHRINKING = sbatch_script(JobSpec(TRAIN, 8, num_nodes=4, restarts=2), folder=RUN, node_counts=(4, 2))
 
 
@@ -406,27 +393,6 @@ def test_slurm_script_gives_ranks_the_time_to_name_a_lost_one(words: tuple[str, 
     assert all(wait > seconds + ROLL_CALL_SECONDS + LINGER_SECONDS for wait in waits)
 
 
-@pytest.mark.parametrize("script", [SCRIPT, (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()])
-def test_slurm_script_outside_a_job_says_what_to_do(script: str) -> None:
-    done = subprocess.run(
-        [shutil.which("bash") or "bash", "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": "/none"},
-    )
-    assert done.returncode == 2
-    assert "sbatch" in done.stderr
-
-
-def test_slurm_script_of_torchrun_does_not_go_back_for_ever_either(stubs: Stubs) -> None:
-    script = may_start_twice(TORCHRUN)
-    assert goes_back(stubs, script, restart=0)[0]
-    is_requeued, code, output = goes_back(stubs, script, restart=1)
-    assert (is_requeued, code) == (False, 128 + signal.SIGTERM)
-    assert "no newer checkpoint" in output
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/scripts").iterdir()), ids=lambda path: path.name)
 def test_ready_scripts_are_scripts_that_take_no_place_in_another_job(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -447,13 +413,6 @@ def test_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
     }
 
 
-def test_ready_mpirun_script_says_what_it_misses(tmp_path: Path) -> None:
-    command = ["/bin/bash", str(ROOT / "launch/scripts/mpirun.sh"), *TRAIN]
-    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert re.fullmatch(r"mpirun .*pip install 'bigbatch\[mpi\]'\n", done.stderr)
-
-
 def test_slurm_script_time_limit_must_leave_time_to_train() -> None:
     with pytest.raises(LaunchOptionError, match=naming("--time", "3 min", "--stop-seconds")):
         sbatch_script(JobSpec(TRAIN, 1, minutes=3))
@@ -467,15 +426,6 @@ def test_slurm_script_time_limit_must_leave_time_to_train() -> None:
 def test_slurm_script_jobs_of_an_array_must_differ(job: JobSpec) -> None:
     with pytest.raises(LaunchOptionError, match=naming("--array", "{index}", "--run.directory")):
         sbatch_script(job)
-
-
-def test_run_folder_is_that_of_the_config() -> None:
-    assert find_run_folder(JobSpec(TRAIN, 1)) == "runs/quickstart"
-    assert find_run_folder(JobSpec((*TRAIN, "--run.directory", "a b"), 1)) == "a b"
-    assert find_run_folder(JobSpec((*TRAIN, "--run.directory=r/{index}"), 1, array="3,4")) == "r/{index}"
-    assert find_run_folder(JobSpec(("comm", "bench"), 1)) is None
-    assert find_run_folder(JobSpec(("train", "--rate", "3"), 1, is_python=True)) is None
-    assert find_run_folder(JobSpec(TRAIN, 1, image="bb.sif")) is None
 
 
 @pytest.mark.parametrize(

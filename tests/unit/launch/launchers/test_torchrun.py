@@ -24,9 +24,12 @@ def test_torchrun_hands_on_every_word_of_a_script(name: tuple[str, ...], words: 
     assert (read.training_script, tuple(read.training_script_args), read.module) == (name[-1], words, len(name) == 2)
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("ranks", "stated", "threads"), [(2, {}, "1"), (2, {"OMP_NUM_THREADS": "3"}, "3"), (1, {}, "0")]
+    ("launcher", "ranks", "stated", "threads"),
+    [
+        *(("local", 2, {}, "1"), ("local", 2, {"OMP_NUM_THREADS": "3"}, "3"), ("local", 1, {}, "0")),
+        pytest.param("torchrun", 2, {}, "1", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_of_a_host_share_its_cores(
     launcher: str, ranks: int, stated: dict[str, str], threads: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
