@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bigbatch.errors import printable
 from bigbatch.experiments.engine.engine import run_command
-from bigbatch.experiments.engine.folder import DONE, SweepFolder, state_of
+from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import CASE, SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import GAINS, gains
@@ -33,7 +33,6 @@ class Inference:
 
     @property
     def undone(self) -> bool:
-        """Return whether any form gave no result for a run."""
         return any(isinstance(each, str) for found in self.forms.values() for each in found)
 
     @property
@@ -60,7 +59,7 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
 
     Forms take turns on each run. Raises: Interrupted; RunFolderError.
     """
-    done = [point for point in points if state_of(folder, point.number) == DONE]
+    done = [point for point in points if folder.state_of(point.number) == DONE]
     if not done or not plan.inference:
         return None
     cases = [name for name, _ in plan.changes()]
@@ -85,7 +84,6 @@ def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: f
 
 
 def _told(log: Path) -> Told | None:
-    """Return the result in a log's last record; None if there is none."""
     try:
         record = parse_json(read_plain(log).splitlines()[-1])
         rate, top1 = float(record["model_images_per_second"]), float(record["top1"])

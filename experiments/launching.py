@@ -19,7 +19,6 @@ class Launch:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Return it as keys of a sweep's file."""
         where = self.words[0] if self.words else "local"
         return {"where": where, "ranks": self.num_ranks, "launch": {"hosts": self.hosts} if self.hosts else {}}
 

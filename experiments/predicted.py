@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bigbatch.errors import ConfigError, SimulationError
-from bigbatch.experiments.engine.folder import DONE, SweepFolder, read_summary, state_of
+from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.points import Point
 from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.launch.simulate.scaling import Question, fit_to_step, simulate_point
@@ -20,7 +20,7 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
     """
     measured: dict[int, float] = {}
     for point in points:
-        summary = read_summary(folder, point.number) if state_of(folder, point.number) == DONE else None
+        summary = folder.read_summary(point.number) if folder.state_of(point.number) == DONE else None
         if summary is not None and (rate := summary.get("images_per_second")):
             measured[point.number] = float(rate)
     base = min((point for point in points if point.number in measured), key=lambda point: point.ranks, default=None)

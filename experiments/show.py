@@ -7,7 +7,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bigbatch.errors import print_line
-from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder, read_state, read_summary
+from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder
 from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import short, shown
@@ -32,11 +32,9 @@ class Show:
             self._bar.start()
 
     def skip(self) -> None:
-        """Count a point that had ended before."""
         self._num_points -= 1
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
-        """Count a point that has ended, and print its outcome."""
         self._ended += 1
         minutes = (time.monotonic() - self._start) / 60
         left = minutes / self._ended * (self._num_points - self._ended)
@@ -51,16 +49,14 @@ class Show:
             print_line(text)
 
     def close(self) -> None:
-        """Restore the terminal."""
         if self._bar:
             self._bar.stop()
 
 
 def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
-    """Return a short text on the outcome of one point."""
     if state["state"] != DONE:
         return f"{state['state']}: {state['reason']}" if state["reason"] else str(state["state"])
-    summary = read_summary(folder, state["number"]) or {}
+    summary = folder.read_summary(state["number"]) or {}
     rate, top1 = summary.get("images_per_second"), summary.get("top1")
     is_trained = summary.get("loader") != "synthetic" and isinstance(top1, float)
     told = [f"top-1 {100 * (top1 or 0.0):.2f}%"] if is_trained else []
@@ -78,7 +74,7 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -
     head = ["point", *map(short, keys), "seed", "ranks", "nodes", "global batch", "microbatch", "rate", "outcome"]
     rows = [head]
     for point in points:
-        state = read_state(folder, point.number) if folder.state(point.number).exists() else None
+        state = folder.read_state(point.number) if folder.state(point.number).exists() else None
         batch = point.config.batch
         sizes = (point.seed, point.ranks, point.nodes, batch.global_batch_size, batch.microbatch_size)
         told = outcome(folder, state) if state else MISSING

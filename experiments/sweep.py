@@ -11,19 +11,7 @@ from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_line, print_lines, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
-from bigbatch.experiments.engine.folder import (
-    FAILED,
-    MISSING,
-    SUBMITTED,
-    SweepFolder,
-    alone_in,
-    change_state,
-    prepare,
-    read_state,
-    require_same,
-    state_of,
-    to_run,
-)
+from bigbatch.experiments.engine.folder import FAILED, MISSING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, check_launch, point_command
 from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
@@ -51,21 +39,21 @@ def main(argv: Sequence[str]) -> int:
     again = _choose(points, arguments.again, option="--again") if arguments.again else []
     chosen = _choose(points, arguments.only, option="--only") if arguments.only else again or points
     if arguments.dry_run:
-        require_same(folder, plan, points)
+        folder.require_same(plan, points)
         print_table(plan, folder, chosen)
         if arguments.predict is not None:
             show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
-        _print_commands(plan, to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
+        _print_commands(plan, folder.to_run(chosen, retry_failed=arguments.retry_failed), folder)
         return 0
-    with alone_in(folder):
-        prepare(folder, plan, points)
+    with folder.alone():
+        folder.prepare(plan, points)
         find_submitted(chosen, folder)
         for point in again:
-            if state_of(folder, point.number) == SUBMITTED:
+            if folder.state_of(point.number) == SUBMITTED:
                 raise LaunchOptionError(f"--again {point.number}: it is in Slurm's queue: wait for it, or scancel it")
             start_over(folder, point.number)
-            change_state(folder, point.number, state=MISSING, reason=None)
-        missing = to_run(folder, chosen, retry_failed=arguments.retry_failed)
+            folder.change_state(point.number, state=MISSING, reason=None)
+        missing = folder.to_run(chosen, retry_failed=arguments.retry_failed)
         submitted = _in_queue(folder, chosen)
         print_line(
             f"{folder.path}: {count(len(points), 'point')}, {len(missing)} to run"
@@ -75,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
         if plan.where == "slurm":
             submit_points(plan, missing, folder)
             for point in missing:  # Slurm may refuse some
-                if state_of(folder, point.number) == FAILED:
-                    said = outcome(folder, read_state(folder, point.number))
+                if folder.state_of(point.number) == FAILED:
+                    said = outcome(folder, folder.read_state(point.number))
                     print_line(f"point {point.number} ({point.describe()}): {said}")
             to_come = submitted + _in_queue(folder, missing)
         return _run(plan, to_come, folder, chosen=chosen, points=points, arguments=arguments)
@@ -94,12 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "sweep",
-        type=expand_path,
-        metavar="FILE",
-        help="a YAML file, a sweep's folder, or the name of a packaged sweep: " + ", ".join(packaged_sweeps()),
-    )
+    kinds = f"a YAML file, a sweep's folder, or the name of a packaged sweep: {', '.join(packaged_sweeps())}"
+    add("sweep", type=expand_path, metavar="FILE", help=kinds)
     add("--where", choices=PLACES, help="launcher, instead of the file's; its launch options must fit")
     add("--folder", type=expand_path, help="folder of the points and the report (default: runs/sweeps/NAME)")
     add("--seeds", type=whole, metavar="N", help="runs of each combination, instead of the file's number")
@@ -109,12 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--retry-failed", action="store_true", help="run failed points again")
     add("--parallel", type=whole, default=1, metavar="N", help="points at once on this host, each on separate GPUs")
     add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
-    add(
-        "--predict",
-        type=expand_path,
-        metavar="CLUSTER",
-        help="add what `bigbatch simulate` predicts for each point to what was measured",
-    )
+    add("--predict", type=expand_path, metavar="CLUSTER", help="add what `bigbatch simulate` predicts for each point")
     add("--dry-run", action="store_true", help="print the points and the commands that would run")
     return parser
 
@@ -195,7 +174,7 @@ def _run(
         return INTERRUPTED
     finally:
         show.close()
-    states = [state_of(folder, point.number) for point in chosen]
+    states = [folder.state_of(point.number) for point in chosen]
     if any(state != MISSING for state in states):
         report_on([folder.path], more=inference.tables if inference else ())
     if arguments.predict is not None:
@@ -212,10 +191,10 @@ def _run(
 
 
 def _in_queue(folder: SweepFolder, points: Sequence[Point]) -> list[Point]:
-    return [point for point in points if state_of(folder, point.number) == SUBMITTED]
+    return [point for point in points if folder.state_of(point.number) == SUBMITTED]
 
 
 def _queued(folder: SweepFolder, points: Sequence[Point]) -> str:
-    jobs = sorted({str(read_state(folder, point.number)["job"]) for point in points})
+    jobs = sorted({str(folder.read_state(point.number)["job"]) for point in points})
     number = "1 point is" if len(points) == 1 else f"{len(points)} points are"
     return f"{number} in Slurm's queue (scancel {' '.join(jobs)} would end them)"

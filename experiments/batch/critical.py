@@ -100,5 +100,4 @@ def rate_factor(critical: float, *, old: int, new: int) -> float:
 
 
 def is_in_doubt(found: NoiseScale) -> bool:
-    """Return whether a band is too wide to choose a batch from it."""
     return found.high is None or found.high > WIDE * max(found.low, 1.0)

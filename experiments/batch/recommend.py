@@ -130,18 +130,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "what",
-        type=expand_path,
-        metavar="RUN | CONFIG",
-        help="run folder; with --out a YAML file or the name of a packaged experiment",
-    )
-    add(
-        "--epochs",
-        type=whole,
-        metavar="N",
-        help="epochs of the training, with its schedule shortened in proportion",
-    )
+    what = "run folder; with --out a YAML file or the name of a packaged experiment"
+    add("what", type=expand_path, metavar="RUN | CONFIG", help=what)
+    add("--epochs", type=whole, metavar="N", help="epochs of the training; its schedule shrinks in proportion")
     add("--out", type=as_path, metavar="FOLDER", help="run folder of that training")
     add("--launch", metavar="WORDS", help="words of bigbatch launch, such as 'mpirun --ranks 8' (default: one process)")
     return parser

@@ -37,12 +37,10 @@ class Answer:
 
     @cached_property
     def critical(self) -> NoiseScale:
-        """Return the critical batch of the whole run."""
         return critical_batch(segments(self.pairs), global_batch_size=self.global_batch_size)
 
     @cached_property
     def thirds(self) -> list[NoiseScale]:
-        """Return the noise scale early in the run, in its middle and late."""
         return thirds(self.pairs, global_batch_size=self.global_batch_size)
 
     @property
@@ -55,7 +53,6 @@ class Answer:
 
     @property
     def rows(self) -> list[BatchCost]:
-        """Return the cost of the batches around it."""
         estimate, own = self.critical.estimate, self.global_batch_size
         if estimate is None:
             return []
@@ -63,13 +60,11 @@ class Answer:
 
     @property
     def rate_factor(self) -> float | None:
-        """Return the factor by which SGD's best rate changes with the recommended batch."""
         if self.critical.estimate is None or self.recommended is None:
             return None
         return rate_factor(self.critical.estimate, old=self.global_batch_size, new=self.recommended)
 
     def record(self) -> dict[str, Any]:
-        """Return the content of batch.json."""
         return {
             "critical_batch": self.critical.estimate,
             "critical_batch_low": self.critical.low,

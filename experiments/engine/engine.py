@@ -9,17 +9,7 @@ from shutil import rmtree
 from typing import Any
 
 from bigbatch.errors import RunFolderError
-from bigbatch.experiments.engine.folder import (
-    DONE,
-    FAILED,
-    MISSING,
-    PRUNED,
-    SweepFolder,
-    change_state,
-    read_summary,
-    state_of,
-    write_config,
-)
+from bigbatch.experiments.engine.folder import DONE, FAILED, MISSING, PRUNED, SweepFolder
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
@@ -85,7 +75,6 @@ class _Engine:
     """Number of the stops that were passed on."""
 
     def run(self, points: Iterator[Point], parallel: int) -> None:
-        """Run points until none is left or a signal comes. Raises: RunFolderError."""
         running: dict[int, _Running] = {}
         try:
             while True:
@@ -114,13 +103,13 @@ class _Engine:
 
     def _start(self, point: Point, slot: int) -> _Running:
         folder, number = self.folder, point.number
-        if self.plan.steps is None and state_of(folder, number) == MISSING:
+        if self.plan.steps is None and folder.state_of(number) == MISSING:
             require_nobody(folder, number)
         else:
             start_over(folder, number)
-        write_config(folder, point)
+        folder.write_config(point)
         argv = [*seen_gpus(self.gpus, ranks=point.ranks, slot=slot), *point_command(self.plan, point, folder)]
-        change_state(folder, number, state=MISSING, reason=None, exit_code=None, command=argv)
+        folder.change_state(number, state=MISSING, reason=None, exit_code=None, command=argv)
         return _Running(point, ChildProcess(argv, log=folder.log(number), within=folder.path))
 
     def _watch(self, running: _Running) -> None:
@@ -155,7 +144,7 @@ class _Engine:
                 f"point {number} of {self.folder.path} ended: {outcome['reason']}; make room, and the same command "
                 "goes on from there"
             )
-        self.on_end(running.point, change_state(self.folder, number, exit_code=code, seconds=seconds, **outcome))
+        self.on_end(running.point, self.folder.change_state(number, exit_code=code, seconds=seconds, **outcome))
 
 
 def seen_gpus(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
@@ -191,8 +180,7 @@ def require_nobody(folder: SweepFolder, number: int) -> None:
 
 
 def judge(folder: SweepFolder, number: int, *, exit_code: int | None, reason: Callable[[], str]) -> dict[str, Any]:
-    """Return the state and reason of a point after its job has ended."""
-    if read_summary(folder, number) is not None and exit_code in (0, None):
+    if folder.read_summary(number) is not None and exit_code in (0, None):
         return {"state": DONE, "reason": None}
     return {"state": FAILED, "reason": reason()}
 

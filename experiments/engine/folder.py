@@ -24,7 +24,6 @@ STATES = (MISSING, SUBMITTED, DONE, FAILED, PRUNED)
 MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
 """Keys of a plan that may change without a new folder; seeds may only grow."""
 MODES = ("compute.mode", "compute.mode_keeps")
-EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train anew"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class SweepFolder:
 
     @property
     def sweep(self) -> Path:
-        """Return the path of the plan as it was read."""
         return self.path / "sweep.yaml"
 
     def point(self, number: int | str) -> Path:
@@ -43,49 +41,116 @@ class SweepFolder:
         return self.path / "points" / str(number)
 
     def config(self, number: int | str) -> Path:
-        """Return the path of a point's complete experiment, written when it starts."""
         return self.point(number) / "config.yaml"
 
     def state(self, number: int) -> Path:
-        """Return the path of a point's state."""
         return self.point(number) / "point.json"
 
     def log(self, number: int) -> Path:
-        """Return the path of what a point's job printed."""
         return self.point(number) / "log.txt"
 
     @property
     def logs(self) -> Path:
-        """Return the folder for logs of Slurm jobs."""
         return self.path / "logs"
 
     def run(self, number: int) -> RunDir:
-        """Return the run folder of a point."""
         return RunDir(self.point(number) / "run")
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all existing points."""
         folders = (self.path / "points").glob("*/point.json")
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
+    def prepare(self, plan: SweepPlan, points: Sequence[Point]) -> None:
+        """Write what is missing. Raises: LaunchOptionError if the folder holds something else; RunFolderError."""
+        self.require_same(plan, points)
+        RunDir(self.path).write_text(self.sweep, dump_plan(plan))
+        for point in points:
+            if not self.state(point.number).exists():
+                self.write_state(point.number, first_state(point))
 
-def prepare(folder: SweepFolder, plan: SweepPlan, points: Sequence[Point]) -> None:
-    """Write what is missing. Raises: LaunchOptionError if the folder holds something else; RunFolderError."""
-    require_same(folder, plan, points)
-    RunDir(folder.path).write_text(folder.sweep, dump_plan(plan))
-    for point in points:
-        if not folder.state(point.number).exists():
-            write_state(folder, point.number, first_state(point))
+    def write_config(self, point: Point) -> None:
+        """Write a point's experiment, unless an earlier start has. Raises: RunFolderError."""
+        if not self.config(point.number).exists():
+            RunDir(self.path).write_text(self.config(point.number), dump_config(point.config))
 
+    def require_same(self, plan: SweepPlan, points: Sequence[Point]) -> None:
+        """Check without writing. Raises: LaunchOptionError if the folder holds anything but this sweep's points."""
+        if not self.sweep.exists():
+            if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
+                raise LaunchOptionError(f"{self.path} is not empty and holds no sweep: name another --folder")
+            return
+        try:
+            old = parse_yaml(read_plain(self.sweep))
+        except (OSError, ValueError) as error:
+            raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
+        old = renamed(old) if isinstance(old, dict) else {}
+        new = parse_yaml(dump_plan(plan))
+        for key, value in new.items():
+            if key not in MAY_CHANGE and old.get(key) != value:
+                raise LaunchOptionError(
+                    f"{self.path} holds another sweep, with {key}: {json.dumps(old.get(key), default=str)} instead of "
+                    f"{json.dumps(value)}: name another --folder, or remove that one"
+                )
+        if isinstance(seeds := old.get("seeds"), int) and seeds > plan.seeds:
+            raise LaunchOptionError(f"{self.path} has points of {seeds} seeds, not {plan.seeds}: they can only grow")
+        for point in points:
+            if self.config(point.number).exists():
+                path, of_machine = self.config(point.number), point.of_machine
+                require_same_experiment(path, point.config, config=plan.config, of_machine=of_machine)
 
-def write_config(folder: SweepFolder, point: Point) -> None:
-    """Write a point's experiment, unless an earlier start has. Raises: RunFolderError."""
-    if not folder.config(point.number).exists():
-        RunDir(folder.path).write_text(folder.config(point.number), dump_config(point.config))
+    def read_state(self, number: int) -> dict[str, Any]:
+        """Read the state of one point. Raises: LaunchOptionError if the file is damaged."""
+        try:
+            state = dict(parse_json(read_plain(self.state(number))))
+            if state["state"] not in STATES or state["number"] != number:
+                raise ValueError(f"state {state['state']} of point {state['number']}")
+            if not isinstance(state.get("reason"), str | None) or not isinstance(state["values"], dict):
+                raise TypeError("a reason that is no text, or values that are none")
+            return state
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise LaunchOptionError(f"{self.state(number)} is not readable: remove {self.point(number)}") from error
+
+    def state_of(self, number: int) -> str:
+        """Return MISSING, DONE and so on, also for a point that no sweep has started. Raises: LaunchOptionError."""
+        return str(self.read_state(number)["state"]) if self.state(number).exists() else MISSING
+
+    def to_run(self, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
+        again = (MISSING, FAILED) if retry_failed else (MISSING,)
+        return [point for point in points if self.state_of(point.number) in again]
+
+    def write_state(self, number: int, state: dict[str, Any]) -> None:
+        RunDir(self.path).write_text(self.state(number), json.dumps(state, indent=1) + "\n")
+
+    def change_state(self, number: int, **changes: Any) -> dict[str, Any]:
+        state = self.read_state(number) | changes
+        self.write_state(number, state)
+        return state
+
+    def read_summary(self, number: int) -> dict[str, Any] | None:
+        try:
+            return run_folder.read_summary(self.run(number))
+        except RunFolderError:
+            return None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lock the folder against other sweeps and searches, if its file system can lock.
+
+        Raises: LaunchOptionError; RunFolderError.
+        """
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open_lock(self.path / ".lock")
+        with file:
+            try:
+                if not try_lock(file):
+                    raise LaunchOptionError(f"another command trains in {self.path}: wait for it, or end it")
+            except OSError as error:
+                tell(f"{self.path} cannot be locked ({error.strerror}): start no second command in it meanwhile")
+            yield
 
 
 def first_state(point: Point) -> dict[str, Any]:
-    """Return the state of a point that has not started."""
     return {
         "number": point.number,
         "values": point.values,
@@ -101,37 +166,6 @@ def first_state(point: Point) -> dict[str, Any]:
         "seconds": None,
         "command": None,
     }
-
-
-def require_same(folder: SweepFolder, plan: SweepPlan, points: Sequence[Point]) -> None:
-    """Check without writing. Raises: LaunchOptionError if the folder holds anything but this sweep and its points."""
-    if not folder.sweep.exists():
-        if folder.path.is_dir() and any(not path.name.startswith(".") for path in folder.path.iterdir()):
-            if (folder.path / "search.json").exists():
-                raise LaunchOptionError(f"{folder.path} {EARLIER.format(what='a search', reads='')}")
-            raise LaunchOptionError(f"{folder.path} is not empty and holds no sweep: name another --folder")
-        return
-    try:
-        old = parse_yaml(read_plain(folder.sweep))
-    except (OSError, ValueError) as error:
-        raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
-    old = renamed(old) if isinstance(old, dict) else {}
-    if "repeats" in old:
-        reads = "bigbatch report reads it; "
-        raise LaunchOptionError(f"{folder.path} {EARLIER.format(what='a sweep', reads=reads)}")
-    new = parse_yaml(dump_plan(plan))
-    for key, value in new.items():
-        if key not in MAY_CHANGE and old.get(key) != value:
-            raise LaunchOptionError(
-                f"{folder.path} holds another sweep, with {key}: {json.dumps(old.get(key), default=str)} instead of "
-                f"{json.dumps(value)}: name another --folder, or remove that one"
-            )
-    if isinstance(seeds := old.get("seeds"), int) and seeds > plan.seeds:
-        raise LaunchOptionError(f"{folder.path} has points of {seeds} seeds, not {plan.seeds}: they can only grow")
-    for point in points:
-        if folder.config(point.number).exists():
-            path, of_machine = folder.config(point.number), point.of_machine
-            require_same_experiment(path, point.config, config=plan.config, of_machine=of_machine)
 
 
 def require_same_experiment(path: Path, now: Config, *, config: str, of_machine: tuple[str, ...] = ()) -> None:
@@ -153,72 +187,3 @@ def require_same_experiment(path: Path, now: Config, *, config: str, of_machine:
                 f"{config} or what overrides it is not as it was when this folder was begun: put it back, or "
                 "name another --folder"
             )
-
-
-def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
-    """Read the state of one point. Raises: LaunchOptionError if the file is damaged."""
-    try:
-        state = dict(parse_json(read_plain(folder.state(number))))
-        if state["state"] not in STATES or state["number"] != number:
-            raise ValueError(f"state {state['state']} of point {state['number']}")
-        if not isinstance(state.get("reason"), str | None) or not isinstance(state["values"], dict):
-            raise TypeError("a reason that is no text, or values that are none")
-        return state
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise LaunchOptionError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
-
-
-def state_of(folder: SweepFolder, number: int) -> str:
-    """Return MISSING, DONE and so on, also for a point that no sweep has started. Raises: LaunchOptionError."""
-    return str(read_state(folder, number)["state"]) if folder.state(number).exists() else MISSING
-
-
-def to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
-    """Return the points that have not run yet; with retry_failed the failed ones too."""
-    again = (MISSING, FAILED) if retry_failed else (MISSING,)
-    return [point for point in points if state_of(folder, point.number) in again]
-
-
-def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:
-    """Write a point's state in one step. Raises: RunFolderError."""
-    RunDir(folder.path).write_text(folder.state(number), json.dumps(state, indent=1) + "\n")
-
-
-def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, Any]:
-    """Read, change and write a state; return the new one."""
-    state = read_state(folder, number) | changes
-    write_state(folder, number, state)
-    return state
-
-
-def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
-    """Read the summary of a point's finished run; None if there is none."""
-    try:
-        return run_folder.read_summary(folder.run(number))
-    except RunFolderError:
-        return None
-
-
-@contextmanager
-def alone_in(folder: SweepFolder) -> Iterator[None]:
-    """Lock the folder against other sweeps and searches, if its file system can lock.
-
-    Raises: LaunchOptionError; RunFolderError.
-    """
-    with writing(folder.path):
-        folder.path.mkdir(parents=True, exist_ok=True)
-        file = open_lock(folder.path / ".lock")
-    with file:
-        try:
-            if not try_lock(file):
-                raise LaunchOptionError(f"another command trains in {folder.path}: wait for it, or end it")
-        except OSError as error:
-            text = f"{folder.path} cannot be locked ({error.strerror}): start no second command in it meanwhile"
-            tell(text)
-        yield
-
-
-def damage(error: Exception) -> str:
-    """Return a message on an error met in a run's files, which no run writes."""
-    met = f"{error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
-    return f"its files are damaged: {met}"

@@ -27,10 +27,6 @@ RANKS, SCALING, CASE = "ranks", "scaling", "case"
 BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
 OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
-SUCCESSORS = {
-    "repeats": "seeds: N runs each point with N seeds",
-}
-"""Keys of earlier files, and their replacements."""
 SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
 
 
@@ -80,7 +76,6 @@ class SweepPlan:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of its points, unless --folder names another one."""
         return Path("runs/sweeps") / self.name
 
     def changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,12 +87,10 @@ class SweepPlan:
 
 
 def packaged_sweeps() -> list[str]:
-    """Return the names of the packaged sweeps."""
     return sorted(path.stem for path in (PACKAGED / "sweeps").glob("*.yaml"))
 
 
 def launch_options(where: str) -> tuple[str, ...]:
-    """Return the options that `launch` may state."""
     if where == "emulated":
         return tuple(each.name for each in RUN_OPTIONS)
     refused = {option(field) for field in LAUNCHERS[where].refused}
@@ -121,12 +114,10 @@ def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Sweep
 
 
 def dump_plan(plan: SweepPlan) -> str:
-    """Write a plan as YAML, which read_plan reads back."""
     return dump_yaml(dataclasses.asdict(plan))
 
 
 def describe_values(values: Mapping[str, Any]) -> str:
-    """Write keys and values in one line, as an experiment states them."""
     return ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
 
 
@@ -142,11 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
-    """Return a plan of the values with the right type, and a line for each of the others."""
     kinds, wrong, held = get_type_hints(SweepPlan), [], {}
-    if isinstance(content.get("steps"), dict):
-        wrong.append("steps: an ablation's steps are cases: today, beside cumulative: true")
-        content.pop("steps")
     if isinstance(content.get("cases"), list):
         content["cases"] = _with_names(content["cases"])
     if isinstance(content.get("cases"), dict):  # a case without changes has no value
@@ -176,8 +163,6 @@ def _with_names(cases: list[Any]) -> Any:
 
 
 def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
-    if name in SUCCESSORS:
-        return f"{where}: unknown key {name}; {SUCCESSORS[name]}"
     refusals = Refusals()
     try:
         with refusals.finally_of():

@@ -51,7 +51,6 @@ class Point:
     """True if other points differ from it only in their seeds."""
 
     def describe(self) -> str:
-        """Write its values in one line."""
         values = {**self.values, **({"seed": self.seed} if self.is_seeded else {})}
         return describe_values(values) or "the only one"
 
@@ -94,8 +93,6 @@ def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
 
 
 class _Maker:
-    """Makes points of one plan; reads its experiment once."""
-
     def __init__(self, plan: SweepPlan, experiment: Experiment, folder: Path) -> None:
         self._plan, self._experiment, self._folder = plan, experiment, folder
         self._base = experiment.with_values({}).config
@@ -161,7 +158,6 @@ class _Maker:
         return {**early, **SPEED, "run.log_every_steps": max(1, plan.steps // REPORTS), **size}
 
     def _whole(self, config: Config, stated: Mapping[str, Any]) -> Config:
-        """Return the config with the sweep's epochs."""
         if self._plan.epochs is None or self._plan.epochs == config.run.epochs:
             return config
         ends: dict[str, Any] = {key.partition(".")[2]: lookup(config, key) for key in EARLY}

@@ -10,18 +10,7 @@ from typing import Any
 
 from bigbatch.errors import LaunchOptionError, SchedulerError, tell
 from bigbatch.experiments.engine.engine import judge, start_over
-from bigbatch.experiments.engine.folder import (
-    DONE,
-    FAILED,
-    MISSING,
-    SUBMITTED,
-    SweepFolder,
-    change_state,
-    read_state,
-    read_summary,
-    state_of,
-    write_config,
-)
+from bigbatch.experiments.engine.folder import DONE, FAILED, MISSING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
@@ -53,18 +42,10 @@ def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder)
         job, words = array_job(plan, same, folder, name=name), array_words(plan, same, folder, name=name)
         for point in same:
             start_over(folder, point.number)
-            write_config(folder, point)
-            change_state(
-                folder,
-                point.number,
-                state=SUBMITTED,
-                reason=None,
-                exit_code=None,
-                job=None,
-                job_name=name,
-                seconds=None,
-                command=["bigbatch", "launch", *words],
-            )
+            folder.write_config(point)
+            command = ["bigbatch", "launch", *words]
+            unknown = dict.fromkeys(("reason", "exit_code", "job", "seconds"))
+            folder.change_state(point.number, state=SUBMITTED, job_name=name, command=command, **unknown)
         try:
             number, sbatch = submit_job(job)
         except SchedulerError as error:
@@ -73,8 +54,8 @@ def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder)
             except SchedulerError:
                 raise error from None
             for point in same:
-                if state_of(folder, point.number) == MISSING:
-                    change_state(folder, point.number, state=FAILED, reason=str(error))
+                if folder.state_of(point.number) == MISSING:
+                    folder.change_state(point.number, state=FAILED, reason=str(error))
             continue
         # without --wait sbatch ends right after it has printed the number
         sbatch.wait()
@@ -87,7 +68,7 @@ def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
 
     Raises: SchedulerError.
     """
-    states = [read_state(folder, point.number) for point in points]
+    states = [folder.read_state(point.number) for point in points]
     names = {s["number"]: s["job_name"] for s in states if s["state"] == SUBMITTED and s["job"] is None}
     jobs: dict[str, str | None] = {}
     for name in set(names.values()):
@@ -97,13 +78,13 @@ def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
         jobs[name] = next(chain(known, logs), None)
     for point, name in names.items():
         if (job := jobs[name]) is None:
-            change_state(folder, point, state=MISSING)
+            folder.change_state(point, state=MISSING)
         else:
             _note_job(folder, point, number=job, log=folder.logs / f"{name}-{job}_{point}.log")
 
 
 def _note_job(folder: SweepFolder, point: int, *, number: str, log: Path) -> None:
-    change_state(folder, point, job=number, log=str(log.relative_to(folder.path)))
+    folder.change_state(point, job=number, log=str(log.relative_to(folder.path)))
 
 
 def wait_for_points(
@@ -117,7 +98,7 @@ def wait_for_points(
     gone: dict[int, float] = {}
     answered, is_told = time.monotonic(), False
     while left:
-        jobs = {number: str(read_state(folder, number)["job"]) for number in left}
+        jobs = {number: str(folder.read_state(number)["job"]) for number in left}
         now = time.monotonic()
         try:
             waiting = queued(set(jobs.values()))
@@ -138,7 +119,7 @@ def wait_for_points(
                 continue
             # it has left the queue; its files may reach this host later
             is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
-            if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
+            if is_late or folder.read_summary(number) is not None or has_failed(_log(folder, number)):
                 on_end(left.pop(number), record_end(folder, number))
         # points that have left the queue are settled; the rest still waits or runs
         if not waits and all((jobs[number], number) in waiting for number in left):
@@ -148,15 +129,14 @@ def wait_for_points(
 
 
 def record_end(folder: SweepFolder, number: int) -> dict[str, Any]:
-    """Write and return the new state of a point that has left the queue."""
     outcome = judge(folder, number, exit_code=None, reason=lambda: find_reason(_log(folder, number), exit_code=None))
     code = 0 if outcome["state"] == DONE else None
-    return change_state(folder, number, exit_code=code, **outcome)
+    return folder.change_state(number, exit_code=code, **outcome)
 
 
 def _log(folder: SweepFolder, number: int) -> str:
     with suppress(OSError):
-        return read_plain(folder.path / str(read_state(folder, number)["log"])).decode(errors="replace")
+        return read_plain(folder.path / str(folder.read_state(number)["log"])).decode(errors="replace")
     return ""
 
 

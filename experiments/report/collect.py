@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunFolderError, UserError
-from bigbatch.experiments.engine.folder import DONE, SweepFolder, damage, read_state
+from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import describe_values
 from bigbatch.experiments.engine.points import ONE_HOST
 from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_runs, read_figures
@@ -35,8 +35,6 @@ WARM_UP_REPORTS = 1
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Results of a sweep's folder."""
-
     name: str
     folder: Path
     runs: tuple[TrainedRun, ...]
@@ -52,13 +50,11 @@ class SweepResults:
     """Numbers of the points with the same values and ranks, by these."""
 
     def again(self, point: MeasuredPoint) -> str:
-        """Return the command that measures a point again."""
         numbers = ",".join(map(str, self.numbers[point.variant, point.ranks]))
         return f"bigbatch sweep {shlex.quote(str(self.folder))} --again {numbers}"
 
     @property
     def comparison(self) -> Comparison:
-        """Compare its runs."""
         title = f"Comparison: {self.name}"
         return compare_runs(title, self.runs, is_cumulative=self.is_cumulative, target=self.target)
 
@@ -88,7 +84,6 @@ class ToAccuracy:
 
     @property
     def shown(self) -> Evaluated | None:
-        """Return the evaluation that reached the target, else the best one."""
         return self.reached or self.best
 
 
@@ -109,14 +104,11 @@ def to_accuracy(records: Iterable[dict[str, Any]], *, target: float | None) -> T
 
 @dataclass(frozen=True)
 class RunResults:
-    """Results of a run's folder."""
-
     folder: Path
     config: dict[str, Any]
     conditions: dict[str, Any]
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield its records. Raises: RunFolderError."""
         return read_records(RunDir(self.folder).metrics)
 
     @cached_property
@@ -165,7 +157,7 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
     fewest: dict[Variant, int] = {}
     for number in folder.numbers():
         try:
-            state = read_state(folder, number)
+            state = folder.read_state(number)
             states[number] = {**state, "ranks": int(state["ranks"])}
         except (UserError, KeyError, TypeError, ValueError) as error:
             unmeasured.append((f"point {number}", str(error)))
@@ -226,7 +218,6 @@ class _PointRun:
 def _read_point(
     folder: SweepFolder, number: int, state: dict[str, Any], *, target: float | None, is_scaling: bool
 ) -> _PointRun:
-    """Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
     config = _mapping(run.config if run.config.is_file() else folder.config(number), parse_yaml)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
@@ -244,7 +235,6 @@ def _read_point(
 def _trained(
     name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
 ) -> TrainedRun:
-    """Raises: errors of reading damaged files."""
     flat = spread(flatten(config))
     is_generated = flat["data.loader"] == "synthetic"
     size = flat["batch.global_batch_size"]
@@ -293,7 +283,6 @@ def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(conditions: dict[str, Any]) -> list[str]:
-    """Return sentences on conditions in which the points differ."""
     return [
         f"The points do not compare in {key}: {str(conditions[key]).removeprefix('DIFFER: ')}."
         for key in SAME
@@ -326,6 +315,11 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
     ]
 
 
+def damage(error: Exception) -> str:
+    met = f"{error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
+    return f"its files are damaged: {met}"
+
+
 def _summary(run: RunDir) -> dict[str, Any]:
     """Read a run's summary, with the device as this release names it. Raises: RunFolderError."""
     summary = _mapping(run.summary, parse_json)
@@ -334,7 +328,6 @@ def _summary(run: RunDir) -> dict[str, Any]:
 
 
 def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
-    """Read the mapping of a JSON or YAML file. Raises: RunFolderError."""
     try:
         found = parse(read_plain(path))
     except (OSError, ValueError) as error:

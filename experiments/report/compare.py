@@ -40,8 +40,6 @@ class Figures:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run that has figures."""
-
     name: str
     """Its folder, or its point."""
     config: Mapping[str, Any]
@@ -52,7 +50,6 @@ class TrainedRun:
 
     @property
     def seed(self) -> int:
-        """Return its seed."""
         return int(self.config["run.seed"])
 
 
@@ -64,26 +61,21 @@ class Cell:
     runs: tuple[TrainedRun, ...]
 
     def each(self, name: str) -> list[float]:
-        """Return a figure of all runs that have it."""
         found = (getattr(run.figures, name) for run in self.runs)
         return [figure for figure in found if figure is not None]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure; None where no run has it."""
         found = self.each(name)
         return statistics.fmean(found) if found else None
 
     def deviation(self, name: str) -> float | None:
-        """Return the sample standard deviation of a figure; None for fewer than two runs."""
         found = self.each(name)
         return statistics.stdev(found) if len(found) > 1 else None
 
     def median(self, name: str) -> float:
-        """Return the median of a figure that all runs have."""
         return statistics.median(self.each(name))
 
     def record(self) -> dict[str, Any]:
-        """Return the cell as a record for JSON and CSV."""
         told = {
             f"{name}_{what}": getattr(self, what)(name) for name in ("top1", "loss") for what in ("mean", "deviation")
         }
@@ -102,8 +94,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells to compare."""
-
     title: str
     keys: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -112,7 +102,6 @@ class Comparison:
 
     @property
     def has_accuracy(self) -> bool:
-        """Return whether any run was evaluated on images."""
         return any(cell.each("top1") for cell in self.cells)
 
 
@@ -146,7 +135,6 @@ def read_figures(
 
 
 def differing(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
-    """Return the config keys in which they differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
     return tuple(key for key in keys if len({as_yaml(run.config.get(key)) for run in runs}) > 1)
 
@@ -233,7 +221,6 @@ def gains(costs: Sequence[float]) -> Iterator[tuple[str, ...]]:
 
 
 def run_records(runs: Sequence[TrainedRun]) -> Iterator[dict[str, Any]]:
-    """Yield a flat record for each run: its label, its seed, all keys that differ, its figures."""
     keys = differing(runs)
     labels = list(dict.fromkeys(key for run in runs for key in run.values if key not in keys))
     for run in runs:
@@ -248,7 +235,6 @@ def short(key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Write a value in a few characters."""
     if type(value) in (int, str):
         return str(value)
     return f"{value:.4g}" if isinstance(value, float) else as_yaml(value)
@@ -267,7 +253,6 @@ def _spread(cell: Cell, name: str, *, scale: float, digits: int) -> str:
 
 
 def _range(found: Sequence[float]) -> str:
-    """Write the median, and the range if there is more than one value."""
     if not found:
         return ""
     text = f"{statistics.median(found):,.1f}"

@@ -108,7 +108,6 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
 
 
 def _draw_cases(found: Comparison) -> "Figure":
-    """Draw cases one below the other, in the table's order."""
     from matplotlib.figure import Figure
 
     panels = 2 if found.has_accuracy else 1
@@ -132,7 +131,6 @@ def _draw_cases(found: Comparison) -> "Figure":
 
 
 def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
-    """Draw top-1 over hours."""
     figure, axes = _figure()
     for index, (label, run) in enumerate(runs):
         hours, top1 = [each.hours for each in run.evaluations], [100 * each.top1 for each in run.evaluations]
@@ -143,7 +141,6 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
 
 
 def label_of(each: Efficiency) -> str:
-    """Write the values of a variant for matplotlib."""
     return plain_text(variant_name(each))
 
 

@@ -67,21 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folders", type=as_path, nargs="+", metavar="FOLDER", help="folder of a sweep or a run")
-    add(
-        "--output",
-        type=expand_path,
-        metavar="DIR",
-        help="folder for report.html and the other files (default: report, in the first FOLDER)",
-    )
+    add("--output", type=expand_path, metavar="DIR", help="folder for its files (default: report, in the first FOLDER)")
     add("--by", metavar="KEY,KEY", help="keys to group all runs by (default: those in which they differ)")
-    add(
-        "--target",
-        type=decimal,
-        help="top-1 to reach, such as 0.759 (default: the run's own target, else its best)",
-    )
-    add(
-        "--price",
-        type=decimal,
-        help="price of a GPU (a rank) for an hour, in any currency, such as 2.50: adds the cost",
-    )
+    add("--target", type=decimal, help="top-1 to reach, such as 0.759 (default: the run's own target, else its best)")
+    add("--price", type=decimal, help="price of a GPU (a rank) for an hour, such as 2.50: adds the cost")
     return parser

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.experiments.report import plots
+from bigbatch.experiments.report import plots, tables
 from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy, differences
 from bigbatch.experiments.report.compare import (
     Comparison,
@@ -20,18 +20,6 @@ from bigbatch.experiments.report.compare import (
     differing,
     labelled,
     run_records,
-)
-from bigbatch.experiments.report.tables import (
-    accuracy_table,
-    conditions_table,
-    cost,
-    doubts,
-    doubts_table,
-    findings,
-    noise_table,
-    scaling_table,
-    split_table,
-    unmeasured_table,
 )
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
@@ -55,7 +43,6 @@ COMPARED = (
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Write records with a column for every key."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
     writer.writeheader()
@@ -65,8 +52,6 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The report of some sweeps and some runs."""
-
     sweeps: list[SweepResults]
     runs: list[tuple[RunResults, ToAccuracy]]
     price: float | None = None
@@ -83,7 +68,6 @@ class Report:
 
     @cached_property
     def trained(self) -> list[TrainedRun]:
-        """Return all runs with figures."""
         plain = [results.trained(target=run.target) for results, run in self.runs]
         return [*(run for sweep in self.sweeps for run in sweep.runs), *(run for run in plain if run)]
 
@@ -105,10 +89,11 @@ class Report:
 
     @property
     def findings(self) -> list[str]:
-        """Return the results in sentences."""
         lines = [f"{sweep.folder}: no point of it has figures yet." for sweep in self.sweeps if not sweep.runs]
         lines += [line for found in self.comparisons if (line := best_of(found))]
-        lines += [line for sweep, found in self.efficiencies for line in findings(found, name=self.name_of(sweep))]
+        lines += [
+            line for sweep, found in self.efficiencies for line in tables.findings(found, name=self.name_of(sweep))
+        ]
         for sweep in self.sweeps:
             name = self.name_of(sweep)
             lines += [f"{name}: {line}" if name else line for line in differences(sweep.conditions)]
@@ -119,20 +104,19 @@ class Report:
         if shown is None:
             return f"{results.folder}: no evaluation yet."
         verb = "reached" if run.reached else f"did not reach {percent(run.target)}; its best is"
-        spent = cost(shown.rank_hours, is_gpu=run.is_gpu, price=self.price)
+        spent = tables.cost(shown.rank_hours, is_gpu=run.is_gpu, price=self.price)
         return f"{results.folder} {verb} {percent(shown.top1)} top-1 after {shown.hours:.2f} hours, {spent}."
 
     @property
     def tables(self) -> list[Table]:
-        """Return the tables that have rows."""
         found = [*map(comparison_table, self.comparisons), *self.more]
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
-            found += [scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
-            found += [doubts_table(each, name=name, again=sweep.again), split_table(each, name=name)]
-        found.append(unmeasured_table(self.sweeps))
-        found.append(accuracy_table([(results.folder, run) for results, run in self.runs], price=self.price))
-        found.append(noise_table([results for results, _ in self.runs]))
+            found += [tables.scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
+            found += [tables.doubts_table(each, name=name, again=sweep.again), tables.split_table(each, name=name)]
+        found.append(tables.unmeasured_table(self.sweeps))
+        found.append(tables.accuracy_table([(results.folder, run) for results, run in self.runs], price=self.price))
+        found.append(tables.noise_table([results for results, _ in self.runs]))
         return [table for table in found if table.rows]
 
     @property
@@ -144,7 +128,6 @@ class Report:
         return found if self.price is None else found | {"price of a rank (a GPU) for an hour": self.price}
 
     def print(self) -> None:
-        """Print it on the terminal."""
         console = stdout_console()
         for line in self.findings:
             console.print(shown_text(line))
@@ -162,15 +145,14 @@ class Report:
         kind = "Scaling" if self.efficiencies else "Comparison" if self.comparisons or names else "Time to accuracy"
         title = f"{kind}: {names}" if names else kind
         is_scaling = any(each.point != each.base for _, found in self.efficiencies for each in found)
-        conditions = conditions_table(self.conditions)
-        tables = [*self.tables, conditions]
-        lines = [f"# {title}", *map(plain_cell, self.findings), *map(markdown, tables)]
+        all_tables = [*self.tables, tables.conditions_table(self.conditions)]
+        lines = [f"# {title}", *map(plain_cell, self.findings), *map(markdown, all_tables)]
         texts = {f"{name}.svg": image for name, image in images.items()}
         texts["report.html"] = make_page(
             title=title,
             findings=self.findings,
             images=images,
-            tables=tables,
+            tables=all_tables,
             note=EXPLAINED if is_scaling else COMPARED if self.comparisons else None,
         )
         texts["report.md"] = "\n\n".join(lines) + "\n"
@@ -206,7 +188,7 @@ class Report:
             figures[f"comparison{index + 1 if index else ''}"] = plots.draw_comparison(found)
         for index, (sweep, scaled) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
-            if stated := [each for each in scaled if each.point != each.base and not doubts(each)]:
+            if stated := [each for each in scaled if each.point != each.base and not tables.doubts(each)]:
                 figures[f"efficiency{number}"] = plots.draw_efficiency(scaled, name=name)
                 figures[f"split{number}"] = plots.draw_split(stated, name=name)
         if any(run.evaluations for _, run in self.runs):
@@ -214,7 +196,6 @@ class Report:
         return figures
 
     def _facts(self) -> dict[str, Any]:
-        """Return numbers by folder."""
         return {
             "sweeps": {str(sweep.folder): [self._row(each) for each in found] for sweep, found in self.efficiencies},
             "cells": [cell.record() for found in self.comparisons for cell in found.cells],
@@ -238,7 +219,7 @@ class Report:
             "parts_seconds": each.point.step.parts,
             "images_per_second": {"median": each.point.rate, "each": each.point.rates},
             "efficiency": each.efficiency,
-            "in_doubt_for": doubts(each),
+            "in_doubt_for": tables.doubts(each),
             "base_ranks": each.base.ranks,
             "fewest_ranks": each.base.fewest_ranks,
             "losses": {each.name_of(part): share for part, share in each.losses.items()},

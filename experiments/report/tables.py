@@ -148,7 +148,6 @@ def split_table(found: Sequence[Efficiency], *, name: str | None) -> Table:
 
 
 def _values(found: Sequence[Efficiency]) -> dict[str, list[str]]:
-    """Return a column for each value of the points, and their ranks."""
     keys = dict.fromkeys(key for each in found for key, _ in each.point.variant)
     columns = {key: [str(dict(each.point.variant).get(key, "")) for each in found] for key in keys}
     return columns | {"ranks": [str(each.point.ranks) for each in found]}
@@ -163,7 +162,6 @@ def _efficiency(each: Efficiency) -> str:
 
 
 def unmeasured_table(results: Sequence[SweepResults]) -> Table:
-    """List points without figures."""
     rows = [(str(sweep.folder), *each) for sweep in results for each in sweep.unmeasured]
     return Table(NOT_MEASURED, ("sweep", "point", "why"), tuple(rows))
 

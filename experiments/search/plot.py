@@ -51,7 +51,6 @@ def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric:
 
 
 def _set_ticks(panel: "Axes", axis: Axis) -> None:
-    """Set few enough ticks that their texts do not touch."""
     if not isinstance(axis, SearchRange):
         is_long = sum(map(len, axis.texts)) > TICK_CHARACTERS
         rotation, side = (30, "right") if is_long else (0, "center")
@@ -70,7 +69,6 @@ def _set_ticks(panel: "Axes", axis: Axis) -> None:
 
 
 def _point(record: TrialRecord, axis: Axis, *, metric: Metric) -> tuple[float, float]:
-    """Return the place of a trial: on grids the index of the value."""
     text, result = record.values[axis.key], record.result or 0.0
     x = float(text) if isinstance(axis, SearchRange) else float(axis.texts.index(text))
     return x, 100 * result if metric == "top1" else result

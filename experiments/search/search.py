@@ -24,14 +24,8 @@ from bigbatch.experiments.engine.folder import (
     MISSING,
     PRUNED,
     SweepFolder,
-    alone_in,
-    change_state,
     first_state,
-    prepare,
-    read_state,
-    require_same,
     require_same_experiment,
-    write_state,
 )
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import SweepPlan
@@ -57,8 +51,6 @@ DRY_RUN_TRIALS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search as the command line states it."""
-
     config: tuple[str, ...]
     """Words of `bigbatch train`: --config NAME and overrides."""
     space: tuple[str, ...]
@@ -133,7 +125,6 @@ class Search:
         return shorten(config, epochs=self.epochs, evaluate_each=self.prune, directory=directory)
 
     def point(self, number: int, values: dict[str, str], config: Config) -> Point:
-        """Make the point of a trial."""
         held = {key: plain(lookup(config, key)) for key in values}
         ranks = self.launch.num_ranks
         return Point(number, held, config.run.seed, ranks, ranks, 1, config)
@@ -173,9 +164,9 @@ def search(stated: Search) -> list[TrialRecord] | None:
     folder = SweepFolder(stated.folder)
     try:
         _require_same(stated, folder)  # before the lock is written there, and again under it
-        with alone_in(folder):
+        with folder.alone():
             _require_same(stated, folder)
-            prepare(folder, stated.plan, [])
+            folder.prepare(stated.plan, [])
             # also for a continued search: trials import what this command names
             RunDir(folder.path).write_text(folder.path / "base.yaml", dump_config(stated.base))
             show = Show(folder, num_points=stated.trials, is_terminal=sys.stdout.isatty())
@@ -193,7 +184,6 @@ def search(stated: Search) -> list[TrialRecord] | None:
 
 
 def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRecord]:
-    """Raises: Interrupted."""
     records: list[TrialRecord] = []
     axes, sizes = stated.axes, stated.round_sizes()
     gpus = visible_gpus(count_gpus()) if stated.parallel > 1 and stated.launch.hosts is None else []
@@ -233,7 +223,7 @@ def first_commands(stated: Search) -> None:
 def _require_same(stated: Search, folder: SweepFolder) -> None:
     """Check without writing. Raises: LaunchOptionError if the folder holds anything but this search."""
     base = folder.path / "base.yaml"
-    require_same(folder, stated.plan, [])
+    folder.require_same(stated.plan, [])
     if folder.sweep.exists() and base.exists():
         require_same_experiment(base, stated.base, config=stated.plan.config)
 
@@ -259,10 +249,10 @@ class _Trials:
             point = self._stated.point(number, values, config)
             if not self._folder.state(number).exists():
                 held = point.values if not why else dict(values)
-                write_state(self._folder, number, first_state(point) | {"values": held})
-            state = read_state(self._folder, number)
+                self._folder.write_state(number, first_state(point) | {"values": held})
+            state = self._folder.read_state(number)
             if why:
-                state = change_state(self._folder, number, state=FAILED, reason=why)
+                state = self._folder.change_state(number, state=FAILED, reason=why)
             if state["state"] == MISSING:
                 yield point
             else:  # it cannot run, or a search was killed before it noted the end
@@ -276,7 +266,6 @@ class _Trials:
         return f"worse than the median after {epoch} of {stated.epochs} epochs" if is_stopped else ""
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
-        """Note in the study how a trial ended."""
         if state["state"] == DONE:
             metrics = self._folder.run(point.number).metrics
             evaluations = [record for record in read_records(metrics) if record["kind"] == "eval"]

@@ -24,8 +24,6 @@ SET_BY_SEARCH = ("run.directory", "run.epochs", "run.eval_every_epochs", "run.ev
 
 @dataclass(frozen=True)
 class SearchRange:
-    """A range of numbers from low to high."""
-
     key: str
     low: float
     high: float
@@ -34,7 +32,6 @@ class SearchRange:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the values that must be legal."""
         return self.text(self.low), self.text(self.high)
 
     def text(self, number: float) -> str:
@@ -76,7 +73,6 @@ class ValueList:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the values that must be legal: all."""
         return self.texts
 
     def shrunk(self, best: str) -> "ValueList":
@@ -140,12 +136,10 @@ def parse_axis(text: str) -> Axis:
 
 
 def shrink(axes: tuple[Axis, ...], best: dict[str, str]) -> tuple[Axis, ...]:
-    """Return the space of the next round."""
     return tuple(axis.shrunk(best[axis.key]) for axis in axes)
 
 
 def flags(values: dict[str, str]) -> list[str]:
-    """Write values as options of `bigbatch train`."""
     return [word for key, value in values.items() for word in (f"--{key}", value)]
 
 

@@ -23,8 +23,6 @@ State = Literal["finished", "pruned", "failed"]
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """A trial that ended."""
-
     number: int
     round: int
     values: dict[str, str]
@@ -44,7 +42,6 @@ def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecor
 
 
 def show_result(record: TrialRecord, *, metric: Metric) -> str:
-    """Show a result with name and unit."""
     result = record.result or 0.0
     return f"top-1 {100 * result:.2f}%" if metric == "top1" else f"loss {result:.4f} nats"
 
@@ -110,7 +107,6 @@ class Round:
         self._trials: dict[int, Any] = {}
 
     def ask(self) -> tuple[int, dict[str, str]]:
-        """Start a new trial; return its number and values."""
         with writing(self._journal):
             return self._values(self._study.ask())
 
@@ -138,7 +134,6 @@ class Round:
             return bool(trial.should_prune())
 
     def tell(self, number: int, state: State, *, result: float | None = None, reason: str = "") -> None:
-        """Note how a trial ended."""
         trial, states = self._trials[number], self._optuna.trial.TrialState
         with writing(self._journal):
             trial.set_user_attr("state", state)
@@ -149,7 +144,6 @@ class Round:
                 self._study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)
 
     def ended(self) -> list[TrialRecord]:
-        """List every trial that ended, in the order of their start."""
         return [
             TrialRecord(
                 self._first + trial.number,

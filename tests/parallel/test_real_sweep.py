@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from bigbatch.cli import main
-from bigbatch.experiments.engine.folder import SweepFolder, read_state, read_summary
+from bigbatch.experiments.engine.folder import SweepFolder
 
 SWEEP = {
     "name": "memory",
@@ -49,15 +49,15 @@ def test_sweep_point_out_of_memory_fails_alone(
     Path("sweep.yaml").write_text(yaml.safe_dump(SWEEP))
     assert main(["sweep", "sweep.yaml"]) == 3
     folder = SweepFolder(Path("runs/sweeps/memory"))
-    small, large = read_state(folder, 0), read_state(folder, 1)
+    small, large = folder.read_state(0), folder.read_state(1)
     assert (small["state"], large["state"]) == ("done", "failed"), large["reason"]
     assert large["reason"].startswith("out of memory: "), large["reason"]
-    summary = read_summary(folder, 0)
+    summary = folder.read_summary(0)
     assert summary is not None
     assert (summary["steps"], summary["world_size"], summary["global_batch_size"]) == (4, 1, 16)
     metrics = [json.loads(line) for line in folder.run(0).metrics.read_text().splitlines()]
     assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3, 4]
     assert "by my script" in folder.log(0).read_text()
     assert main(["sweep", "sweep.yaml"]) == 3
-    assert read_state(folder, 0) == small, "what is done stays as it is"
+    assert folder.read_state(0) == small, "what is done stays as it is"
     assert "0 to run" in capsys.readouterr().out

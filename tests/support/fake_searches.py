@@ -6,20 +6,13 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import pytest
-
 from bigbatch.experiments.engine import engine
-from bigbatch.experiments.engine.folder import SweepFolder, read_state
+from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.launching import Launch
 from bigbatch.experiments.search.search import Search, search
 
 FAKE = Path(__file__).with_name("fake_train.py")
 SPACE = "schedule.base_lr=log:1:64"
-
-
-@pytest.fixture(autouse=True)
-def poll_often(monkeypatch):
-    monkeypatch.setattr(engine, "POLL_SECONDS", 0.02)
 
 
 def stated(folder, **changes):
@@ -52,11 +45,12 @@ class Fake:
 def run(folder, fake=None, **changes):
     """Search; return the trials, and the lines that were printed."""
     said = io.StringIO()
-    with mock.patch.object(engine, "point_command", fake or Fake()), contextlib.redirect_stdout(said):
+    changed = mock.patch.multiple(engine, point_command=fake or Fake(), POLL_SECONDS=0.02)
+    with changed, contextlib.redirect_stdout(said):
         records = search(stated(folder, **changes))
     return records, said.getvalue().splitlines()
 
 
 def states(folder):
     found = SweepFolder(folder)
-    return [read_state(found, number)["state"] for number in found.numbers()]
+    return [found.read_state(number)["state"] for number in found.numbers()]

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from bigbatch.experiments.engine.folder import SweepFolder, read_state
+from bigbatch.experiments.engine.folder import SweepFolder
 
 SWEEP: dict[str, Any] = {
     "name": "small",
@@ -38,4 +38,4 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def states(folder: SweepFolder) -> list[str]:
-    return [read_state(folder, number)["state"] for number in folder.numbers()]
+    return [folder.read_state(number)["state"] for number in folder.numbers()]

@@ -12,13 +12,7 @@ from faults.table import read_records
 
 from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_settings
 from bigbatch.errors import SimulationError, UserError
-from bigbatch.experiments.engine.folder import (
-    SweepFolder,
-    read_state,
-    read_summary,
-    require_same,
-    require_same_experiment,
-)
+from bigbatch.experiments.engine.folder import SweepFolder, require_same_experiment
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.files import parse_json
 from bigbatch.launch.emulate import state as emulated
@@ -55,9 +49,9 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "prepared": (SOURCES, lambda root: missing_splits(root, IMAGENETTE["160px"])),
     "generated": (MANIFEST, write_dataset),
     "search": ("base.yaml", lambda root: require_same_experiment(root / "base.yaml", QUICK, config="quickstart")),
-    "point": ("points/0/point.json", lambda root: read_state(SweepFolder(root), 0)),
-    "summary": ("points/0/run/summary.json", lambda root: read_summary(SweepFolder(root), 0)),
-    "sweep": ("sweep.yaml", lambda root: require_same(SweepFolder(root), SCALING, [])),
+    "point": ("points/0/point.json", lambda root: SweepFolder(root).read_state(0)),
+    "summary": ("points/0/run/summary.json", lambda root: SweepFolder(root).read_summary(0)),
+    "sweep": ("sweep.yaml", lambda root: SweepFolder(root).require_same(SCALING, [])),
     "emulated": ("cluster.json", emulated.load),
     "campaign": ("faults.jsonl", lambda root: read_records(root / "faults.jsonl")),
 }

@@ -162,11 +162,6 @@ def test_ablation_of_the_bag_ends_as_the_config_of_ten_epochs() -> None:
     assert others == {"run.directory", "run.eval_every_epochs", "data.probe_seconds", "compute.mode_keeps"}
 
 
-def test_command_that_was_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ablate", "bag_of_tricks"]) == 2
-    assert re.fullmatch("bigbatch: ablate .*bigbatch sweep.*\n", capsys.readouterr().err)
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -15,10 +15,10 @@ from error_texts import naming
 from small_sweep import states, write
 
 from bigbatch.cli import main
-from bigbatch.experiments.engine.folder import SweepFolder, read_state
+from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.run import child
-from bigbatch.trainer.run.child import processes_in, sessions_under
+from bigbatch.trainer.run.child import processes_in
 
 
 @pytest.mark.long
@@ -29,7 +29,7 @@ def test_sweep_point_that_failed_does_not_end_the_others_and_is_tried_again_when
     monkeypatch.setenv("FAKE_CODE", "3")
     assert main(command) == 3
     assert states(fake) == ["failed", "done"]
-    state = read_state(fake, 0)
+    state = fake.read_state(0)
     assert (state["reason"], state["exit_code"]) == ("no such image", 3)
     printed = capsys.readouterr().out
     assert "point 0 (ranks=1, seed=0): failed: no such image; 1 of 2" in printed
@@ -37,7 +37,7 @@ def test_sweep_point_that_failed_does_not_end_the_others_and_is_tried_again_when
     assert "1 of 2 points failed, what they printed is in" in printed
 
     monkeypatch.setenv("FAKE_CODE", "0")
-    kept = read_state(fake, 1)
+    kept = fake.read_state(1)
     assert main(command) == 3  # nothing is missing; one has failed
     assert "2 points, 0 to run" in capsys.readouterr().out
     assert main([*command, "--dry-run"]) == 0
@@ -49,9 +49,9 @@ def test_sweep_point_that_failed_does_not_end_the_others_and_is_tried_again_when
     assert [line[:8] for line in printed.splitlines() if line.startswith("point ") and ":" in line] == ["point 0:"]
     assert main([*command, "--retry-failed"]) == 0
     assert states(fake) == ["done", "done"]
-    assert read_state(fake, 1) == kept, "a point that is done is kept"
+    assert fake.read_state(1) == kept, "a point that is done is kept"
     assert main([*command, "--again", "1"]) == 0
-    assert read_state(fake, 1) != kept, "it was measured again"
+    assert fake.read_state(1) != kept, "it was measured again"
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_sweep_point_that_takes_too_long_is_ended(
     write(file, grid={"ranks": [1]}, timeout_minutes=0.01)
     monkeypatch.setenv("FAKE_CODE", "5")
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 3
-    assert read_state(fake, 0)["reason"] == "took longer than 0.01 min, and was ended"
+    assert fake.read_state(0)["reason"] == "took longer than 0.01 min, and was ended"
 
 
 LAUNCHER = """
@@ -122,33 +122,6 @@ def test_sweep_point_is_asked_to_stop_if_its_sweep_is_killed(tmp_path: Path) -> 
         time.sleep(0.01)
 
 
-def test_sweep_point_that_is_gone_already_leaves_its_own_session() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as process:
-        process.wait()
-    assert sessions_under(process.pid) == {process.pid}
-
-
-@pytest.mark.slow
-def test_sweep_under_nohup_goes_on_without_its_terminal(file: Path, fake: SweepFolder) -> None:
-    """The point itself plays the terminal, and ends well."""
-    point = (
-        "import json, os, pathlib, signal; os.kill(os.getppid(), signal.SIGHUP)\n"
-        "run = pathlib.Path(os.environ['RUN']); run.mkdir(parents=True); (run / 'summary.json').write_text('{}')"
-    )
-    script = (
-        "import signal, sys\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from bigbatch.experiments.engine import engine as running\n"
-        "from bigbatch.cli import main\n"
-        f"running.point_command = lambda *_: [sys.executable, '-c', {point!r}]\n"
-        f"sys.exit(main(['sweep', {str(file)!r}, '--folder', {str(fake.path)!r}, '--only=0']))\n"
-    )
-    environ = {**os.environ, "RUN": str(fake.run(0).path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, env=environ)
-    assert done.returncode == 0, done.stderr
-    assert states(fake) == ["done", "missing"]
-
-
 @pytest.mark.long
 def test_sweep_point_is_missing_after_ctrl_c(file: Path, fake: SweepFolder) -> None:
     """Through the real command, since signals go to processes; the point itself plays the person."""
@@ -164,25 +137,6 @@ def test_sweep_point_is_missing_after_ctrl_c(file: Path, fake: SweepFolder) -> N
     assert done.returncode == 130, done.stderr
     assert re.fullmatch("bigbatch: stopped, .*\n", done.stderr)
     assert states(fake) == ["missing", "missing"]
-
-
-@pytest.mark.long
-def test_sweep_folder_of_others_is_refused(
-    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FAKE_CODE", "0")
-    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
-    write(file, steps=11, grid={"ranks": [1]}, seeds=2)
-    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 1
-    assert re.search(naming(fake.path, "steps: 10", " 11", "--folder"), capsys.readouterr().err)
-    assert main(["sweep", str(file), "--folder", str(fake.path), "--dry-run"]) == 1, "its states are of other points"
-    assert re.search(naming(fake.path, "steps: 10", " 11"), capsys.readouterr().err)
-    other = file.with_name("other")
-    other.mkdir()
-    (other / "thesis.tex").touch()
-    assert main(["sweep", str(file), "--folder", str(other)]) == 1
-    assert re.search(naming(other, "empty"), capsys.readouterr().err)
-    assert sorted(os.listdir(other)) == [".lock", "thesis.tex"]
 
 
 @pytest.mark.long

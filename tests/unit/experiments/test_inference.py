@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from bigbatch.experiments import inference
-from bigbatch.experiments.engine.folder import SweepFolder, change_state, prepare
+from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.plan import SweepPlan, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 
@@ -21,7 +21,7 @@ def begin(path: Path, **changes: Any) -> tuple[SweepPlan, list[Point]]:
     (path / "small.yaml").write_text(yaml.safe_dump({**stated, **changes}, sort_keys=False))
     plan = read_plan(path / "small.yaml")
     points = make_points(plan, folder=FOLDER.path)
-    prepare(FOLDER, plan, points)
+    FOLDER.prepare(plan, points)
     return plan, points
 
 
@@ -50,7 +50,7 @@ def test_inference_is_that_of_the_last_case_that_has_runs(tmp_path: Path, monkey
     monkeypatch.setattr(inference, "run_command", evaluate)
     assert inference.measure(plan, points, FOLDER) is None, "nothing is trained"
     for number in (0, 1, 4):  # the first seed of plain, both of smooth
-        change_state(FOLDER, number, state="done")
+        FOLDER.change_state(number, state="done")
     found = inference.measure(plan, points, FOLDER)
     assert found is not None
     (table,) = found.tables
@@ -72,7 +72,7 @@ def test_inference_is_that_of_the_last_case_that_has_runs(tmp_path: Path, monkey
 
 def test_inference_imports_what_the_sweep_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, points = begin(tmp_path, inference={"plain": []}, options={"run.metrics": {"x": "own.Score"}}, cases={})
-    change_state(FOLDER, 0, state="done")
+    FOLDER.change_state(0, state="done")
     asked: list[str] = []
     monkeypatch.setattr(inference, "_evaluate", lambda argv, *_, **__: asked.extend(argv) or "not told")
     inference.measure(plan, points, FOLDER)

@@ -7,7 +7,7 @@ from small_sweep import write
 
 from bigbatch.cli import main
 from bigbatch.experiments.engine.folder import SweepFolder
-from bigbatch.experiments.engine.jobs import array_words, arrays, launch_words, point_command
+from bigbatch.experiments.engine.jobs import array_words, arrays, point_command
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.interpreter import bigbatch_argv
@@ -65,7 +65,3 @@ def test_sweep_has_one_array_for_each_number_of_ranks(file: Path) -> None:
         *("--stop-seconds", "0", "--time", "5"),
         *("--partition=gpu", "--env=A=1", "--env=B=2", "--", "train", "--config", "f/points/{index}/config.yaml"),
     ]
-
-
-def test_sweep_launch_options_without_a_value() -> None:
-    assert launch_words({"some_flag": True, "link": "none"}) == ["--some-flag", "--link=none"]

@@ -9,7 +9,7 @@ from error_texts import naming
 from small_sweep import SWEEP, write
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.experiments.engine.folder import SweepFolder, prepare, write_config
+from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.plan import dump_plan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.show import print_table
@@ -20,10 +20,8 @@ from bigbatch.trainer.config.file import PACKAGED, read_dumped
     ("changes", "threads"),
     [
         ({}, {2}),  # 8 cores, at most 4 ranks
-        ({"where": "emulated"}, {2}),
         ({"where": "slurm"}, {None}),
         ({"options": SWEEP["options"] | {"compute.cpu_threads": 3}}, {3}),
-        ({"grid": {"ranks": [1, 2], "compute.cpu_threads": [1, 5]}}, {1, 5}),
         ({"grid": {}}, {None}),
         ({"where": "mpirun", "launch": {"hosts": "a:2,b:2"}}, {None}),  # of other hosts the cores are not known
     ],
@@ -47,16 +45,16 @@ def test_sweep_goes_on_with_the_threads_it_was_begun_with(
     threads = None if cores_of_then is None else max(1, cores_of_then // 4)
     compute = [replace(point.config.compute, cpu_threads=threads) for point in points]
     then = [replace(p, config=replace(p.config, compute=c)) for p, c in zip(points, compute, strict=True)]
-    prepare(folder, sweep, then)
+    folder.prepare(sweep, then)
     for point in then:
-        write_config(folder, point)
-    prepare(folder, sweep, points)
+        folder.write_config(point)
+    folder.prepare(sweep, points)
     for point in points:
-        write_config(folder, point)
+        folder.write_config(point)
     assert {read_dumped(folder.config(p.number).read_text())["compute.cpu_threads"] for p in points} == {threads}
     stated = read_plan(write(file, options=SWEEP["options"] | {"compute.cpu_threads": 3}))
     with pytest.raises(LaunchOptionError, match=naming("out", "options")):
-        prepare(folder, stated, make_points(stated, folder=folder.path))
+        folder.prepare(stated, make_points(stated, folder=folder.path))
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import SimulationError
-from bigbatch.experiments.engine.folder import DONE, SweepFolder, change_state, prepare
+from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.predicted import predicted_table
@@ -44,11 +44,11 @@ def test_done_point_gives_the_speed_of_the_others(file, tmp_path):
     sweep = read_plan(file)
     folder = SweepFolder(tmp_path / "out")
     points = make_points(sweep, folder=folder.path)
-    prepare(folder, sweep, points)
+    folder.prepare(sweep, points)
     with pytest.raises(SimulationError, match=naming("emulated", "rate")):
         predicted_table(points, folder, cluster="emulated")
     for number, rate in ((0, 100.0), (1, 150.0)):
-        change_state(folder, number, state=DONE)
+        folder.change_state(number, state=DONE)
         folder.run(number).summary.parent.mkdir(parents=True)
         folder.run(number).summary.write_text(json.dumps({"images_per_second": rate}))
     table = predicted_table(points, folder, cluster="emulated")

@@ -20,7 +20,6 @@ from bigbatch.experiments.engine.plan import read_plan
     [
         ({"nam": "x"}, "top level: unknown key nam; the nearest legal one is name"),
         ({"name": "a b; rm -rf $HOME"}, "name 'a b; rm -rf $HOME' must be letters, digits and . _ + @ -"),
-        ({"name": "../up"}, "name '../up' must be"),
         ({"where": "cloud"}, "where: 'cloud' must be one of 'local', 'mpirun', 'torchrun', 'emulated', 'slurm'"),
         ({"steps": 0}, "steps: 0 must be a number from 1 on"),
         ({"steps": "ten"}, "steps: 'ten' must be int or null"),
@@ -33,7 +32,6 @@ from bigbatch.experiments.engine.plan import read_plan
         ),
         ({"grid": {"ranks": [1], "run.seed": []}}, "grid: run.seed: [] must be a list of values"),
         ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
-        ({"grid": {"ranks": 4}}, "grid: ranks: 4 must be a list of values"),
         ({"launch": {"array": "0-3"}}, "launch, of local: unknown key array"),
         ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
     ],
@@ -58,8 +56,7 @@ def test_sweep_file_that_is_wrong_is_refused_in_a_line(
         ("name: [", ("YAML", "line 1, column 8")),
         ("name: a\nname: b\n", ("YAML", "name", "twice")),
         ("name: a\n", ("config is missing",)),
-        ("config: a\nrepeats: 2\n", ("repeats", "seeds: N")),
-        ("config: a\nsteps: {a: {}}\n", ("steps", "cases", "cumulative: true")),
+        ("config: a\nrepeats: 2\n", ("unknown key repeats",)),
     ],
 )
 def test_sweep_file_that_is_none_is_refused(text: str, named: tuple[str, ...], file: Path) -> None:
@@ -109,8 +106,7 @@ def test_sweep_points_that_are_impossible_are_all_told_before_anything_starts(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("batch.microbatch_size", 0), ("batch.microbatch_size", "64"), ("batch.bn_span", 0)),
-        *(("batch.global_batch_size", None), ("run.seed", None), ("run.seed", True)),
+        *(("batch.microbatch_size", 0), ("batch.microbatch_size", "64"), ("run.seed", True)),
     ],
 )
 def test_sweep_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,11 +145,9 @@ def test_sweep_file_that_would_be_ignored_or_misread_is_refused(
     ("where", "launch", "folder", "named"),
     [
         ("emulated", {"link": "1gbite"}, "f", ("launch: ", "--link '1gbite'", "1mbit", "100gbit")),
-        ("emulated", {"launcher": "ssh"}, "f", ("launch: ", "--launcher", "'ssh'")),
         ("slurm", {"partition": True}, "f", ("launch: ", "--partition", "argument")),
         ("emulated", {"launcher": "torchrun", "place": "cyclic"}, "f", ("launch: ", "--place cyclic", "torchrun")),
         ("slurm", {"gpus_per_node": "many"}, "f", ("launch: ", "--gpus-per-node", "'many'")),
-        ("slurm", {"time": "soon"}, "f", ("launch: ", "--time 'soon'")),
         ("slurm", {}, "my sweep", ("--folder 'my sweep'", "Slurm")),
         ("mpirun", {"hosts": "a:2,b:1"}, "f", ("launch: ", "--ranks 4", "3", "--hosts")),
         ("local", {"interface": "eth0 eth1"}, "f", ("launch: ", "--interface 'eth0 eth1'")),
@@ -196,6 +190,6 @@ def test_sweep_checks_the_emulators_folder_before_the_first_point_starts(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("points", ["9", "1-9", "3-1", "0-99999999999", "x", "-1", "1-", "²"])
+@pytest.mark.parametrize("points", ["9", "3-1", "0-99999999999", "x"])
 def test_sweep_points_that_are_not_there(points: str, file: Path) -> None:
     assert main(["sweep", str(file), f"--only={points}", "--dry-run"]) == 1

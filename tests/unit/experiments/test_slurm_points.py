@@ -14,7 +14,7 @@ from small_sweep import ENDED, FIRST, states, write
 from bigbatch.cli import main
 from bigbatch.errors import SchedulerError
 from bigbatch.experiments.engine import slurm as queueing
-from bigbatch.experiments.engine.folder import SweepFolder, read_state
+from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.launch.launchers import slurm_queue
 
 SBATCH = r"""#!/bin/sh
@@ -68,14 +68,14 @@ def test_sweep_points_go_through_the_slurm_queue(file: Path, slurm: Path, capsys
     (slurm / "queue").write_text("")
     folder.run(0).path.mkdir()
     folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
-    log = folder.path / read_state(folder, 1)["log"]
-    name = read_state(folder, 1)["job_name"]
+    log = folder.path / folder.read_state(1)["log"]
+    name = folder.read_state(1)["job_name"]
     assert f"#SBATCH --job-name={name}\n" in script
     assert log == Path(f"f/logs/{name}-7_1.log")
     log.write_text(f"{FIRST}\nbigbatch: rank 1 on n1 does not answer\n{ENDED}\n".replace("code 0", "code 1"))
     assert main(command) == 3
     assert states(folder) == ["done", "failed"]
-    assert read_state(folder, 1)["reason"] == "rank 1 on n1 does not answer"
+    assert folder.read_state(1)["reason"] == "rank 1 on n1 does not answer"
     assert len(list(slurm.glob("script-*"))) == 1, "nothing was submitted twice"
 
 
@@ -94,15 +94,15 @@ def test_sweep_that_ended_before_it_knew_its_slurm_jobs_number_does_not_submit_t
     with monkeypatch.context() as patched:
         patched.setattr(queueing, "_note_job", die)
         assert main(command) == 130
-    assert [read_state(folder, number)["job"] for number in (0, 1)] == [None, None]
+    assert [folder.read_state(number)["job"] for number in (0, 1)] == [None, None]
     if has_log:
-        (folder.logs / f"{read_state(folder, 0)['job_name']}-7_1.log").touch()
+        (folder.logs / f"{folder.read_state(0)['job_name']}-7_1.log").touch()
     if known == "forgotten":
         monkeypatch.setenv("STUB_FORGETS", "1")
     assert main(command) == 0
     assert len(list(slurm.glob("script-*"))) == submissions
     for number in (0, 1):
-        state = read_state(folder, number)
+        state = folder.read_state(number)
         assert (state["state"], state["job"]) == ("submitted", "7")
         assert state["log"] == f"logs/{state['job_name']}-7_{number}.log"
 
@@ -155,7 +155,7 @@ def test_sweep_array_that_slurm_refuses_fails_alone_and_in_its_words(
     folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
     assert main(command) == 3
     assert states(folder) == ["done", "failed"]
-    assert read_state(folder, 1)["reason"].count(reason) == 1
+    assert folder.read_state(1)["reason"].count(reason) == 1
     monkeypatch.delenv("STUB_REFUSES")
     (slurm / "queue").write_text("7_1\n")
     assert main([*command, "--retry-failed", "--no-wait"]) == 0
@@ -171,26 +171,6 @@ def test_sweep_refuses_nothing_where_slurm_does_not_answer(
     assert main(["sweep", str(file), "--folder", "f"]) == 1
     assert "sbatch: error: Unable to contact controller" in capsys.readouterr().err
     assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"], "the same command asks again"
-
-
-@pytest.mark.long
-def test_sweep_without_waiting_collects_points_that_left_the_slurm_queue(
-    file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command, folder = ["sweep", str(file), "--folder", "f", "--no-wait"], SweepFolder(Path("f"))
-    assert main(command) == 0
-    (slurm / "queue").write_text("7_1\n")
-    folder.run(0).path.mkdir()
-    folder.run(0).summary.write_text(json.dumps({"images_per_second": 1234.5}))
-    capsys.readouterr()
-    assert main(command) == 0
-    assert states(folder) == ["done", "submitted"]
-    printed = capsys.readouterr().out
-    assert "1,234 images/s" in printed
-    assert "1 point is in Slurm's queue (scancel 7 would end them)" in printed
-    (slurm / "queue").write_text("")
-    assert main(command) == 3
-    assert states(folder) == ["done", "failed"]
 
 
 @pytest.mark.long

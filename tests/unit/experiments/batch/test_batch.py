@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from error_texts import naming
-from matplotlib.figure import Figure
 from tiny_training import TINY_OPTIONS, bigbatch
 
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
@@ -22,13 +21,12 @@ from bigbatch.experiments.batch.critical import (
     Pair,
     critical_batch,
     is_in_doubt,
-    rate_factor,
     recommended,
     segments,
     thirds,
     trade,
 )
-from bigbatch.experiments.batch.report import Answer, explain, plot_answer
+from bigbatch.experiments.batch.report import Answer, explain
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import KIND, NoiseScale, running
@@ -111,12 +109,6 @@ def test_size_of_the_training_set_is_that_of_the_last_start() -> None:
     assert recommend.num_train(odd) is None
 
 
-def test_the_rate_of_sgd_saturates_with_the_batch() -> None:
-    """Far below the critical batch it grows with the batch, far above it does not."""
-    assert rate_factor(1e9, old=100, new=200) == pytest.approx(2)
-    assert rate_factor(1.0, old=100, new=200) == pytest.approx(1, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("found", "in_doubt"),
     [
@@ -160,25 +152,6 @@ def make_run(folder: Path, pairs: Sequence[Pair]) -> RunDir:
     records = [{"kind": KIND, "signal": signal, "global_squared_norm": square} for signal, square in pairs]
     run.write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in records))
     return run
-
-
-@pytest.mark.usefixtures("rendered_figures")
-def test_picture_of_an_answer_says_how_many_times_the_fewest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where no power of ten is between 1 and the largest, a logarithmic axis has no number of its own.
-
-    Between two dollar signs of a path matplotlib reads mathematics.
-    """
-    drawn: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: drawn.append(figure) or save(figure, *a, **k))
-    run = Path("runs/a$\\frac{$b\x1b")
-    answer = Answer(pairs_of([300.0] * 50), run=run, global_batch_size=256, microbatch_size=64, num_train=5000)
-    plot_answer(answer, tmp_path / "batch.png")
-    assert (tmp_path / "batch.png").stat().st_size > 1000
-    (axes,) = drawn[0].axes
-    low, high = axes.get_ylim()
-    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
-    assert [label.get_text() for tick, label in ticks if low <= tick <= high] == ["2", "4", "8"]
 
 
 @pytest.mark.slow
@@ -254,15 +227,7 @@ def test_tune_batch_refuses(
         recommend.main([option.format(**places) for option in options])
 
 
-def test_run_whose_metrics_cannot_be_read_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [])
-    run.metrics.unlink()
-    run.metrics.mkdir()  # root can read any file
-    with pytest.raises(RunFolderError, match=naming("metrics.jsonl is not readable: ")):
-        recommend.main([str(run.path)])
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGUSR1])
 def test_tune_batch_passes_on_what_asks_it_to_stop(number: signal.Signals, tmp_path: Path) -> None:
     """A training does not outlive its command, and says by 130 that it stopped, which is the command's code, too."""
     answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))"

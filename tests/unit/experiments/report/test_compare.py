@@ -19,7 +19,6 @@ from bigbatch.experiments.report.compare import (
     differing,
     labelled,
     read_figures,
-    run_records,
 )
 from bigbatch.experiments.report.plots import draw_comparison
 
@@ -143,11 +142,6 @@ def test_runs_are_labelled_by_any_keys_and_by_their_folders_where_too_many_diffe
     by_batch = compare_runs("t", labelled(RUNS, ["batch.global_batch_size"]))
     assert sorted(len(cell.runs) for cell in by_batch.cells) == [5, 5]
     assert labelled(RUNS, ["a"] * 9)[0].values == {"run": "sgd/64/0"}
-
-
-def test_records_of_runs_are_told_apart_by_a_seed() -> None:
-    records = list(run_records(RUNS))
-    assert len({(each["case"], each["batch.global_batch_size"], each["seed"]) for each in records}) == len(RUNS)
 
 
 def test_plot_has_a_line_and_a_band_for_each_case_over_the_batch() -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import yaml
 from error_texts import naming
-from fake_searches import Fake, poll_often, run, stated, states  # noqa: F401 - poll_often works by being here
+from fake_searches import Fake, run, states
 
 from bigbatch.errors import TuneError
 from bigbatch.experiments.search.study import Round, best_record
@@ -21,57 +21,58 @@ from bigbatch.trainer.run import child
 from bigbatch.trainer.run.folder import read_records
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Folder, trials and output of a search of two rounds, which tests only read."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, *run(folder)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("metric", ["top1", "loss"])
-def test_second_round_comes_closer_to_the_best(tmp_path, metric):
-    records, said = run(tmp_path, metric=metric)
+def test_second_round_comes_closer_to_the_best(whole):
+    folder, records, said = whole
     lrs = [[float(r.values["schedule.base_lr"]) for r in records if r.round == n] for n in (1, 2)]
     assert [len(each) for each in lrs] == [5, 5]
     best = [min(each, key=lambda lr: max(lr / 8, 8 / lr)) for each in lrs]  # the stand-in's best is at 8
-    found = float(best_record(records, metric=metric).values["schedule.base_lr"])
+    found = float(best_record(records, metric="top1").values["schedule.base_lr"])
     assert found == min(best, key=lambda lr: max(lr / 8, 8 / lr))
     assert max(lrs[1]) / min(lrs[1]) <= 4  # a third of 64 in the logarithm
     assert min(lrs[1]) <= best[0] * 2
-    assert [line for line in said if line.startswith("round ")] == [
-        "round 1 of 2, 5 trials: schedule.base_lr from 1 to 64 (log)",
-        next(line for line in said if line.startswith("round 2 of 2, 5 trials: schedule.base_lr from ")),
-    ]
+    assert said[0] == "round 1 of 2, 5 trials: schedule.base_lr from 1 to 64 (log)"
     (last,) = (line for line in said if line.startswith("point 10 (schedule.base_lr="))
     assert "10 of 10" in last
-    assert (tmp_path / "search.png").exists()
-    assert states(tmp_path) == ["done"] * 10
-    runs = list(csv.DictReader((tmp_path / "report/runs.csv").read_text().splitlines()))
+    assert not [line for line in said if "lies at an end" in line]
+    assert (folder / "search.png").exists()
+    assert states(folder) == ["done"] * 10
+    runs = list(csv.DictReader((folder / "report/runs.csv").read_text().splitlines()))
     assert len({row["schedule.base_lr"] for row in runs}) == 10
 
 
 @pytest.mark.long
-def test_best_yaml_is_the_whole_experiment_in_its_own_length(tmp_path):
-    records, _ = run(tmp_path / "study", trials=3, rounds=1, config=("--config", "quickstart", "--run.seed", "5"))
-    best, path = best_record(records, metric="top1"), tmp_path / "study/best.yaml"
+def test_best_yaml_is_the_whole_experiment_in_its_own_length(whole):
+    folder, records, _ = whole
+    best, path = best_record(records, metric="top1"), folder / "best.yaml"
     lr = best.values["schedule.base_lr"]
     found = load_config(["--config", str(path)])
-    assert found == load_config(["--config", "quickstart", "--run.seed", "5", "--schedule.base_lr", lr])
+    assert found == load_config(["--config", "quickstart", "--schedule.base_lr", lr])
     assert found.run.epochs == yaml.safe_load((PACKAGED / "quickstart.yaml").read_text())["run"]["epochs"] != 2
     first, second = path.read_text().splitlines()[:2]
-    assert first == f"# bigbatch tune search in {tmp_path}/study: trial {best.number} of 3, of 2 epochs each"
-    assert second.startswith("# top-1 ")
-    assert second.endswith(f"% with schedule.base_lr={lr}")
+    assert first == f"# bigbatch tune search in {folder}: trial {best.number} of 10, of 2 epochs each"
+    assert re.fullmatch(rf"# top-1 .*% with schedule\.base_lr={lr}", second)
 
 
 @pytest.mark.long
-def test_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
-    first, _ = run(tmp_path)
+def test_finished_search_repeats_its_result_and_runs_nothing(whole):
     fake = Fake()
-    again, _ = run(tmp_path, fake)
+    assert run(whole[0], fake)[0] == whole[1]
     assert fake.made == []
-    assert again == first
 
 
 @pytest.mark.long
 def test_trials_that_diverge_count_as_failed(tmp_path):
-    records, said = run(tmp_path, Fake("--diverge-above", "16"), rounds=1)
+    records, said = run(tmp_path, Fake("--diverge-above", "16"), trials=6, rounds=1)
     failed = [r for r in records if r.state == "failed"]
-    assert 0 < len(failed) < 10
+    assert 0 < len(failed) < 6
     assert all(float(r.values["schedule.base_lr"]) > 16 for r in failed)
     assert all(r.reason.startswith("the loss is nan at step ") for r in failed)
     assert "failed: the loss is nan at step " in "\n".join(said)
@@ -80,14 +81,14 @@ def test_trials_that_diverge_count_as_failed(tmp_path):
 @pytest.mark.long
 def test_search_whose_trials_all_fail_says_why(tmp_path):
     with pytest.raises(TuneError) as caught:
-        run(tmp_path, Fake("--diverge-above", "0"), trials=4)
+        run(tmp_path, Fake("--diverge-above", "0"), trials=2)
     message = str(caught.value)
     assert re.search(
-        naming("all 4 trials", f" {tmp_path} ", "loss is nan at step ", "schedule.base_lr", "--study"), message
+        naming("all 2 trials", f" {tmp_path} ", "loss is nan at step ", "schedule.base_lr", "--study"), message
     )
     assert "\n" not in message
     assert not (tmp_path / "best.yaml").exists()
-    assert states(tmp_path) == ["failed"] * 4
+    assert states(tmp_path) == ["failed"] * 2
 
 
 @pytest.mark.long
@@ -109,33 +110,28 @@ folder.joinpath('summary.json').write_text('{}')
 
 @pytest.mark.long
 def test_values_that_do_not_go_together_fail_without_a_process(tmp_path):
-    """Each power of two divides the batch of the config, and is divided by its span; not so all pairs."""
-    fake = Fake()
-    space = ("batch.microbatch_size=log2:128:512", "batch.bn_span=log2:32:128", "batch.global_batch_size=log2:512:1024")
-    records, _ = run(tmp_path / "a", fake, space=space, trials=6, rounds=1)
-    assert {r.state for r in records} == {"finished"}
     space = ("batch.microbatch_size=choice:128,512", "batch.global_batch_size=choice:512,384")
     fake = Fake()
-    records, _ = run(tmp_path / "b", fake, space=space, trials=12, rounds=1)
+    records, _ = run(tmp_path, fake, space=space, trials=6, rounds=1)
     failed = [r for r in records if r.state == "failed"]
     assert failed
     assert all(r.values == {"batch.microbatch_size": "512", "batch.global_batch_size": "384"} for r in failed)
     assert "batch.global_batch_size=384 is not a multiple of batch.microbatch_size=512" in failed[0].reason
-    assert len(fake.made) == 12 - len(failed)
+    assert len(fake.made) == 6 - len(failed)
 
 
 @pytest.mark.long
 def test_worse_are_pruned_and_their_processes_end(tmp_path):
     records, _ = run(tmp_path, Fake("--epoch-seconds", "0.15"), trials=12, rounds=1, epochs=10, prune=True, parallel=4)
-    pruned = [r for r in records if r.state == "pruned"]
-    assert pruned
+    pruned, lengths = [r for r in records if r.state == "pruned"], []
     for record in pruned:
         path = tmp_path / f"points/{record.number}/run/metrics.jsonl"
         evaluated = [each for each in read_records(path) if each["kind"] == "eval"]
-        assert len(evaluated) < 10
+        lengths.append(len(evaluated))
         assert record.reason.startswith("worse than the median after ")
         assert record.reason.endswith(" of 10 epochs")
         assert record.result == pytest.approx(evaluated[-1]["top1"], abs=0.2)
+    assert min(lengths) < 10, "on a busy machine another one may end by itself before it is asked"
     assert best_record(records, metric="top1") is not None
 
 
@@ -161,21 +157,20 @@ def stop_after(condition, number):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_search_goes_on_with_what_it_had(tmp_path, number):
-    whole, _ = run(tmp_path / "whole", trials=6)
-    folder = tmp_path / "study"
+def test_stopped_search_goes_on_with_what_it_had(tmp_path):
+    number, folder = signal.SIGTERM, tmp_path / "study"
+    whole, _ = run(tmp_path / "whole", trials=4)
     before = signal.getsignal(number)
     stop_after(lambda: (folder / "points/2/run/metrics.jsonl").exists(), number)
-    stopped, said = run(folder, Fake("--hold", "2"), trials=6)
+    stopped, said = run(folder, Fake("--hold", "2"), trials=4)
     assert stopped is None
     assert said[-1] == "stopped; the same command goes on from there"
     assert signal.getsignal(number) == before
     assert not (folder / "best.yaml").exists()
     kept = (folder / "points/2/run/metrics.jsonl").read_text()
     fake = Fake()
-    resumed, _ = run(folder, fake, trials=6)
-    assert len(fake.made) == 5  # the first is kept, the second goes on
+    resumed, _ = run(folder, fake, trials=4)
+    assert len(fake.made) == 3  # the first is kept, the second goes on
     assert (folder / "points/2/run/metrics.jsonl").read_text().startswith(kept)
     assert [(r.number, r.values, r.result) for r in resumed] == [(r.number, r.values, r.result) for r in whole]
 
@@ -214,11 +209,8 @@ def test_trial_that_ended_and_was_not_told_is_not_run_again(tmp_path):
 
 @pytest.mark.long
 def test_best_at_an_end_of_its_range_is_pointed_out(tmp_path):
-    _, said = run(tmp_path / "b", space=("optimizer.weight_decay=log2:1e-5:2e-5",), trials=2, rounds=1)
+    _, said = run(tmp_path, space=("optimizer.weight_decay=log2:1e-5:2e-5",), trials=2, rounds=1)
     assert [line for line in said if "lies at an end" in line] == [
         "the best optimizer.weight_decay lies at an end of its range: there may be better ones beyond "
         "optimizer.weight_decay of 1e-05, 2e-05"
     ]
-    # the best of one trial drawn between the ends, which are far away
-    _, said = run(tmp_path / "a", trials=1, rounds=1)
-    assert [line for line in said if "lies at an end" in line] == []

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from error_texts import naming
+from fake_searches import stated
 
 from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.experiments.engine.engine import seen_gpus
 from bigbatch.experiments.launching import Launch, parse_launch
 from bigbatch.experiments.search.plot import draw_search
-from bigbatch.experiments.search.search import Search
 from bigbatch.experiments.search.space import SearchRange, ValueList
 from bigbatch.experiments.search.study import Round, TrialRecord, best_record
 
@@ -147,19 +147,7 @@ def test_missing_package_names_the_extra(missing, monkeypatch, tmp_path):
 
 
 def make(tmp_path, **changes):
-    stated = {
-        "config": ("--config", "quickstart"),
-        "space": ("schedule.base_lr=log:1:64",),
-        "folder": tmp_path,
-        "trials": 7,
-        "rounds": 3,
-        "epochs": 2,
-        "metric": "top1",
-        "prune": True,
-        "parallel": 1,
-        "launch": Launch(),
-    }
-    return Search(**(stated | changes))
+    return stated(tmp_path, **({"trials": 7, "rounds": 3, "prune": True} | changes))
 
 
 @pytest.mark.slow
@@ -183,18 +171,17 @@ def test_check_search_refuses_before_anything_runs(tmp_path, changes, named):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long
 def test_trials_are_shared_out_among_rounds(tmp_path):
     assert make(tmp_path).round_sizes() == [3, 2, 2]
     assert make(tmp_path, rounds=1).round_sizes() == [7]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("warmup", "epoch"), [("0", 1), ("6", 2), ("9", 2)])
+@pytest.mark.parametrize(("warmup", "epoch"), [("0", 1), ("6", 2)])
 def test_prune_of_nothing_in_the_warmup(tmp_path, warmup, epoch):
     """Quickstart's 12 epochs become 2, so a warm-up of 6 is one of the two."""
-    stated = make(tmp_path, config=("--config", "quickstart", "--schedule.warmup_epochs", warmup))
-    assert stated.prune_from_epoch == epoch
+    found = make(tmp_path, config=("--config", "quickstart", "--schedule.warmup_epochs", warmup))
+    assert found.prune_from_epoch == epoch
 
 
 # what came out
@@ -283,12 +270,6 @@ def test_search_does_not_wait_for_the_lock_of_a_killed_one(tmp_path, monkeypatch
 def test_journal_that_is_damaged_is_refused(tmp_path, text):
     (tmp_path / "journal.log").write_bytes(text + b"\n")
     with pytest.raises(TuneError, match=naming(tmp_path / "journal.log", "--study")):
-        open_round(tmp_path)
-
-
-def test_journal_that_is_no_plain_file_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "journal.log")
-    with pytest.raises(RunFolderError, match=naming(tmp_path / "journal.log", "no plain file")):
         open_round(tmp_path)
 
 

@@ -93,24 +93,6 @@ def test_site_fills_in_what_the_command_line_leaves_open(files: tuple[Path, Path
     ]
 
 
-def test_site_is_recorded_for_the_summary(files: tuple[Path, Path], show: Show) -> None:
-    script, _ = show("slurm", "--account", "mine")
-    exported = re.search("^export BIGBATCH_SITE='(.*)'$", script, re.M)
-    assert exported
-    system, user = files
-    assert site_settings({"BIGBATCH_SITE": exported[1]}) == {
-        str(user): {"env": {"NCCL_IB_HCA": "=mlx5_0"}, "sbatch": ["switches=2"]},
-        str(system): {
-            "env": {"NCCL_IB_GID_INDEX": "3"},
-            "partition": "gpu",
-            "module": ["cuda/13.0", "gcc"],
-            "sbatch": ["exclusive"],
-        },
-    }
-    assert site_settings({}) is None
-    assert site_settings({"BIGBATCH_SITE": "{"}) == "{"
-
-
 @pytest.mark.usefixtures("files")
 def test_site_speaks_to_each_launcher_of_what_it_can_do(show: Show) -> None:
     alone, _ = show("local")
