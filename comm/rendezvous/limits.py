@@ -6,8 +6,9 @@ STORE_LOOK_SECONDS = 0.05
 """Period in which the store looks for ranks that are gone: short beside GONE_SECONDS."""
 LOOK_SECONDS = 1.0
 """Longest pause between two looks at the operation under way, and limit of one wait for news."""
-POLL_SECONDS = 0.25
-"""Pause between two questions of a waiting rank whether a rank has failed: they cost no request under a watch."""
+POLL_SECONDS = 0.05
+"""Pause between two questions of a waiting rank whether a rank has failed: they cost no request under a watch, and a
+job that heals in place waits for it after each loss."""
 HEED_SECONDS = 1.0
 """Limit of the question, during another wait, whether a rank has failed."""
 SILENCE_SECONDS = 3.0
