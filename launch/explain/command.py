@@ -8,8 +8,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.plain_pickle import RunsCode
-from bigbatch.comm.rendezvous.recording import Recording, read_recording
+from bigbatch.comm.rendezvous.recording import Recording, RunsCode, read_recording
 from bigbatch.errors import FaultError, print_lines, tell
 from bigbatch.exit_codes import FAILED
 from bigbatch.launch.explain.culprits import STUCK, find_culprits

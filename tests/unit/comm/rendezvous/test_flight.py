@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bigbatch.comm.rendezvous import environ, flight
-from bigbatch.comm.rendezvous.flight import compare, keep_flight, read_flight
+from bigbatch.comm.rendezvous import environ, last_words
+from bigbatch.comm.rendezvous.last_words import compare, keep_flight, read_flight
 
 VARIABLES = (
     "TORCH_FR_BUFFER_SIZE",
@@ -100,7 +100,7 @@ def test_flight_is_kept_beside_torchs_own(name: str, tmp_path: Path, monkeypatch
 
 
 def test_flight_is_kept_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(last_words.tempfile, "tempdir", str(tmp_path))
     paths = [keep_flight("{}", rank=3) for _ in range(2)]
     assert len(set(paths)) == 2, "two jobs of a host"
     assert all(path.parent == tmp_path and "rank-3" in path.name and path.read_text() == "{}" for path in paths)
@@ -126,7 +126,7 @@ from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, record_flights
-from bigbatch.comm.rendezvous.flight import dump_flight, read_flight
+from bigbatch.comm.rendezvous.last_words import dump_flight, read_flight
 
 record_flights()
 met = Control(ALONE, timeout_seconds=5)
@@ -140,7 +140,9 @@ backend.abandon()
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hasattr(flight._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records NCCL only")
+@pytest.mark.skipif(
+    not hasattr(last_words._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records NCCL only"
+)
 def test_flight_of_real_collectives_is_read() -> None:
     """In a process of its own: torch asks for the recorder's size once."""
     done = subprocess.run([sys.executable, "-c", THREE_SUMS], capture_output=True, text=True, timeout=100)

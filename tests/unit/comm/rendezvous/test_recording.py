@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from played_flights import play
 
-from bigbatch.comm.rendezvous.plain_pickle import NotPlain, RunsCode, load_plain
-from bigbatch.comm.rendezvous.recording import late_for, read_recording
+from bigbatch.comm.rendezvous.recording import NotPlain, RunsCode, late_for, load_plain, read_recording
 
 PLAIN = {
     "texts": ["", "x" * 300, "ü", "nccl:all_reduce"] * 2,

@@ -14,7 +14,7 @@ import pytest
 from played_flights import PlayedRank, play
 
 from bigbatch.cli import main
-from bigbatch.comm.rendezvous import flight
+from bigbatch.comm.rendezvous import last_words
 
 
 @dataclass
@@ -470,21 +470,21 @@ def test_our_own_dumps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     """Beside torch's own by the name that it was given, else in files for temporary ones."""
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(flight.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(last_words.tempfile, "tempdir", str(tmp_path))
     ranks = play(3)
     for each in ranks:
         each.call(state="completed" if each.rank == 1 else "started", times=1)
     ranks[0].call(state="scheduled")
     for each in ranks:
-        flight.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
+        last_words.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
         (tmp_path / f"nccl_trace_rank_{each.rank}.json").unlink()
     assert explain().headline.startswith("rank 0 and rank 2 are still in collective 1")
     for path in tmp_path.iterdir():
         path.unlink()
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/nccl_trace_rank_")
     for each in ranks:
-        flight.keep_flight("{}", rank=each.rank)
-        flight.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
+        last_words.keep_flight("{}", rank=each.rank)
+        last_words.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
     said = explain(ranks)
     assert said.headline.startswith("rank 0 and rank 2 are still in collective 1")
     assert "train.py" in said.lines[1], "torch's own, which says where"
@@ -518,7 +518,7 @@ os._exit(0)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hasattr(flight._distributed_c10d, "_dump_fr_trace"), reason="this torch records NCCL only")
+@pytest.mark.skipif(not hasattr(last_words._distributed_c10d, "_dump_fr_trace"), reason="this torch records NCCL only")
 def test_real_recordings_are_explained(tmp_path: Path, explain: Explain, capsys: pytest.CaptureFixture[str]) -> None:
     environ = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
     command = [sys.executable, "-c", WITHOUT_RANK_1]
