@@ -25,6 +25,8 @@ MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
 """Keys of a plan that may change without a new folder; seeds may only grow."""
 MODES = ("compute.mode", "compute.mode_keeps")
 
+EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train anew"
+
 
 @dataclass(frozen=True)
 class SweepFolder:
@@ -77,6 +79,8 @@ class SweepFolder:
         """Check without writing. Raises: LaunchOptionError if the folder holds anything but this sweep's points."""
         if not self.sweep.exists():
             if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
+                if (self.path / "search.json").exists():
+                    raise LaunchOptionError(f"{self.path} {EARLIER.format(what='a search', reads='')}")
                 raise LaunchOptionError(f"{self.path} is not empty and holds no sweep: name another --folder")
             return
         try:
@@ -84,6 +88,9 @@ class SweepFolder:
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
         old = renamed(old) if isinstance(old, dict) else {}
+        if "repeats" in old:
+            reads = "bigbatch report reads it; "
+            raise LaunchOptionError(f"{self.path} {EARLIER.format(what='a sweep', reads=reads)}")
         new = parse_yaml(dump_plan(plan))
         for key, value in new.items():
             if key not in MAY_CHANGE and old.get(key) != value:

@@ -27,6 +27,10 @@ RANKS, SCALING, CASE = "ranks", "scaling", "case"
 BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
 OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
+SUCCESSORS = {
+    "repeats": "seeds: N runs each point with N seeds",
+}
+"""Keys of earlier files, and their replacements."""
 SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
 
 
@@ -134,6 +138,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
     kinds, wrong, held = get_type_hints(SweepPlan), [], {}
+    if isinstance(content.get("steps"), dict):
+        wrong.append("steps: an ablation's steps are cases: today, beside cumulative: true")
+        content.pop("steps")
     if isinstance(content.get("cases"), list):
         content["cases"] = _with_names(content["cases"])
     if isinstance(content.get("cases"), dict):  # a case without changes has no value
@@ -163,6 +170,8 @@ def _with_names(cases: list[Any]) -> Any:
 
 
 def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
+    if name in SUCCESSORS:
+        return f"{where}: unknown key {name}; {SUCCESSORS[name]}"
     refusals = Refusals()
     try:
         with refusals.finally_of():

@@ -26,6 +26,7 @@ PROG = "bigbatch simulate"
 MOST_COUNTS = 64
 MOST_DEVICES = 1_000_000
 CHOICES = (*ALGORITHMS, BY_SIZE)
+MOVED = ("--given", "--rows", "--out")
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of each unit of a deadline."""
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
@@ -35,6 +36,11 @@ DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
 def main(argv: Sequence[str]) -> int:
     """Print the answer, and write the requested files; return 0."""
     arguments, overrides = _parser().parse_known_args(argv)
+    if moved := [word for word in overrides if word.partition("=")[0] in MOVED]:
+        raise LaunchOptionError(
+            f"{moved[0]} was removed: a checkout predicts rows of a table by python -m benchmarks.twin.predict "
+            "with --given, --rows and --out"
+        )
     if arguments.config and arguments.named:
         raise LaunchOptionError(f"{arguments.config} and --config {arguments.named} both name a recipe: keep one")
     arguments.config = arguments.config or arguments.named
