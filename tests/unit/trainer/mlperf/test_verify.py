@@ -11,7 +11,6 @@ from mlperf_runs import seeds, verified, write_run
 from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.trainer.mlperf.finished_run import read_run
 from bigbatch.trainer.mlperf.reference import RULESET
-from bigbatch.trainer.mlperf.verify import require_one_recipe
 from bigbatch.trainer.run.folder import RunDir
 
 rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
@@ -21,12 +20,8 @@ rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
 @pytest.mark.parametrize(
     ("epochs", "holds"),
     [
-        ((42, 42, 42, 42, 42), True),
-        ((41, 41, 41, 41, 42), True),  # 41.0, just above 40.63
-        ((40, 40, 41, 41, 41), True),  # 40.67
+        ((40, 40, 41, 41, 41), True),  # 40.67, just above 40.63
         ((40, 40, 40, 41, 42), False),  # 40.33
-        ((44, 44, 44, 44, 44), True),  # slower is no offence
-        ((40, 42, 43), True),
     ],
 )
 def test_verify_several_seeds_are_tested_together(
@@ -38,13 +33,10 @@ def test_verify_several_seeds_are_tested_together(
     assert lines["epochs to 75.9%"].startswith("yes" if holds else "NO")
     counted = sorted(epochs)[1:-1]
     assert f"mean without extremes {sum(counted) / len(counted):.2f}" in lines["epochs to 75.9%"]
-    if len(epochs) == 5:  # MLPerf's whole checker, from the logs
-        for number, folder in enumerate(folders):
-            (tmp_path / f"result_{number}.txt").write_text((Path(folder) / "mlperf_log.txt").read_text())
-        passed, _, _ = rcp_checker.check_directory(
-            str(tmp_path), "training", RULESET, False, False, rcp_pass="full_rcps"
-        )
-        assert passed == holds
+    for number, folder in enumerate(folders):  # MLPerf's whole checker, from the logs
+        (tmp_path / f"result_{number}.txt").write_text((Path(folder) / "mlperf_log.txt").read_text())
+    passed, _, _ = rcp_checker.check_directory(str(tmp_path), "training", RULESET, False, False, rcp_pass="full_rcps")
+    assert passed == holds
 
 
 @pytest.mark.long
@@ -57,13 +49,6 @@ def test_verify_one_of_several_seeds_may_miss_the_target(tmp_path: Path, capsys:
     code, lines = verified(capsys, *folders, *missed)
     assert code == 1
     assert "reached by all runs but one" in lines["epochs to 75.9%"]
-
-
-@pytest.mark.slow
-def test_verify_two_seeds_are_too_few_for_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = verified(capsys, *seeds(tmp_path, (38, 38)))
-    assert code == 0
-    assert lines["epochs to 75.9%"].startswith("- ")
 
 
 def test_verify_a_batch_above_all_records_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,15 +66,6 @@ def test_verify_a_run_of_another_kind_is_verified_too(tmp_path: Path, capsys: py
     assert '"submission_division", "value": "open"' in (tmp_path / "run/mlperf_log.txt").read_text()
 
 
-@pytest.mark.slow
-def test_verify_runs_may_differ_in_what_they_record(tmp_path: Path) -> None:
-    recorded = (*("--run.seed=1", "--run.digest_every_steps=1"), "--run.digest_values=[fc.weight]")
-    recorded += ("--run.noise_scale_every_steps=5", "--run.loggers=[]")
-    require_one_recipe(
-        [read_run(RunDir(write_run(tmp_path / "a"))), read_run(RunDir(write_run(tmp_path / "b", *recorded)))]
-    )
-
-
 @pytest.mark.long
 def test_verify_runs_of_two_recipes_are_refused(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "--run.seed=1", "--schedule.base_lr=16")]
@@ -101,6 +77,10 @@ def test_verify_runs_of_two_recipes_are_refused(tmp_path: Path) -> None:
 
 
 ELSEWHERE = {
+    "run.digest_every_steps": 1,
+    "run.digest_values": "[fc.weight]",
+    "run.noise_scale_every_steps": 5,
+    "run.loggers": "[]",
     "run.log_every_steps": 7,
     "run.checkpoint_every_steps": 0,
     "run.keep_checkpoints": 5,
@@ -141,11 +121,8 @@ def test_verify_runs_of_one_recipe_on_other_machines_belong_together(tmp_path: P
     ("epochs", "recipe", "warns"),
     [
         ((37,), "resnet50_8k", False),  # the fastest reference run needs 41
-        ((36,), "resnet50_8k", True),
         ((42, 20), "resnet50_8k", True),
-        ((20,), "issue272_resnet50_32k", True),
         ((20,), "nus_resnet50_16k", True),  # between two records, which have a mean alone: 46.9 or so
-        ((44,), "nus_resnet50_16k", False),
         ((20, 20, 20), "resnet50_8k", False),  # the test itself refuses these
     ],
 )
