@@ -91,7 +91,7 @@ def heal(
     while True:
         abort_connection(group.control)
         before, group = group.seats.all, regroup(group, error.lost_ranks)
-        names += [f"rank {rank} on {seat.host}" for rank, seat in enumerate(before) if seat not in group.seats.all]
+        names += [f"rank {seat.rank} on {seat.host}" for seat in before if seat not in group.seats.all]
         try:
             divide_batch(config.batch, world_size=group.env.world_size)
         except ConfigError as misfit:

@@ -43,6 +43,8 @@ class Seat:
     """Boot and PID namespace in which pid is valid; empty if unknown."""
     pid: int
     born: int | None
+    rank: int
+    """Rank that the launcher gave it: in a later group it has another one."""
 
     def has_ended(self) -> bool | None:
         """Return whether the process has ended; None if this process cannot see it."""
@@ -81,6 +83,7 @@ def take_seats(env: ProcessEnv, control: Control, *, interface: str | None) -> S
         kernel=own_kernel(),
         pid=os.getpid(),
         born=start_ticks(os.getpid()),
+        rank=env.rank,
     )
     told = control.gather_text(json.dumps(asdict(mine)), what="exchange of the addresses of later stores")
     return Seats(tuple(Seat(**json.loads(text)) for text in told), bound)

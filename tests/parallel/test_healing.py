@@ -74,7 +74,7 @@ def lose(
     ("backend", "deaths", "left"),
     [
         ("tcp", "0/5/sums", 3),
-        ("tcp", "3/2/update 1/9/forward", 2),
+        ("tcp", "0/2/update 3/9/forward", 2),
         ("tcp", "0/4/forward 1/4/forward 2/4/sums", 1),
         ("gloo", "1/5/sums", 3),
     ],
@@ -91,6 +91,8 @@ def test_survivors_go_on_to_the_same_bits(
     lost = [int(step) for step in re.findall(r"/(\d+)/(?:sums|update)", deaths)]
     assert reported == [step for step in range(1, NUM_STEPS + 1) if step in reported or step not in lost]
     healed = [record["hint"] for record in records(tmp_path / "run", "hint") if record["hint"].startswith("lost: ")]
+    named = re.findall(r"rank (\d) on", " ".join(healed))
+    assert sorted(named) == sorted(re.findall(r"(\d)/\d+/", deaths)), "by the launcher's numbers"
     assert healed[-1].endswith(f"with {left} rank{'s' * (left > 1)}"), healed
     assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))
 

@@ -30,7 +30,7 @@ SECRET = b"of this test"
 
 
 def seat(host: str, *, machine: str = "", port: int = 1, kernel: str = "", born: int | None = 0) -> Seat:
-    return Seat(host, machine or host, "127.0.0.1", port, kernel, os.getpid(), born)
+    return Seat(host, machine or host, "127.0.0.1", port, kernel, os.getpid(), born, 0)
 
 
 def env_of(rank: int, world_size: int) -> ProcessEnv:
