@@ -193,26 +193,17 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.comm.run --only scaling --out benchmarks/results": (
         "comm.run --only scaling --list --out ."
     ),
-    ".venv/bin/python -m benchmarks.comm.plot benchmarks/results --out docs/comm.png": (
-        f"comm.plot {ROOT}/benchmarks/results --out comm.png"
-    ),
     ".venv/bin/python -m benchmarks.input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
     ".venv/bin/python -m benchmarks.input.decode data/imagenet --batch 32 --prefetch 1 --batches 4 --repetitions 12 --cpu-time --contestants our_dali our_dali_at_256 our_pillow limit_yuv_at_256 --out benchmarks/results/input-stored-cpu-time.json": (  # noqa: E501
         f"{DECODE} limit_yuv_at_256 --cpu-time"
     ),
     ".venv/bin/python -m benchmarks.gpu.recompute --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,  # noqa: E501
     ".venv/bin/python -m benchmarks.gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
-    ".venv/bin/python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png": (
-        f"input.plot {ROOT}/benchmarks/results/input-decode-1core.json --out input.png"
-    ),
     ".venv/bin/python -m benchmarks.largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
     ".venv/bin/python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     ".venv/bin/python -m benchmarks.gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
     ".venv/bin/python -m benchmarks.faults.audits --audits 1000 --replays 30 --out benchmarks/results/audits-cpu.json": AUDITS,  # noqa: E501
-    ".venv/bin/python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json": (
-        "largebatch.exactness --steps 2 --out out.json"
-    ),
 }
 
 

@@ -23,14 +23,14 @@ Augmentation: TypeAlias = ColorJitter | RandAugment | TrivialAugment | Cutout | 
 
 Never change the number of its random stream: that would change every run's images."""
 AUGMENTATIONS: dict[type[Augmentation], Callable[[AugmentConfig, tuple[int, ...]], Augmentation | None]] = {
-    ColorJitter: lambda given, fill: ColorJitter(given.color_jitter) if given.color_jitter else None,
-    RandAugment: lambda given, fill: (
-        RandAugment(given.randaugment_ops, given.randaugment_magnitude or 0) if given.randaugment_ops else None
+    ColorJitter: lambda augment, fill: ColorJitter(augment.color_jitter) if augment.color_jitter else None,
+    RandAugment: lambda augment, fill: (
+        RandAugment(augment.randaugment_ops, augment.randaugment_magnitude or 0) if augment.randaugment_ops else None
     ),
-    TrivialAugment: lambda given, fill: TrivialAugment() if given.trivial_augment else None,
-    Cutout: lambda given, fill: Cutout(given.cutout_size, fill) if given.cutout_size else None,
-    RandomErasing: lambda given, fill: (
-        RandomErasing(given.erasing_probability, fill) if given.erasing_probability else None
+    TrivialAugment: lambda augment, fill: TrivialAugment() if augment.trivial_augment else None,
+    Cutout: lambda augment, fill: Cutout(augment.cutout_size, fill) if augment.cutout_size else None,
+    RandomErasing: lambda augment, fill: (
+        RandomErasing(augment.erasing_probability, fill) if augment.erasing_probability else None
     ),
 }
 """All augmentations, in order, and how a config asks for them. Stream 0 belongs to crop and flip, 4 to mixing."""

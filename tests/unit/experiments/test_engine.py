@@ -198,3 +198,22 @@ def test_sweep_on_a_full_disk_ends_with_one_line(
     error = capsys.readouterr().err
     assert "No space left on device" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.long
+def test_sweep_folder_of_others_is_refused(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_CODE", "0")
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
+    write(file, steps=11, grid={"ranks": [1]}, seeds=2)
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 1
+    assert re.search(naming(fake.path, "steps: 10", " 11", "--folder"), capsys.readouterr().err)
+    assert main(["sweep", str(file), "--folder", str(fake.path), "--dry-run"]) == 1, "its states are of other points"
+    assert re.search(naming(fake.path, "steps: 10", " 11"), capsys.readouterr().err)
+    other = file.with_name("other")
+    other.mkdir()
+    (other / "thesis.tex").touch()
+    assert main(["sweep", str(file), "--folder", str(other)]) == 1
+    assert re.search(naming(other, "empty"), capsys.readouterr().err)
+    assert sorted(os.listdir(other)) == [".lock", "thesis.tex"]

@@ -212,3 +212,23 @@ def test_sweep_ends_a_program_of_slurm_that_hangs(slurm: Path, monkeypatch: pyte
     monkeypatch.setattr(slurm_queue, "ANSWER_SECONDS", 0.1)
     with pytest.raises(SchedulerError, match=naming("squeue", "0.1 s")):
         queueing.queued(["7"])
+
+
+@pytest.mark.long
+def test_sweep_without_waiting_collects_points_that_left_the_slurm_queue(
+    file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, folder = ["sweep", str(file), "--folder", "f", "--no-wait"], SweepFolder(Path("f"))
+    assert main(command) == 0
+    (slurm / "queue").write_text("7_1\n")
+    folder.run(0).path.mkdir()
+    folder.run(0).summary.write_text(json.dumps({"images_per_second": 1234.5}))
+    capsys.readouterr()
+    assert main(command) == 0
+    assert states(folder) == ["done", "submitted"]
+    printed = capsys.readouterr().out
+    assert "1,234 images/s" in printed
+    assert "1 point is in Slurm's queue (scancel 7 would end them)" in printed
+    (slurm / "queue").write_text("")
+    assert main(command) == 3
+    assert states(folder) == ["done", "failed"]

@@ -148,6 +148,20 @@ def test_links_refuse_a_peer_that_cannot_prove_itself(store: HashStore, threads:
     first.close()
 
 
+def test_links_take_no_introduction_twice(store: HashStore) -> None:
+    """An overheard introduction is no proof to another rank, nor for another rank."""
+    job, other = join(store, 0, world_size=3), join(store, 1, world_size=3)
+    nonces = [bytes.fromhex(store.get(f"bigbatch/tcp/{rank}").decode().split()[2]) for rank in range(2)]
+    assert nonces[0] != nonces[1]
+    overheard, _ = proofs.introduce(SECRET, "links of rank 0", nonces[0], rank=2)
+    with pytest.raises(proofs.StrangerError):
+        other._door.judge(overheard)
+    as_another = overheard[:4] + (1).to_bytes(4, "big") + overheard[8:]
+    with pytest.raises(proofs.StrangerError):
+        job._door.judge(as_another)
+    assert job._door.judge(overheard)[0] == 2
+
+
 def test_links_send_off_who_says_nothing_and_keep_their_number_small(
     store: HashStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

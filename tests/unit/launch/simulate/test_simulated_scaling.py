@@ -1,5 +1,6 @@
 """A recipe on a cluster: what the command answers, what its clusters state, and what it refuses."""
 
+import dataclasses
 import json
 
 import pytest
@@ -20,6 +21,7 @@ from bigbatch.launch.simulate.scaling import (
     cheapest_within,
     efficiencies,
     input_rate,
+    knee,
     simulate_point,
     simulate_scaling,
 )
@@ -420,6 +422,7 @@ def test_arguments_are_read_and_refused():
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
         (["quickstart", "--config", "pilot/x", "--cluster", "dgx_a100"], ("quickstart", "--config pilot/x")),
         (["--config", "quickstart", "--cluster", "dgx_a10"], ("dgx_a100",)),
+        (["--given", "a.csv"], ("--given", "benchmarks.twin.predict")),
     ],
 )
 def test_refusals_name_what_to_do(words, said, capsys):
@@ -427,3 +430,42 @@ def test_refusals_name_what_to_do(words, said, capsys):
     error = capsys.readouterr().err
     assert error.startswith("bigbatch: ")
     assert all(each in error for each in said), error
+
+
+def test_hybrid_takes_for_each_buffer_the_fastest_by_size():
+    """A short first buffer by doubling's few hops, a long one by what carries bytes best: faster than either alone."""
+    sizes = ["--comm.threshold_bytes", "20000000", "--comm.buffer_bytes", "40000000", "--comm.first_buffer_bytes", "9"]
+    config = load_config(["--config", "imagenet/resnet50_64k", *sizes])
+    cluster = load_cluster("v100_cloud_tcp")
+    cluster = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, carrier="nccl"))
+    network = cluster.of_devices(64)
+    every = ("native", "ring", "hierarchical", "sharded", "doubling")
+    for num_bytes in (4_096, 60_000_000):
+        times = {name: network.seconds(num_bytes, name) for name in every}
+        assert network.seconds(num_bytes, "hybrid") == min(times.values())
+        assert times[network.fastest(num_bytes)] == min(times.values())
+    steps = {
+        name: simulate_point(Question(config, cluster, algorithm=name), 64).step.seconds for name in (*every, "hybrid")
+    }
+    assert steps["hybrid"] <= min(steps.values())
+    sent = simulate_point(Question(config, cluster, algorithm="hybrid"), 64).sent
+    assert sent.node_bytes >= 2 * 7 / 8 * 2 * 25_557_032
+
+
+def test_slow_links_move_the_knee():
+    counts = [8, 16, 32, 64, 128, 256]
+    assert knee(simulate_scaling(ask(), counts)[0]).num_devices == 256
+    slow = ask(factors=Factors(link=1e-4))
+    assert knee(simulate_scaling(slow, counts)[0]).num_devices < 256
+
+
+def test_measured_rate_makes_the_interval_narrower_and_parameter_servers_wider():
+    def width(question: Question) -> float:
+        point = simulate_point(question, 8)
+        return point.high_seconds / point.low_seconds
+
+    own = Rate("resnet50", 128, 3400.0, "measured")
+    assert width(ask(rate=own)) < width(ask())
+    cluster = load_cluster("dgx_a100")
+    servers = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, carrier="servers"))
+    assert width(dataclasses.replace(ask(rate=own), cluster=servers)) > width(ask(rate=own))
