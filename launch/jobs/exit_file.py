@@ -45,17 +45,17 @@ def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> End
     """
     here = socket.gethostname()
     begins_here = not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
-    record = None if path is None or (ended.code and not ended.has_left) else read_record(path)
+    heals = heals_in_place(job)
+    record = None if path is None or (ended.code and not ended.has_left and not heals) else read_record(path)
     if isinstance(record, int):
         return replace(ended, code=record)
     if record is None or not (record or (begins_here and not job.is_python)):
-        heals = heals_in_place(job)
         if ended.code == 0 and not job.is_python:
             tell(
                 "mpirun ended with 0, and the first rank left no record: its host does not see a file of this folder"
                 f"{'. With run.heal=in_place that does not mean that the job is done' if heals else ''}"
             )
-        return replace(ended, code=ended.code or LOST) if heals else ended
+        return replace(ended, code=ended.code or (INTERRUPTED if ended.was_asked else LOST)) if heals else ended
     if ended.was_asked:
         return replace(ended, code=INTERRUPTED)
     tell("mpirun ended before the job's first rank did: a node or its connection to mpirun was lost")

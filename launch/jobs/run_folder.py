@@ -98,8 +98,8 @@ def refuse_healing(job: JobSpec, *, launcher: str) -> None:
     """Raise LaunchOptionError if the job heals in place, for a launcher that ends all ranks after a loss."""
     if heals_in_place(job):
         raise LaunchOptionError(
-            f"--run.heal in_place: {launcher} ends all ranks of a job that has lost one: leave it out, or use bigbatch "
-            "launch local, mpirun or slurm"
+            f"--run.heal in_place: a job of {launcher} that has lost a rank loses all: leave it out, or use "
+            "bigbatch launch local, mpirun or slurm"
         )
 
 

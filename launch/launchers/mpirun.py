@@ -29,7 +29,10 @@ ANSWER_SECONDS = 30.0
 """Time for a host to start a program before it counts as lost."""
 
 LEAVE_SECONDS = 30.0
-"""Time for the ranks of a job that heals in place to end, after its first rank and comm.timeout_seconds."""
+"""Time for the ranks of a job that heals in place to end, after its first rank's end and twice comm.timeout_seconds.
+
+They agree on a new group meanwhile.
+"""
 
 FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", SECRET_VARIABLE)
 """Prefixes of variables that are passed to ranks on other hosts; mpirun itself passes none."""
@@ -184,7 +187,7 @@ def _run(
     if job.interface is not None:
         require_interface(job.interface)
     config = known_experiment(job)
-    heal_seconds = config.comm.timeout_seconds + LEAVE_SECONDS if config and heals_in_place(job) else None
+    heal_seconds = 2 * config.comm.timeout_seconds + LEAVE_SECONDS if config and heals_in_place(job) else None
     # the first of other hosts sees this folder
     with exit_file(Path.cwd()) as path:
         told = replace(job, environment=(*job.environment, *telling(path)))

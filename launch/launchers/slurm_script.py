@@ -111,7 +111,7 @@ LEAVING = """\
 """
 AFTER_LOSSES = """\
 kill "$leaving" 2>/dev/null
-! has_ended || code=$(cat "$ended")
+if has_ended; then code=$(cat "$ended"); elif [ -s "$ended" ] && [ "$code" -eq 0 ]; then code=6; fi
 """
 """Bash of a job that heals in place, before srun, after its start, and after its end."""
 
@@ -163,8 +163,9 @@ def sbatch_script(
         findings.ask(check_time, job, stop_seconds=job.grace_seconds, early_seconds=SIGNAL_EARLY_SECONDS)
         findings.ask(_check_array, job)
         findings.ask(_check_container, job)
-    wait_seconds = math.ceil(timeout_seconds) + LEAVE_SECONDS
-    parts = [_head(job, folder=folder, heals=heals), _setup(job), _progress(job, folder=folder), STOPS]
+    # to agree on a new group, ranks wait for two answers
+    wait_seconds = math.ceil(timeout_seconds) * (2 if heals else 1) + LEAVE_SECONDS
+    parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), STOPS]
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
     start = _start(job, python=python, wait_seconds=wait_seconds, heals=heals, node_counts=node_counts)
@@ -226,7 +227,7 @@ def directives(job: JobSpec) -> list[str]:
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue", *others]
 
 
-def _head(job: JobSpec, *, folder: str | None, heals: bool) -> str:
+def _head(job: JobSpec, *, folder: str | None) -> str:
     shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # the login shell's files define the module command
     logs = shlex.quote(job.logs or "logs")
     lines = [
@@ -234,7 +235,6 @@ def _head(job: JobSpec, *, folder: str | None, heals: bool) -> str:
         "# Made by bigbatch launch slurm, to be kept and edited. Slurm makes no folder for the job's output:",
         f"#   mkdir -p {logs} && sbatch THIS_FILE",
         *(f"#SBATCH {line}" for line in directives(job)),
-        *(["#SBATCH --no-kill"] if heals else []),
         f"{MARK}{json.dumps(folder)}",
     ]
     return "\n".join(lines) + "\n"
@@ -286,7 +286,7 @@ def _srun_options(job: JobSpec, *, wait_seconds: int, heals: bool = False) -> li
     # repeated: from Slurm 22.05 on srun does not inherit --cpus-per-task from sbatch
     cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
     mpi = [] if job.mpi is None else [f"--mpi={job.mpi}"]
-    ends = ["--no-kill", "--wait=0"] if heals else [f"--wait={wait_seconds}"]
+    ends = ["--wait=0"] if heals else [f"--wait={wait_seconds}"]
     return ["--export=ALL", "--cpu-bind=none", *cpus, *mpi, "--kill-on-bad-exit=0", *ends]
 
 

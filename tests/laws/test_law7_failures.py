@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from tests.laws.jobs import (
     copy_of,
     fails,
     forked,
+    kill_rank,
     newest_step,
     run,
+    start,
     train_command,
     wait_until,
 )
@@ -240,3 +243,17 @@ def test_steps_of_other_images_are_not_gone_on_with(data: Path, tmp_path: Path) 
     del state["samples"]  # as checkpoints were once
     save_checkpoint(folder / "checkpoints", state, step=checkpoint.step, top1=None, keep=1)
     assert "resumed after step 5" in run(goes_on).stdout
+
+
+@pytest.mark.long
+def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path) -> None:
+    command = train_command(data, tmp_path / "run", LONG)
+    launch = [sys.executable, "-m", "bigbatch", "launch", "torchrun", "--ranks", "2", "--", *command]
+    log = tmp_path / "log"
+    job = start(launch, log)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=job, log=log)
+    kill_rank(job)
+    assert job.wait(timeout=TIMEOUT_SECONDS) != 0
+    text = log.read_text()
+    assert "exitcode  : -9" in text or "Signal 9" in text, text
+    assert "rank      : 1" in text, text

@@ -17,6 +17,7 @@ from tests.laws.jobs import (
     fails,
     final_state,
     forked,
+    mpirun,
     newest_step,
     records,
     run,
@@ -74,15 +75,23 @@ def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (5, {"comm.algorithm": "ring", **SMALL_BUFFERS}),  # four ranks x 5 microbatches, and one x 4
         pytest.param(4, {"comm.group_size": 2, "comm.algorithm": "sharded"}, marks=pytest.mark.long),  # 2 nodes
         pytest.param(3, {"comm.backend": "gloo", "comm.algorithm": "native"}, marks=pytest.mark.long),
+        pytest.param(2, {"comm.backend": "mpi", "data.loader": "dali"}, marks=pytest.mark.long),
     ],
 )
 def test_any_division_gives_the_same_bits(
     ranks: int, overrides: dict[str, object], data: Path, one_rank: Path, tmp_path: Path
 ) -> None:
-    run(forked(train_command(data, tmp_path, {**EXACT, **overrides}), ranks=ranks))
+    command = train_command(data, tmp_path, {**EXACT, **overrides})
+    run(mpirun(command, ranks=ranks) if overrides.get("comm.backend") == "mpi" else forked(command, ranks=ranks))
     assert_same_run(tmp_path, one_rank)
 
 
+ADAPTIVE = {
+    **{f"optimizer.{key}": "null" for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form")},
+    "optimizer.betas": "[0.9,0.99]",
+    "optimizer.eps": 1e-6,
+    "schedule.base_lr": 0.01,
+}
 MUON = {
     "optimizer.name": "muon",
     "optimizer.trust_coefficient": "null",
@@ -125,6 +134,7 @@ SHARDED = {"optimizer.sharded": "true"}
     [
         ((2, 3), {}),
         pytest.param((1, 3), SHAMPOO, marks=pytest.mark.long),
+        pytest.param((1, 4), {"optimizer.name": "lamb", **ADAPTIVE}, marks=pytest.mark.long),
         pytest.param(
             (1, 4),
             {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024, "optimizer.clip_norm": 0.5, **SMALL_BUFFERS},
@@ -135,7 +145,7 @@ SHARDED = {"optimizer.sharded": "true"}
 def test_sharded_update_has_the_same_bits_on_any_number_of_ranks(
     ranks: tuple[int, int], overrides: dict[str, object], data: Path, tmp_path: Path
 ) -> None:
-    """Norms of LARS and clipping, and matrices, are of pieces that depend on the ranks."""
+    """Norms of LARS, LAMB and clipping, and matrices, are of pieces that depend on the ranks."""
     for count in ranks:
         command = train_command(data, tmp_path / str(count), {**EXACT, **SHARDED, **overrides})
         run(forked(command, ranks=count))

@@ -1,6 +1,7 @@
 """The argument list of mpirun, word by word."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,3 +164,12 @@ def test_mpirun_counts_a_host_that_hangs_as_lost(played: Played, monkeypatch: py
     job = JobSpec(("own.py",), 2, hosts=(("n0", 1), ("n1", 1)), is_python=True)
     with pytest.raises(LaunchOptionError, match="n0, n1"):
         mpirun._on_hosts_left(job, environ=os.environ)
+
+
+def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
+    job = JobSpec(TRAIN, 16, hosts=(("n0", 8), ("n1", 8)), oversubscribe=True)
+    assert mpirun_argv(job, mpirun="/opt/mpirun", is_root=True, terminal_columns=80) == [
+        *("/opt/mpirun", "-n", "16", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
+        *("--host", "n0:8,n1:8", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
+        *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", sys.executable, "-m", "bigbatch", *TRAIN),
+    ]

@@ -252,3 +252,18 @@ def test_run_with_a_metric_that_is_none_says_so_before_it_builds_a_model(
     monkeypatch.setattr(training_run, "make_parts", lambda *_, **__: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match=naming("run.metrics", "bad", "os.getcwd")):
         start(tmp_path / "run", {"run.metrics": "{bad: os.getcwd}"})
+
+
+@pytest.mark.long
+def test_run_ends_after_evaluations_without_progress(tmp_path: Path) -> None:
+    rule = {"run.stop_metric": "top1", "run.stop_after_evaluations": 2, "run.epochs": 20, **HARDLY}
+    assert start(tmp_path, rule) == 0
+    top1s = [record["top1"] for record in records(tmp_path, "eval")]
+    best = top1s.index(max(top1s))
+    assert len(top1s) - 1 - best == 2, "two after the best"
+    assert summary(tmp_path)["ended_by"].startswith("run.stop_metric=top1: none of 2 evaluations")
+    assert summary(tmp_path)["epochs"] == len(top1s) < 20
+
+    drop_checkpoints_after(tmp_path, step=(len(top1s) - 1) * STEPS_PER_EPOCH)
+    assert start(tmp_path, rule) == 0
+    assert [record["top1"] for record in records(tmp_path, "eval")] == top1s, "a resumed run remembers the others"
