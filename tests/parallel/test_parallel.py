@@ -112,7 +112,7 @@ long = pytest.mark.long
     ("hosts", "group_size", "backends"),
     [
         ("a,a", 0, "tcp gloo"),
-        pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=long),
+        pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=[long, pytest.mark.weekly]),
         pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
         pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
         # by threads in other worlds, below; here that processes find the same, and traces
@@ -125,7 +125,9 @@ def test_backend_contract(hosts: str, group_size: int, backends: str) -> None:
     assert_all_passed(output, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("hosts", [pytest.param(hosts, marks=long if hosts.count(",") == 5 else []) for hosts in HOSTS])
+@pytest.mark.parametrize(
+    "hosts", [pytest.param(each, marks=[long, pytest.mark.weekly] if each.count(",") == 5 else []) for each in HOSTS]
+)
 def test_contract_by_threads_over_gloo_that_plays_nccl(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check = partial(check_contract, longest=7, records=False)
     played = run_over_played_nccl(check, hosts.split(","), monkeypatch=monkeypatch)

@@ -49,6 +49,7 @@ def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]], **changes:
     return str(folder / "tiny.yaml")
 
 
+@pytest.mark.weekly
 def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     forms = {"bf16, folded": ["--optimizer.precision=bf16", "--fold"]}
