@@ -152,7 +152,7 @@ def holds_the_store(rank: FailureDetector, clock: Clock, store: CountingStore, *
     store.is_gone = True
 
 
-@pytest.mark.parametrize("n", [128, pytest.param(1024, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [128, pytest.param(1024, marks=[pytest.mark.long, pytest.mark.weekly])])
 def test_many_ranks_have_one_right_verdict_for_a_few_requests_of_each(n: int, clock: Clock) -> None:
     lost = n // 3 * 2  # even: it is none of those that fail in the sum
     store, ranks = job_of(n)
