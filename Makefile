@@ -26,9 +26,8 @@ train: .venv/ready
 	@if [ -e runs/quickstart/summary.json ]; then rm -r runs/quickstart; fi
 	$(BIN)/bigbatch launch mpirun --ranks $(RANKS) -- train --config quickstart $(TRAIN_OPTIONS)
 
-# every law in a short form, and the unit tests that take less than seconds: within 8 minutes on 2 cores. Unit tests
-# run three at a time, of which on 2 cores one waits, as do the long ones, which nobody waits for; the others two at a
-# time, as most start two ranks or more.
+# Every law in a short form, and the unit tests that take less than seconds: within 8 minutes on 2 cores. Unit tests run
+# three at a time, the others two at a time, since most start two ranks or more.
 test: test-unit test-ranks
 
 test-unit: .venv/ready

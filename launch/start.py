@@ -121,7 +121,7 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
             return 0
         return run_and_show(job, environ=environ)
     if good_hosts and not job.hosts:
-        raise LaunchOptionError("--good-hosts needs --hosts or --hostfile, of which it writes the fit ones")
+        raise LaunchOptionError("--good-hosts needs --hosts or --hostfile: it writes the fit ones of these")
     if arguments.dry_run:
         print(show_look(job, environ=environ), end="")
         return 0

@@ -12,8 +12,7 @@ FINAL = "0 | 1 | 2 | 3 | 4 | 5 | 12[67] | 130 | 141"
 FINAL_OF_SCRIPTS = "0 | 2 | 12[67] | 130 | 141"
 
 ON_ALL = """\
-# Nobody must mend anything where a rank was lost: they start again at once, on the same nodes. A node that is down is
-# Slurm's to change, which puts the job back into the queue.
+# After a lost rank all ranks start again at once, on the same nodes. If a node is down, Slurm requeues the job.
 lost() { [ -z "$asked" ] && ! was_preempted && case $1 in @FINAL) false ;; esac; }
 lost "$code" || break
 end_if_stuck "$code"
@@ -47,15 +46,14 @@ BEFORE = NODES + ALL
 """Bash before the first start of a job that continues without lost nodes: functions, and the list of nodes."""
 
 CHOICE = """\
-# Lost nodes are given back, as Slurm puts a job into the queue one of whose nodes is down; so it does where it notices
-# first.
+# Lost nodes are returned: Slurm requeues a job that has a node which is down. If it notices first, it does so here too.
 if [ "${#left[@]}" -lt "${#nodes[@]}" ]; then
   outside scontrol update JobId="$SLURM_JOB_ID" NodeList="$(with_commas "${left[@]}")"
   nodes=("${left[@]}")
 fi
 for count in @COUNTS 0; do [ "$count" -gt "${#left[@]}" ] || break; done   # so many nodes can share the batch
 if [ "$count" -eq 0 ]; then
-  echo "bigbatch: $(date '+%F %T') back into the queue, as too few nodes are left: ${left[*]}"
+  echo "bigbatch: $(date '+%F %T') back into the queue: too few nodes are left: ${left[*]}"
   scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
   break
 fi
@@ -67,7 +65,7 @@ PLACE = '--overlap --nodes="$count" --ntasks=$((count * @RANKS)) --nodelist="$(w
 Slurm waits for a lost node, may still hold them."""
 
 ON_THE_OTHERS = """\
-# Nobody must mend anything where a rank or a node was lost: they start again at once, without the lost nodes.
+# After a lost rank or node all ranks start again at once, without the lost nodes.
 [ -z "$asked" ] && ! was_preempted || break
 case $code in @ENDED) break ;; esac
 left=($(nodes_left "${nodes[@]}"))
