@@ -30,6 +30,17 @@ from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import CommError, PeerLostError
 
+A_TIME: tuple[type, str] = (Real, "a number of seconds, such as 60.0")
+TYPES: dict[str, tuple[type, str]] = {
+    "algorithm": (str, 'a name, such as "ring", or a function'),
+    "timeout_seconds": A_TIME,
+    "warn_seconds": A_TIME,
+    "meeting_seconds": A_TIME,
+    "predivide": (Real, "a number, such as 1.0"),
+    "group_size": (int, "a number of ranks, such as 4"),
+    "device": (torch.device, 'a device, such as torch.device("cpu")'),
+}
+"""Type of each argument of connect(), and a legal value."""
 BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 HEALING = ("tcp", "gloo")
@@ -146,19 +157,9 @@ def connect(
     Raises: CommError if the ranks cannot meet, or disagree about their places; TypeError for an argument of another
     type; ValueError for an unknown or impossible choice.
     """
-    number = "a number of seconds, such as 60.0"
-    require_type(timeout_seconds, Real, what="timeout_seconds", legal=number)
-    require_type(predivide, Real, what="predivide", legal="a number, such as 1.0")
-    for name, value, kinds, legal in (
-        ("warn_seconds", warn_seconds, Real, number),
-        ("meeting_seconds", meeting_seconds, Real, number),
-        ("group_size", group_size, int, "a number of ranks, such as 4"),
-        ("device", device, torch.device, 'a device, such as torch.device("cpu")'),
-    ):
-        if value is not None:
-            require_type(value, kinds, what=name, legal=legal)
-    if not callable(algorithm):
-        require_type(algorithm, str, what="algorithm", legal='a name, such as "ring", or a function')
+    _require_types(timeout_seconds=timeout_seconds, predivide=predivide, algorithm=algorithm)
+    stated = {"warn_seconds": warn_seconds, "meeting_seconds": meeting_seconds, "group_size": group_size}
+    _require_types(**{name: value for name, value in (stated | {"device": device}).items() if value is not None})
     env = group.env if group else env or read_process_env()
     record_begin(env)
     if backend not in BACKENDS:
@@ -231,6 +232,14 @@ def connect(
         met.abandon()
         raise
     return close_at_exit(algorithm(close_at_exit(met)))  # opened before: if it fails, the others are told
+
+
+def _require_types(**arguments: object) -> None:
+    """Raise TypeError for an argument of connect() that has another type."""
+    for name, value in arguments.items():
+        if not (name == "algorithm" and callable(value)):
+            kind, legal = TYPES[name]
+            require_type(value, kind, what=name, legal=legal)
 
 
 def _require_possible(backend: str, device: torch.device, *, interface: str | None, buffers: str) -> None:
