@@ -32,9 +32,9 @@ def test_many(k, request):
     ("text", "code", "named"),
     [
         (PASSES_LATER, 0, "test_it.py::test_unsteady\n"),
-        ("def test_broken():\n    assert 0", 1, ""),
+        pytest.param("def test_broken():\n    assert 0", 1, "", marks=pytest.mark.long),
         (MANY, 1, ""),
-        ("import nothing_of_this_name", 2, ""),
+        pytest.param("import nothing_of_this_name", 2, "", marks=pytest.mark.long),
     ],
     ids=["unsteady", "broken", "many", "no tests"],
 )

@@ -117,7 +117,7 @@ def test_statistics_change_by_training_through_the_model_itself_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "num_graphs"),
     # stem, head, and the blocks of different shapes
-    [("resnet18", 9), ("resnet9", 7), ("alexnet_bn", 2)],
+    [pytest.param("resnet18", 9, marks=pytest.mark.long), ("resnet9", 7), ("alexnet_bn", 2)],
 )
 def test_compiled_region_is_one_graph_for_all_microbatches(name: str, num_graphs: int) -> None:
     """fullgraph=True lets no graph break pass."""
@@ -180,7 +180,11 @@ def cxx_failure() -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_blocks", "dtype"), [("resnet18", 3, torch.bfloat16), ("resnet9", 2, torch.float32)]
+    ("name", "num_blocks", "dtype"),
+    [
+        pytest.param("resnet18", 3, torch.bfloat16, marks=pytest.mark.long),
+        ("resnet9", 2, torch.float32),
+    ],
 )
 def test_recomputed_blocks_change_no_bit_and_keep_less(name: str, num_blocks: int, dtype: torch.dtype) -> None:
     results, kept = [], []

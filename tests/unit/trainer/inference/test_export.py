@@ -113,13 +113,8 @@ def test_export_of_a_librarys_own_model_is_by_its_name(tmp_path: Path) -> None:
     assert main([*command, "torchvision", "--out", str(out)]) == 1
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "bag of tricks",
-        pytest.param("blurred", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["bag of tricks", "blurred"])
 def test_export_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
     source, code = export(model, "onnx", out)
