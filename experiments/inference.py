@@ -84,6 +84,7 @@ def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: f
 
 
 def _told(log: Path) -> Told | None:
+    """Return the result in a log's last record; None if there is none."""
     try:
         record = parse_json(read_plain(log).splitlines()[-1])
         rate, top1 = float(record["model_images_per_second"]), float(record["top1"])

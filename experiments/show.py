@@ -32,9 +32,11 @@ class Show:
             self._bar.start()
 
     def skip(self) -> None:
+        """Count a point that had ended before."""
         self._num_points -= 1
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
+        """Count a point that has ended, and print its outcome."""
         self._ended += 1
         minutes = (time.monotonic() - self._start) / 60
         left = minutes / self._ended * (self._num_points - self._ended)

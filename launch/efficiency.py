@@ -21,6 +21,8 @@ WORTH_NAMING = 0.005
 
 @dataclass(frozen=True)
 class Step:
+    """Seconds of a step and of its parts; medians over reports."""
+
     seconds: float
     parts: dict[str, float | None]
     """Seconds of each of PARTS, which add up to seconds; None for a part that is hidden in a CUDA graph."""
@@ -110,6 +112,7 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
 
 
 def _median(shares: Sequence[float | None]) -> float | None:
+    """Return None if a report lacks it."""
     told = [share for share in shares if share is not None]
     return median(told) if len(told) == len(shares) else None
 

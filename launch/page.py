@@ -49,6 +49,7 @@ def make_page(
 
 
 def as_svg(figure: "Figure") -> str:
+    """Return the svg element without the file's header."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()

@@ -45,10 +45,12 @@ def stdout_console() -> Console:
 
 
 def shown_text(text: str) -> Text:
+    """Return a line for a terminal without markup and control sequences."""
     return Text(printable(text))
 
 
 def show_table(table: Table, console: Console) -> None:
+    """Print the table; its text is not interpreted as markup or control sequences."""
     shown = Shown(title=shown_text(table.title))
     for name, is_number in zip(table.head, table.is_number, strict=True):
         shown.add_column(shown_text(name), justify="right" if is_number else "left")

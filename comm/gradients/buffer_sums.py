@@ -87,6 +87,7 @@ class GridSums:
             self._beyond = [sums_N[-1:] for sums_N in self._sums]
 
     def release(self) -> None:
+        """Free the sums. Collective."""
         for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._halves else [])):
             self._communicator.release(sums_N)
         self._sums = []

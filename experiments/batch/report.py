@@ -60,6 +60,7 @@ class Answer:
 
     @property
     def rate_factor(self) -> float | None:
+        """Return the factor by which SGD's best rate changes with the recommended batch."""
         if self.critical.estimate is None or self.recommended is None:
             return None
         return rate_factor(self.critical.estimate, old=self.global_batch_size, new=self.recommended)

@@ -75,6 +75,7 @@ class _Engine:
     """Number of the stops that were passed on."""
 
     def run(self, points: Iterator[Point], parallel: int) -> None:
+        """Run points until none is left or a signal comes. Raises: RunFolderError."""
         running: dict[int, _Running] = {}
         try:
             while True:
@@ -180,6 +181,7 @@ def require_nobody(folder: SweepFolder, number: int) -> None:
 
 
 def judge(folder: SweepFolder, number: int, *, exit_code: int | None, reason: Callable[[], str]) -> dict[str, Any]:
+    """Return the state and reason of a point after its job has ended."""
     if folder.read_summary(number) is not None and exit_code in (0, None):
         return {"state": DONE, "reason": None}
     return {"state": FAILED, "reason": reason()}

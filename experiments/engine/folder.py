@@ -122,10 +122,12 @@ class SweepFolder:
         return str(self.read_state(number)["state"]) if self.state(number).exists() else MISSING
 
     def to_run(self, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
+        """Return the points that have not run yet; with retry_failed the failed ones too."""
         again = (MISSING, FAILED) if retry_failed else (MISSING,)
         return [point for point in points if self.state_of(point.number) in again]
 
     def write_state(self, number: int, state: dict[str, Any]) -> None:
+        """Write a point's state in one step. Raises: RunFolderError."""
         RunDir(self.path).write_text(self.state(number), json.dumps(state, indent=1) + "\n")
 
     def change_state(self, number: int, **changes: Any) -> dict[str, Any]:
@@ -134,6 +136,7 @@ class SweepFolder:
         return state
 
     def read_summary(self, number: int) -> dict[str, Any] | None:
+        """Read the summary of a point's finished run; None if there is none."""
         try:
             return run_folder.read_summary(self.run(number))
         except RunFolderError:
@@ -158,6 +161,7 @@ class SweepFolder:
 
 
 def first_state(point: Point) -> dict[str, Any]:
+    """Return the state of a point that has not started."""
     return {
         "number": point.number,
         "values": point.values,

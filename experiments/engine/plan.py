@@ -80,6 +80,7 @@ class SweepPlan:
 
     @property
     def folder(self) -> Path:
+        """Return the folder of its points, unless --folder names another one."""
         return Path("runs/sweeps") / self.name
 
     def changes(self) -> Iterator[tuple[str, dict[str, Any]]]:

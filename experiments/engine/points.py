@@ -93,6 +93,8 @@ def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
 
 
 class _Maker:
+    """Makes points of one plan; reads its experiment once."""
+
     def __init__(self, plan: SweepPlan, experiment: Experiment, folder: Path) -> None:
         self._plan, self._experiment, self._folder = plan, experiment, folder
         self._base = experiment.with_values({}).config

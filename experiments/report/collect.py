@@ -84,6 +84,7 @@ class ToAccuracy:
 
     @property
     def shown(self) -> Evaluated | None:
+        """Return the evaluation that reached the target, else the best one."""
         return self.reached or self.best
 
 
@@ -109,6 +110,7 @@ class RunResults:
     conditions: dict[str, Any]
 
     def records(self) -> Iterator[dict[str, Any]]:
+        """Yield its records. Raises: RunFolderError."""
         return read_records(RunDir(self.folder).metrics)
 
     @cached_property
@@ -218,6 +220,7 @@ class _PointRun:
 def _read_point(
     folder: SweepFolder, number: int, state: dict[str, Any], *, target: float | None, is_scaling: bool
 ) -> _PointRun:
+    """Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
     config = _mapping(run.config if run.config.is_file() else folder.config(number), parse_yaml)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
@@ -235,6 +238,7 @@ def _read_point(
 def _trained(
     name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
 ) -> TrainedRun:
+    """Raises: errors of reading damaged files."""
     flat = spread(flatten(config))
     is_generated = flat["data.loader"] == "synthetic"
     size = flat["batch.global_batch_size"]
@@ -328,6 +332,7 @@ def _summary(run: RunDir) -> dict[str, Any]:
 
 
 def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    """Read the mapping of a JSON or YAML file. Raises: RunFolderError."""
     try:
         found = parse(read_plain(path))
     except (OSError, ValueError) as error:

@@ -65,14 +65,17 @@ class Cell:
         return [figure for figure in found if figure is not None]
 
     def mean(self, name: str) -> float | None:
+        """Return the mean of a figure; None where no run has it."""
         found = self.each(name)
         return statistics.fmean(found) if found else None
 
     def deviation(self, name: str) -> float | None:
+        """Return the sample standard deviation of a figure; None for fewer than two runs."""
         found = self.each(name)
         return statistics.stdev(found) if len(found) > 1 else None
 
     def median(self, name: str) -> float:
+        """Return the median of a figure that all runs have."""
         return statistics.median(self.each(name))
 
     def record(self) -> dict[str, Any]:
@@ -253,6 +256,7 @@ def _spread(cell: Cell, name: str, *, scale: float, digits: int) -> str:
 
 
 def _range(found: Sequence[float]) -> str:
+    """Write the median, and the range if there is more than one value."""
     if not found:
         return ""
     text = f"{statistics.median(found):,.1f}"

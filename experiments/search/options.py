@@ -15,6 +15,7 @@ from bigbatch.paths import expand_path
 
 
 def main(argv: Sequence[str]) -> int:
+    """Search as argv says; return the exit code. Raises: ConfigError; TuneError."""
     if (size := read_process_env().world_size) > 1:
         raise TuneError(f"a search is one process, not {size}: start it alone, and give its trials --launch")
     stated = parse_search(argv)

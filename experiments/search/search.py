@@ -184,6 +184,7 @@ def search(stated: Search) -> list[TrialRecord] | None:
 
 
 def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRecord]:
+    """Raises: Interrupted."""
     records: list[TrialRecord] = []
     axes, sizes = stated.axes, stated.round_sizes()
     gpus = visible_gpus(count_gpus()) if stated.parallel > 1 and stated.launch.hosts is None else []
@@ -266,6 +267,7 @@ class _Trials:
         return f"worse than the median after {epoch} of {stated.epochs} epochs" if is_stopped else ""
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
+        """Note in the study how a trial ended."""
         if state["state"] == DONE:
             metrics = self._folder.run(point.number).metrics
             evaluations = [record for record in read_records(metrics) if record["kind"] == "eval"]

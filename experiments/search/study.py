@@ -23,6 +23,8 @@ State = Literal["finished", "pruned", "failed"]
 
 @dataclass(frozen=True)
 class TrialRecord:
+    """A trial that ended."""
+
     number: int
     round: int
     values: dict[str, str]
@@ -107,6 +109,7 @@ class Round:
         self._trials: dict[int, Any] = {}
 
     def ask(self) -> tuple[int, dict[str, str]]:
+        """Start a new trial; return its number and values."""
         with writing(self._journal):
             return self._values(self._study.ask())
 
@@ -134,6 +137,7 @@ class Round:
             return bool(trial.should_prune())
 
     def tell(self, number: int, state: State, *, result: float | None = None, reason: str = "") -> None:
+        """Note how a trial ended."""
         trial, states = self._trials[number], self._optuna.trial.TrialState
         with writing(self._journal):
             trial.set_user_attr("state", state)
@@ -144,6 +148,7 @@ class Round:
                 self._study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)
 
     def ended(self) -> list[TrialRecord]:
+        """List every trial that ended, in the order of their start."""
         return [
             TrialRecord(
                 self._first + trial.number,

@@ -75,6 +75,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
 
 
 def _end_with_input(folder: Path) -> None:
+    """Wait until all writers of standard input have ended; then remove everything."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os.kill(-1, signal.SIGKILL)  # all but this one, so that no process writes to the folder any more

@@ -24,6 +24,8 @@ AGENT = "bigbatch.launch.emulate.agent"
 
 @dataclass(frozen=True)
 class Site:
+    """Facts that the starts of a job depend on, beside the job and the plan."""
+
     order: str = "block"
     """Order in which ranks are placed on nodes: one of ORDERS."""
     master_port: int = FIRST_JOB_PORT
@@ -106,6 +108,8 @@ def mpirun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProc
 
 @dataclass(frozen=True)
 class NodeLauncher:
+    """A launcher that can start a job in existing nodes."""
+
     starts: Callable[[JobSpec, ClusterPlan, Site], tuple[NodeProcess, ...]]
     """Returns the processes to start; pure. Raises: LaunchOptionError for a job that it cannot start."""
     asks_to_stop: signal.Signals

@@ -94,6 +94,7 @@ class Rehearsal:
 
 
 def _step_of(line: bytes) -> int | None:
+    """Return the step of a training report; None for another record, or a damaged line."""
     try:
         record = parse_json(line)
     except ValueError:

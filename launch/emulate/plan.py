@@ -124,6 +124,7 @@ def hosts_file(plan: ClusterPlan) -> str:
 
 
 def format_rate(rate: int | None) -> str:
+    """Write 200000000 -> '200mbit', as parse_rate reads it."""
     if rate is None:
         return "none"
     unit = "gbit" if rate >= UNITS["gbit"] else "mbit"

@@ -102,6 +102,7 @@ SINFO = ("sinfo", "--noheader", "--Node", "--partition", PARTITIONS[0], "--forma
 
 
 def parse_states(text: str) -> dict[str, str]:
+    """Parse SINFO's output, 'n0 idle', 'n1 down*', into node -> state."""
     return {host: state for host, _, state in (line.partition(" ") for line in text.splitlines())}
 
 

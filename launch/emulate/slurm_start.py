@@ -115,6 +115,7 @@ def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[
 
 
 def _last_words(log: Path) -> str:
+    """Return the fatal error of a log, else its last line, with the log's name."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     fatal = [line for line in lines if "fatal: " in line]
     return f"{log}: {(fatal or lines or ['empty'])[-1]}"

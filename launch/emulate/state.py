@@ -54,10 +54,12 @@ def _owner(path: Path) -> int | None:
 
 
 def save(folder: Path, cluster: EmulatedCluster) -> None:
+    """Write the cluster's record, in one piece."""
     write_whole(folder / "cluster.json", json.dumps(asdict(cluster)).encode())
 
 
 def load(folder: Path) -> EmulatedCluster | None:
+    """Return the cluster's record; None if there is no readable one."""
     try:
         facts = parse_json((folder / "cluster.json").read_text())
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}

@@ -91,6 +91,7 @@ class _Search:
         return [self._finding(ABSENT, gone, places.most_common(1)[0][0])]
 
     def differing(self) -> list[Culprit]:
+        """Return for each group the first collective that ranks call differently, ended or not."""
         found = []
         for group, numbers in self._job.collectives.items():
             for number in sorted(numbers):
@@ -205,6 +206,7 @@ class _Search:
     def _partner(
         self, rank: int, group: ProcessGroup, message: Operation, peer: int
     ) -> tuple[Operation, Operation] | tuple[None, None]:
+        """Return the peer's matching message, and its batch; both sides keep one order."""
         mine = self._job.messages[rank, group, message.kind, peer]
         theirs = self._job.messages[peer, group, "recv" if message.kind == "send" else "send", rank]
         if not (self._is_whole(rank) and self._is_whole(peer)):

@@ -8,6 +8,8 @@ from bigbatch.comm.rendezvous.recording import MESSAGE, Operation, ProcessGroup,
 
 
 class RecordedJob:
+    """The recordings of all ranks, by group."""
+
     def __init__(self, recordings: Mapping[int, Recording]) -> None:
         self.recordings = recordings
         told = {rank for each in recordings.values() for group in each.groups.values() for rank in group.ranks}

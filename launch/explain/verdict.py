@@ -179,6 +179,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def spans(ranks: Iterable[int]) -> str:
+    """Return sorted ranks in short, such as 0-3, 7."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][1] + 1:

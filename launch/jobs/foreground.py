@@ -57,6 +57,8 @@ def one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Ended:
+    """How a launcher ended."""
+
     code: int
     """Its exit code; 128 + signal if a signal ended it."""
     was_asked: bool

@@ -104,6 +104,7 @@ def refuse_healing(job: JobSpec, *, launcher: str) -> None:
 
 
 def newest_checkpoint(folder: str | None) -> Path | None:
+    """Return the name of a run's newest checkpoint; None without one."""
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 

@@ -120,6 +120,7 @@ class JobSpec:
 
     @property
     def grace_seconds(self) -> int:
+        """Return stop_seconds, or its default."""
         return 120 if self.stop_seconds is None else self.stop_seconds
 
 

@@ -49,10 +49,12 @@ class QueuedJob:
 
     @property
     def state(self) -> str:
+        """Return the state, such as PENDING, RUNNING, REQUEUED or COMPLETED."""
         return self.facts["JobState"]
 
     @property
     def has_ended(self) -> bool:
+        """Return whether it has ended for good."""
         return self.state not in LIVING
 
     @property

@@ -83,6 +83,7 @@ def assumptions(question: Question) -> list[str]:
 
 
 def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> Table:
+    """Make a row for each number of devices."""
     columns = {
         "GPUs": [f"{point.num_devices:,}" for point in points],
         "nodes": [f"{point.num_nodes:,}" for point in points],
@@ -159,6 +160,7 @@ def _number(value: int | None) -> str:
 
 
 def comparison_table(title: str, columns: Mapping[str, Sequence[PredictedPoint]]) -> Table:
+    """Compare several simulations: milliseconds of a step."""
     counts = sorted({point.num_devices for points in columns.values() for point in points})
     found = {name: {point.num_devices: point for point in points} for name, points in columns.items()}
     rows = [
@@ -248,6 +250,7 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
 
 
 def as_json(question: Question, points: Sequence[PredictedPoint]) -> str:
+    """Write all figures: seconds, images, shares."""
     rows = [
         {
             "gpus": point.num_devices,

@@ -72,6 +72,7 @@ class SimulatedStep:
 
     @property
     def hidden(self) -> float:
+        """Return the seconds of communication that backward hides."""
         return max(0.0, sum(each.end_seconds - each.start_seconds for each in self.transfers) - self.communication)
 
     @property
@@ -120,6 +121,7 @@ class SimulatedJob:
         return SimulatedStep(computing, exposed, stragglers, waits, slow, backward, transfers)
 
     def sum_seconds(self, num_bytes: float) -> float:
+        """Return the seconds to sum a buffer of that many bytes of gradients."""
         algorithm = self.algorithm_of(num_bytes)
         return self.slowness * self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
 
