@@ -95,8 +95,13 @@ class ProcessEnv:
 
     notice_seconds: int | None = None
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
-    launched_as: int | None = None
-    """Rank that the launcher gave this process; None if that is rank: ranks get new numbers after a loss."""
+    former_rank: int | None = None
+    """Rank that the launcher gave this process, if ranks have had new numbers since, after a loss."""
+
+    @property
+    def launched_as(self) -> int:
+        """Return the rank that the launcher gave this process."""
+        return self.rank if self.former_rank is None else self.former_rank
 
     @property
     def started_by(self) -> str:

@@ -29,15 +29,11 @@ def record_begin(env: ProcessEnv) -> None:
 
 def record_end(env: ProcessEnv, code: int) -> None:
     """Record the first rank's exit code, unless one is recorded already."""
-    _write(env, str(code), over=("", BEGUN) if _launched_as(env) == 0 else (_begun(env),))
-
-
-def _launched_as(env: ProcessEnv) -> int:
-    return env.rank if env.launched_as is None else env.launched_as
+    _write(env, str(code), over=("", BEGUN) if env.launched_as == 0 else (_begun(env),))
 
 
 def _begun(env: ProcessEnv) -> str:
-    return f"{BEGUN} {_launched_as(env)}"
+    return f"{BEGUN} {env.launched_as}"
 
 
 def read_record(path: Path) -> int | str | None:

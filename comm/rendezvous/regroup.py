@@ -147,7 +147,7 @@ def place_in(
     return replace(
         env,
         rank=members.index(env.rank),
-        launched_as=env.rank if env.launched_as is None else env.launched_as,
+        former_rank=env.launched_as,
         world_size=len(members),
         local_rank=here.index(env.rank),
         local_size=len(here),

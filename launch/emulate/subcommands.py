@@ -209,8 +209,7 @@ def _run_on(
             print_line(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
 
-    # the others end a job that has lost a rank themselves
-    heals = arguments.launcher == "plain" and heals_in_place(job)
+    heals, is_mpirun = heals_in_place(job), arguments.launcher == "mpirun"
 
     def start(job: JobSpec) -> Ended:
         with exit_file(site.folder) as path:
@@ -221,11 +220,11 @@ def _run_on(
                 environ={"OMP_NUM_THREADS": "1", **environ},
                 asks_to_stop=launcher.asks_to_stop,
                 counters=arguments.counters,
-                heals=heals,
+                heals=heals and arguments.launcher == "plain",  # the others end a job that has lost a rank themselves
                 look=rehearsal,
             )
             # the exit codes of other launchers are those of their ranks
-            return as_first_rank_ended(ended, job, path=path) if arguments.launcher == "mpirun" else ended
+            return as_first_rank_ended(ended, job, path=path, heals=heals) if is_mpirun else ended
 
     ended = run_healing(start, job)
     for loss in rehearsal.left:

@@ -13,7 +13,6 @@ from bigbatch.comm.rendezvous.exit_record import read_record
 from bigbatch.errors import tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.run_folder import heals_in_place
 from bigbatch.launch.jobs.spec import JobSpec
 
 
@@ -37,15 +36,14 @@ def telling(path: Path | None) -> tuple[tuple[str, str], ...]:
     return () if path is None else ((STOPPED_VARIABLE, str(path)),)
 
 
-def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> Ended:
+def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None, heals: bool) -> Ended:
     """Correct a job's end by rank 0's record, if mpirun exited with 0 or waited for a lost host.
 
     Without a record (a script that never connected, or a host that does not see the file) mpirun's code counts; that of
-    a job which heals in place is always 0, so the job counts as lost.
+    a job that heals in place is always 0, so the job counts as lost.
     """
     here = socket.gethostname()
     begins_here = not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
-    heals = heals_in_place(job)
     record = None if path is None or (ended.code and not ended.has_left and not heals) else read_record(path)
     if isinstance(record, int):
         return replace(ended, code=record)

@@ -20,6 +20,8 @@ OF_A_RUN = (("evaluate",), ("predict",), ("export",))
 LEFT_LOOKS = 3
 """Checks that the other ranks and their launcher get to end after rank 0 has failed. Counted in checks, because none
 happens while this process is stopped with its job."""
+LEAVE_SECONDS = 30
+"""Time for the ranks to name a lost rank after comm.timeout_seconds; then the launcher ends them."""
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
 """Figures of a report."""
 
@@ -92,6 +94,14 @@ def heals_in_place(job: JobSpec) -> bool:
     """Return whether the ranks of `train` go on without one that is lost."""
     config = known_experiment(job)
     return config is not None and config.run.heal == "in_place"
+
+
+def seconds_to_leave(timeout_seconds: float, *, heals: bool) -> float:
+    """Return the time after the first rank's end at which the launcher ends the others.
+
+    timeout_seconds: comm.timeout_seconds, for which a rank waits; to agree on a new group it may wait twice.
+    """
+    return timeout_seconds * (2 if heals else 1) + LEAVE_SECONDS
 
 
 def refuse_healing(job: JobSpec, *, launcher: str) -> None:

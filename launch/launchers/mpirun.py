@@ -18,7 +18,7 @@ from bigbatch.launch.jobs.fit_hosts import on_hosts_left, preflight_of, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
-from bigbatch.launch.jobs.run_folder import RunLeft, heals_in_place, known_experiment
+from bigbatch.launch.jobs.run_folder import RunLeft, heals_in_place, known_experiment, seconds_to_leave
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
@@ -27,12 +27,6 @@ ASKS_TO_STOP = signal.SIGUSR1
 
 ANSWER_SECONDS = 30.0
 """Time for a host to start a program before it counts as lost."""
-
-LEAVE_SECONDS = 30.0
-"""Time for the ranks of a job that heals in place to end, after its first rank's end and twice comm.timeout_seconds.
-
-They agree on a new group meanwhile.
-"""
 
 FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", SECRET_VARIABLE)
 """Prefixes of variables that are passed to ranks on other hosts; mpirun itself passes none."""
@@ -187,7 +181,8 @@ def _run(
     if job.interface is not None:
         require_interface(job.interface)
     config = known_experiment(job)
-    heal_seconds = 2 * config.comm.timeout_seconds + LEAVE_SECONDS if config and heals_in_place(job) else None
+    heals = heals_in_place(job)
+    heal_seconds = seconds_to_leave(config.comm.timeout_seconds, heals=True) if config and heals else None
     # the first of other hosts sees this folder
     with exit_file(Path.cwd()) as path:
         told = replace(job, environment=(*job.environment, *telling(path)))
@@ -201,7 +196,7 @@ def _run(
             else None,
             leaves=(*leaves, path) if path else leaves,
         )
-        return as_first_rank_ended(ended, job, path=path)
+        return as_first_rank_ended(ended, job, path=path, heals=heals)
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import preflight_of
+from bigbatch.launch.jobs.run_folder import seconds_to_leave
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
@@ -21,9 +22,6 @@ from bigbatch.trainer.config.sections import CommConfig
 
 SIGNAL_EARLY_SECONDS = 60
 """Slurm checks time limits once a minute, so its signal may come so much earlier."""
-
-LEAVE_SECONDS = 30
-"""Time for the ranks to name a lost rank after comm.timeout_seconds; then Slurm ends them with its own code."""
 
 REFUSED = {
     "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
@@ -163,8 +161,7 @@ def sbatch_script(
         findings.ask(check_time, job, stop_seconds=job.grace_seconds, early_seconds=SIGNAL_EARLY_SECONDS)
         findings.ask(_check_array, job)
         findings.ask(_check_container, job)
-    # to agree on a new group, ranks wait for two answers
-    wait_seconds = math.ceil(timeout_seconds) * (2 if heals else 1) + LEAVE_SECONDS
+    wait_seconds = math.ceil(seconds_to_leave(timeout_seconds, heals=heals))
     parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), STOPS]
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))

@@ -9,7 +9,7 @@ import pytest
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import LOST
-from bigbatch.launch.jobs import exit_file, foreground
+from bigbatch.launch.jobs import exit_file, foreground, run_folder
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.launchers.mpirun import mpirun_argv
@@ -91,7 +91,7 @@ def test_mpirun_ends_no_other_rank_of_a_job_that_heals_and_its_0_says_nothing(
     rank: str, code: int, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(mpirun, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "LEAVE_SECONDS", 0.0)
     played(f'file=$BIGBATCH_STOPPED\n[[ "$*" == *recoverable,error-nonzero-status=0* ]] || exit 9\n{rank}\n')
     limits = ("--comm.timeout_seconds", "4", "--comm.warn_seconds", "1", "--data.patience_seconds", "1")
     job = JobSpec((*TRAIN, "--run.heal", "in_place", *limits), 2)
