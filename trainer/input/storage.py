@@ -8,6 +8,7 @@ write equal bytes, and a block counts only if its CRC-32 fits.
 import errno
 import hashlib
 import os
+import ssl
 import sys
 import threading
 import time
@@ -61,6 +62,7 @@ def url_of(root: Path | str) -> str | None:
     return f"{scheme}://{rest}"
 
 
+CERTIFICATES = "check the address, or name a file with its certificate or authority in the environment: SSL_CERT_FILE"
 CREDENTIALS = "give credentials as the library does: the environment (AWS_ACCESS_KEY_ID ...) or its own files"
 
 
@@ -156,6 +158,8 @@ def _plain(error: Exception) -> OSError:
     status = getattr(error, "status", None)  # of aiohttp
     response = getattr(error.__cause__, "response", None)  # of botocore, behind s3fs's error
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
+    if isinstance(getattr(error, "certificate_error", None), ssl.SSLCertVerificationError):  # of aiohttp
+        return PermissionError(errno.EACCES, f"the server's certificate is not trusted; {CERTIFICATES}")
     if kind in REFUSED or status in (401, 403):
         return PermissionError(errno.EACCES, f"the storage refuses access, {kind}; {CREDENTIALS}")
     return OSError(errno.EIO, " ".join((kind, code if code.isalnum() else "")).strip())

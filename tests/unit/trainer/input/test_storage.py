@@ -1,11 +1,14 @@
 """Shards on an S3 server (moto's) and on a web server, which fail, are slow and refuse; the oracle is the folder."""
 
 import contextlib
+import datetime
 import functools
 import http.server
+import ipaddress
 import logging
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -32,6 +35,9 @@ from bigbatch.trainer.input.shards import DataRoot, open_split
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
 serving = pytest.importorskip("werkzeug.serving")
+x509 = pytest.importorskip("cryptography.x509")
+from cryptography.hazmat.primitives import hashes, serialization  # noqa: E402
+from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -368,11 +374,13 @@ class Ranged(http.server.SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def web_server(handler):
+def web_server(handler, context=None):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if context:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
+    yield f"http{'s' if context else ''}://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
     thread.join()
@@ -390,6 +398,41 @@ def test_storage_on_a_web_server(web, folder, tmp_path):
     assert found.sizes(np.array([0])).tolist() == [[70, 90]]
     with pytest.raises(StorageError, match=naming("/whole/train/shard-000000.tar", "ranges")):
         held(open_split(Path(f"{web}/whole"), "train"))
+
+
+def certificate(folder):
+    """Write a key and a certificate of 127.0.0.1 that it signs itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a test's server")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+    path = folder / "certificate.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_storage_over_tls(packed, tmp_path, is_trusted):
+    """The library reads SSL_CERT_FILE at its import, so in a process of its own."""
+    made = certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made)
+    with web_server(functools.partial(Ranged, directory=str(packed)), context) as url:
+        done = subprocess.run(
+            [sys.executable, "-m", "bigbatch", "data", "check", "--no-decode", "--workers", "1", url],
+            env=from_checkout() | ({"SSL_CERT_FILE": str(made)} if is_trusted else {}),
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if is_trusted:
+        assert f"{2 * NUM_IMAGES} images read" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert re.search(naming(f"{url}/train/index.json", "SSL_CERT_FILE"), done.stderr)
 
 
 class Endless(http.server.BaseHTTPRequestHandler):
