@@ -48,10 +48,7 @@ MOMENTUM = 0.9
 SGD = {
     "optimizer.name": "sgd",
     "optimizer.momentum": MOMENTUM,
-    "optimizer.nesterov": "true",
-    "optimizer.trust_coefficient": "null",
-    "optimizer.eps": "null",
-    "optimizer.momentum_form": "null",
+    "optimizer.options.nesterov": "true",
     "schedule.base_lr": 1e-5,
     "schedule.end_lr": 0,
     "schedule.warmup_epochs": 0,

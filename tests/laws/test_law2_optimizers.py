@@ -21,7 +21,6 @@ from tests.laws.jobs import (
     train_command,
 )
 
-NULLS = {f"optimizer.{key}": "null" for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form", "eps")}
 CONSTANT = {
     "schedule.name": "step",
     "schedule.base_lr": 0.01,
@@ -39,16 +38,13 @@ CYCLIC = {
 SHAMPOO = {
     **CONSTANT,
     "optimizer.name": "shampoo",
-    "optimizer.trust_coefficient": "null",
-    "optimizer.momentum_form": "null",
-    "optimizer.nesterov": "true",
+    "optimizer.options.nesterov": "true",
     "optimizer.clip_norm": 1.0,
-    "optimizer.eps": 1e-4,
+    "optimizer.options.eps": 1e-4,
     "optimizer.options.root_every_steps": 3,
     "optimizer.options.block_size": 48,
 }
 SCHEDULE_FREE = {
-    **NULLS,
     **CONSTANT,
     "optimizer.name": "schedulefree.SGDScheduleFree",
     "optimizer.options": '{"momentum":0.9,"warmup_steps":3}',

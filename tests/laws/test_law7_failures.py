@@ -63,7 +63,7 @@ def finished(first: tuple[Path, str], tmp_path: Path) -> Path:
         ({"data.root": "nowhere/at/all"}, ["nowhere/at/all/train"]),
         ({"run.resume": "nowhere/step-1"}, ["nowhere/step-1"]),
         ({"comm.backend": "nccl"}, ["0 GPUs", "comm.backend"]),
-        ({"schedule.base_lr": 1e30, "optimizer.momentum_form": "lr_outside"}, ["loss is", "schedule.base_lr"]),
+        ({"schedule.base_lr": 1e30, "optimizer.options.momentum_form": "lr_outside"}, ["loss is", "schedule.base_lr"]),
     ],
 )
 def test_bad_setting_is_one_line(overrides: dict[str, object], parts: list[str], data: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_changed_setting_takes_effect_and_is_said(data: Path, finished: Path) ->
 
 def test_weights_that_are_no_numbers_are_not_saved(data: Path, tmp_path: Path) -> None:
     """The loss of a step is that before its update: the one report of this run sees nothing wrong."""
-    huge = {"schedule.base_lr": 3e38, "optimizer.trust_coefficient": 1e6, "schedule.warmup_epochs": 0}
+    huge = {"schedule.base_lr": 3e38, "optimizer.options.trust_coefficient": 1e6, "schedule.warmup_epochs": 0}
     huge |= {"run.checkpoint_every_steps": 1, "run.epochs": 1}
     assert "the update of step 1 left weights" in fails(alone(train_command(data, tmp_path, huge)))
     assert not list_checkpoints(tmp_path / "checkpoints")

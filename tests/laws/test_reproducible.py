@@ -87,20 +87,16 @@ def test_any_division_gives_the_same_bits(
 
 
 ADAPTIVE = {
-    **{f"optimizer.{key}": "null" for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form")},
-    "optimizer.betas": "[0.9,0.99]",
-    "optimizer.eps": 1e-6,
+    "optimizer.options.betas": "[0.9,0.99]",
+    "optimizer.options.eps": 1e-6,
     "schedule.base_lr": 0.01,
 }
 MUON = {
     "optimizer.name": "muon",
-    "optimizer.trust_coefficient": "null",
-    "optimizer.momentum_form": "null",
-    "optimizer.eps": "null",
     "schedule.base_lr": 0.02,
     "schedule.end_lr": 0.0,
 }
-SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.eps": 1e-4, "optimizer.options.root_every_steps": 2}
+SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.options.eps": 1e-4, "optimizer.options.root_every_steps": 2}
 
 
 RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": "null"}

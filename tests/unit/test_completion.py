@@ -19,7 +19,7 @@ CASES = {
     ("launch", "local", "--ra"): {"--ranks", "--ranks-per-node"},
     ("launch", "local", "--ranks", "2", "--", "ev"): {"evaluate"},
     ("launch", "local", "--", "train", "--config", "quick"): {"quickstart"},
-    ("launch", "local", "--", "train", "--optimizer.mom"): {"--optimizer.momentum", "--optimizer.momentum_form"},
+    ("launch", "local", "--", "train", "--optimizer.ema"): {"--optimizer.ema_decay", "--optimizer.ema_every_steps"},
     ("train", "--"): {
         "--config",
         "--dry-run",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.fields import read_keys
+from bigbatch.trainer.config.kinds import complete
 from bigbatch.trainer.config.optimizer import WHOLE, is_foreign
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.foreign import find_optimizer, has_modes, start_training
@@ -45,11 +45,9 @@ def make_optimizer(
 
 def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torch.optim.Optimizer:
     """Return one of OPTIMIZERS, with the settings and options that it takes."""
-    keys = (key for key in read_keys("optimizer", OptimizerConfig) if key.decider == "optimizer.name")
-    stated = {
-        key.name: getattr(settings, key.name) for key in keys if key.only_for and settings.name in key.only_for.values
-    }
-    stated |= settings.options or {}
+    stated = complete("optimizer", settings.name, settings.options)
+    if settings.momentum is not None:
+        stated["momentum"] = settings.momentum
     if settings.name in WHOLE:
         # weights that are no matrices, or do not adapt, are in groups of their own
         factor = stated.pop("vector_lr_factor", 1.0)

@@ -50,7 +50,52 @@ class ResNetOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonOptions:
+class SGDOptions:
+    """Options of sgd."""
+
+    nesterov: bool = False
+    """Nesterov's momentum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LARSOptions(SGDOptions):
+    """Options of lars."""
+
+    trust_coefficient: Annotated[float, POSITIVE] = 0.001
+    """LARS eta."""
+    eps: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Added to the denominator of the trust ratio in lars, of the update in lamb and adamw. In shampoo: lower bound of
+    an eigenvalue, as a fraction of the largest."""
+    momentum_form: Literal["lr_inside", "lr_outside"] = "lr_inside"
+    """lr_inside: the MLPerf reference; lr_outside: NVIDIA's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionOptions:
+    """Options of lion."""
+
+    betas: Annotated[tuple[float, float], BELOW_ONE] = (0.9, 0.99)
+    """Decay rates of the running means of gradients and of their squares in lamb and adamw. In lion: of the mean whose
+    sign is taken, and of the one that is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWOptions(LionOptions):
+    """Options of adamw."""
+
+    betas: Annotated[tuple[float, float], BELOW_ONE] = (0.9, 0.999)
+    eps: Annotated[float, NOT_NEGATIVE] = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAMBOptions(AdamWOptions):
+    """Options of lamb."""
+
+    eps: Annotated[float, NOT_NEGATIVE] = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonOptions(SGDOptions):
     """Options of muon."""
 
     vector_lr_factor: Annotated[float, POSITIVE] = 1.0
@@ -62,9 +107,10 @@ class MuonOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShampooOptions:
+class ShampooOptions(SGDOptions):
     """Options of shampoo."""
 
+    eps: Annotated[float, NOT_NEGATIVE] = 1e-6
     block_size: Annotated[int, COUNT] = 1024
     """Largest number of rows and of columns in a block of a matrix."""
     root_every_steps: Annotated[int, COUNT] = 10
@@ -103,7 +149,15 @@ class CyclicOptions:
 
 HOLDERS: dict[str, dict[str, type]] = {
     "model": {"resnet9": ResNet9Options, **dict.fromkeys(RESNETS, ResNetOptions)},
-    "optimizer": {"muon": MuonOptions, "shampoo": ShampooOptions},
+    "optimizer": {
+        "lars": LARSOptions,
+        "lamb": LAMBOptions,
+        "sgd": SGDOptions,
+        "adamw": AdamWOptions,
+        "lion": LionOptions,
+        "muon": MuonOptions,
+        "shampoo": ShampooOptions,
+    },
     "schedule": {"polynomial": PolynomialOptions, "step": StepOptions, "cyclic": CyclicOptions},
 }
 """Section -> name of a model, optimizer or schedule -> its options."""

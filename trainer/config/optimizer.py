@@ -51,14 +51,15 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
         yield from _check_foreign(optimizer)
     else:
         yield from check_options("optimizer", name, optimizer.options)
-    if optimizer.nesterov and optimizer.momentum == 0:
-        yield "optimizer.nesterov=True has no meaning with optimizer.momentum=0: set it to false"
+    options = optimizer.options or {}
+    if options.get("nesterov") is True and optimizer.momentum == 0:
+        yield "optimizer.options.nesterov=True has no meaning with optimizer.momentum=0: set it to false"
     for pattern, factor in (optimizer.lr_factors or {}).items():
         # type(): true would count as 1
         if type(factor) not in (int, float) or not 0 < factor < math.inf:
             yield f"optimizer.lr_factors: {pattern!r} has {factor!r}: give each pattern a positive, finite number"
-    if name in ("lamb", "adamw", "shampoo") and optimizer.eps == 0:
-        yield f"optimizer.name={name} needs an optimizer.eps above 0: give a value, 1e-6 is usual"
+    if name in ("lamb", "adamw", "shampoo") and options.get("eps") == 0:
+        yield f"optimizer.name={name} needs an optimizer.options.eps above 0: give a value, 1e-6 is usual"
 
 
 def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:

@@ -109,12 +109,16 @@ def _make_parser(
     texts = _docstrings() if for_help else {}
     for section, holder in SECTIONS.items():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
-        described = [("", holder, key) for key in KEYS.values() if key.section == section]
+        for key in (key for key in KEYS.values() if key.section == section):
+            text = f"{texts.get((holder.__name__, key.name), '')} ({_facts(key)})"
+            group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
         for key in (key for key in OPTION_KEYS.values() if key.section == f"{section}.options"):
-            owners = [name for name, own in KINDS[section].items() if key.name in own]
-            described.append((f"{' '.join(owners)}: ", HOLDERS[section][owners[0]], key))
-        for start, owner, key in described:
-            text = f"{start}{texts.get((owner.__name__, key.name), '')} ({_facts(key)})"
+            owners = {name: own[key.name] for name, own in KINDS[section].items() if key.name in own}
+            classes = (each for name in owners for each in HOLDERS[section][name].__mro__)
+            said = next((texts[found] for each in classes if (found := (each.__name__, key.name)) in texts), "")
+            defaults = {name: json.dumps(own.default) for name, own in owners.items()}
+            own = ", ".join(f"{each} with {name}" for name, each in defaults.items())
+            text = f"{' '.join(owners)}: {said} ({_facts(key, own if len(set(defaults.values())) > 1 else '')})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
     for option in options:
         if option not in OPTION_KEYS:
@@ -126,8 +130,8 @@ def _make_parser(
     return parser
 
 
-def _facts(key: Key) -> str:
-    default = key.default if isinstance(key.default, str) else json.dumps(key.default)
+def _facts(key: Key, default: str = "") -> str:
+    default = default or (key.default if isinstance(key.default, str) else json.dumps(key.default))
     if key.only_for is not None and key.default is not None:
         default += f" with {key.decider} {' or '.join(key.only_for.values)}, else null"
     return f"{describe(key.kind)}; default: {default}"

@@ -264,11 +264,6 @@ class OptimizerConfig:
     schedulefree.SGDScheduleFree."""
     momentum: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("lars", "sgd", "muon", "shampoo"))] = 0.9
     """Fraction of the last update that is kept, in [0, 1); only for lars, sgd, muon and shampoo, else null."""
-    nesterov: Annotated[bool | None, OnlyFor("name", ("lars", "sgd", "muon", "shampoo"))] = False
-    """Nesterov's momentum; only for lars, sgd, muon and shampoo, else null."""
-    betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyFor("name", ("lamb", "adamw", "lion"))] = (0.9, 0.999)
-    """Decay rates of the running means of gradients and of their squares in lamb and adamw. In lion: of the mean whose
-    sign is taken, and of the one that is kept (0.9 and 0.99 in its paper). null for the others."""
     weight_decay: Annotated[float, DECAY] = 1e-4
     """Weight decay: L2 in lars, sgd and shampoo, decoupled in lamb, adamw, lion and muon (for its matrices)."""
     exclude_bias_and_norm: bool = True
@@ -278,16 +273,9 @@ class OptimizerConfig:
     lr_factors: dict[str, Any] | None = None
     """Factors on the schedule's learning rate by patterns of weights' names, such as {"fc.*": 1, "*": 0.1}. The first
     pattern that matches counts; without a match the factor is 1. null for no such factors."""
-    trust_coefficient: Annotated[float | None, POSITIVE, OnlyFor("name", ("lars",))] = 0.001
-    """LARS eta; only for lars, else null."""
-    eps: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", ("lars", "lamb", "adamw", "shampoo"))] = 0.0
-    """Added to the denominator of the trust ratio in lars, of the update in lamb and adamw. In shampoo: lower bound of
-    an eigenvalue, as a fraction of the largest. null for the others."""
-    momentum_form: Annotated[Literal["lr_inside", "lr_outside"] | None, OnlyFor("name", ("lars",))] = "lr_inside"
-    """lr_inside: the MLPerf reference; lr_outside: NVIDIA's; only for lars, else null."""
     options: dict[str, Any] | None = None
-    """Settings of muon and shampoo, or arguments of a class from another package, such as {block_size: 512}, or one at
-    a time: --optimizer.options.block_size 512. null for none."""
+    """Settings of that optimizer, or arguments of a class from another package, such as {trust_coefficient: 0.002}, or
+    one at a time: --optimizer.options.trust_coefficient 0.002. null for none."""
     sharded: bool = False
     """Each rank updates one part of the weights and keeps the optimizer state of that part only. Gradients use the
     backend's reduce-scatter; comm.algorithm has no effect."""

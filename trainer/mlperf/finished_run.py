@@ -89,7 +89,7 @@ def _lars_facts(run: FinishedRun) -> dict[str, Any]:
             decay_epochs(schedule, epochs=run_config.epochs) * run.job["steps_per_epoch"]
         ),
         "lars_opt_learning_rate_warmup_epochs": schedule.warmup_epochs,
-        "lars_epsilon": optimizer.eps,
+        "lars_epsilon": (optimizer.options or {}).get("eps"),
         "lars_opt_momentum": optimizer.momentum,
         "lars_opt_weight_decay": optimizer.weight_decay,
     }

@@ -20,7 +20,7 @@ FIXED = {
     "run.eval_every_epochs": 4,
     "run.target_top1": TARGET_TOP1,
     "optimizer.name": "lars",
-    "optimizer.eps": 0.0,
+    "optimizer.options.eps": 0.0,
     "schedule.name": "polynomial",
     "schedule.options.power": 2.0,
     "schedule.end_lr": 1e-4,
@@ -39,7 +39,7 @@ REFERENCE = {
     "model.weights": None,
     "model.frozen": None,
     "optimizer.loss": "cross_entropy",
-    "optimizer.nesterov": False,
+    "optimizer.options.nesterov": False,
     "optimizer.exclude_bias_and_norm": True,
     "optimizer.bias_lr_factor": 1.0,
     "optimizer.lr_factors": None,
@@ -53,7 +53,7 @@ RECIPES = {
     "model.linear_std": None,
     "data.crop_area_min": 0.08,
     "data.eval_crop_fraction": 0.875,
-    "optimizer.trust_coefficient": 0.001,
+    "optimizer.options.trust_coefficient": 0.001,
 }
 """Values that the rules and convergence points assume, as in our recipes: initial weights and crops are torchvision's,
 the coefficient is LARSETA of NVIDIA's v4.0 submission."""

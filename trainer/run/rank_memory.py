@@ -31,7 +31,7 @@ class UpdateMemory:
 def num_moments(config: Config) -> int:
     """Return the fp32 numbers per weight in an optimizer's state; for foreign optimizers two are assumed."""
     optimizer = config.optimizer
-    if optimizer.betas is not None or is_foreign(optimizer.name):
+    if "betas" in (optimizer.options or {}) or is_foreign(optimizer.name):
         return 2
     return 1 if optimizer.momentum else 0
 

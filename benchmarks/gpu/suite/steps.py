@@ -11,16 +11,12 @@ from bigbatch.errors import UserError
 
 LARS = {
     "optimizer.name": "lars",
-    "optimizer.options": None,
     "optimizer.momentum": 0.9,
-    "optimizer.nesterov": False,
-    "optimizer.trust_coefficient": 0.001,
-    "optimizer.eps": 0.0,
-    "optimizer.momentum_form": "lr_inside",
+    "optimizer.options": {"trust_coefficient": 0.001, "eps": 0.0, "momentum_form": "lr_inside", "nesterov": False},
 }
 UNFUSED = {
-    **dict.fromkeys(LARS),
     "optimizer.name": "torch.optim.SGD",
+    "optimizer.momentum": None,
     "optimizer.options": {"momentum": 0.9},
 }
 """The update of torchvision's script. Our own optimizers are always fused."""

@@ -99,7 +99,7 @@ def is_scale(name: str, tensor: Tensor) -> bool:
 def test_biases_move_by_the_factor_and_decay_as_the_others(excluded: bool) -> None:
     """A step of plain SGD: w - lr * (g + decay * w), and of a bias b - factor * lr * (g + decay / factor * b)."""
     config = config_of(
-        *("optimizer.momentum=0", "optimizer.nesterov=false", f"optimizer.weight_decay={DECAY}"),
+        *("optimizer.momentum=0", "optimizer.options.nesterov=false", f"optimizer.weight_decay={DECAY}"),
         *(
             f"optimizer.bias_lr_factor={FACTOR}",
             f"optimizer.exclude_bias_and_norm={excluded}",
@@ -133,8 +133,8 @@ def test_groups_without_a_factor_are_two_as_ever() -> None:
 
 
 def test_lars_does_not_adapt_raised_biases() -> None:
-    lars = ("optimizer.name=lars", "optimizer.trust_coefficient=0.001", "optimizer.eps=0")
-    config = config_of(*lars, "optimizer.momentum_form=lr_inside", "optimizer.bias_lr_factor=2")
+    lars = ("optimizer.name=lars", "optimizer.options.trust_coefficient=0.001", "optimizer.options.eps=0")
+    config = config_of(*lars, "optimizer.options.momentum_form=lr_inside", "optimizer.bias_lr_factor=2")
     groups = make_optimizer(config.optimizer, _build_model(config, nn.BatchNorm2d), {}, lr=1.0).param_groups
     assert [(len(g["params"]), g["adapt"], g.get("lr_factor")) for g in groups] == [
         (9, True, None),

@@ -188,7 +188,7 @@ def test_recipes_of_the_lars_in_pytorch(name: str) -> None:
         per_gpu,
     )
     assert config.schedule.base_lr == pytest.approx(base_lr, rel=1e-6)
-    assert (config.schedule.warmup_epochs, config.optimizer.eps) == (warmup, eps)
+    assert (config.schedule.warmup_epochs, config.optimizer.options["eps"]) == (warmup, eps)
     assert (config.schedule.name, config.schedule.options["power"], config.schedule.end_lr) == ("polynomial", 2, 0)
     assert (config.run.epochs, config.optimizer.weight_decay, config.optimizer.name) == (90, 1e-4, "lars")
     assert f"published: {top1:.2f}% top-1 after 90 epochs. Not run here." in words_of(name)
@@ -212,7 +212,7 @@ def test_recipes_that_are_fast_are_ffcvs(name: str) -> None:
     assert (config.data.image_size, config.data.eval_crop_fraction, config.data.eval_flip) == (256, 224 / 256, True)
     assert (config.model.name, config.model.options["blurpool"]) == ("resnet50", True)
     optimizer = config.optimizer
-    assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.9, False)
+    assert (optimizer.name, optimizer.momentum, optimizer.options["nesterov"]) == ("sgd", 0.9, False)
     assert (optimizer.weight_decay, optimizer.exclude_bias_and_norm, optimizer.label_smoothing) == (1e-4, True, 0.1)
     steps = IMAGENET_TRAIN // 4096
     assert rates.index(max(rates)) == 2 * steps - 1
@@ -246,7 +246,7 @@ def test_recipes_of_jia_et_al(name: str) -> None:
 def test_recipe_of_the_baseline_without_lars() -> None:
     """Nado et al. 2021: batch 32,768, 2,512 steps, 75.92%; google/init2winit: a virtual batch of 64."""
     config, rates = in_steps(NESTEROV)
-    assert (config.optimizer.name, config.optimizer.nesterov) == ("sgd", True)
+    assert (config.optimizer.name, config.optimizer.options["nesterov"]) == ("sgd", True)
     assert (config.batch.global_batch_size, config.batch.bn_span) == (32768, 64)
     assert len(rates) == pytest.approx(2512, rel=0.01)
     assert "published: 75.92% top-1 after 2,512 steps, 64 epochs. Not run here." in words_of(NESTEROV)

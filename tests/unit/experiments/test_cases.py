@@ -113,7 +113,7 @@ def test_case_couples_an_optimizer_and_its_rate_and_drops_what_is_for_others(tmp
     assert rates(points)["LARS"] == [2.0, round(2 * root, 6), 4.0]
     assert rates(points)["SGD"] == [0.1, round(0.1 * root, 6), 0.2]
     sgd = next(point.config for point in points if point.values["case"] == "SGD")
-    assert (sgd.optimizer.trust_coefficient, sgd.optimizer.momentum) == (None, 0.951807)
+    assert (sgd.optimizer.options, sgd.optimizer.momentum) == ({"nesterov": False}, 0.951807)
     assert rates(points_of(tmp_path, base=OPTIMIZERS, scale="linear"))["SGD"] == [0.1, 0.2, 0.4]
     assert rates(points_of(tmp_path, base=OPTIMIZERS, scale=None))["SGD"] == [0.1] * 3
 

@@ -135,7 +135,10 @@ def test_sweep_times_and_numbers_are_what_they_look_like(file: Path) -> None:
 
 def test_sweep_table_has_what_differs_and_aligns_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(
-        file, grid={"optimizer.nesterov": [True, False], "batch.global_batch_size": [96, 9600]}, options={}, steps=None
+        file,
+        grid={"optimizer.options.nesterov": [True, False], "batch.global_batch_size": [96, 9600]},
+        options={},
+        steps=None,
     )
     plan = read_plan(file)
     print_table(plan, SweepFolder(file.with_name("none")), make_points(plan, folder=file.with_name("none")))

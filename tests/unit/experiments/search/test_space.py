@@ -18,8 +18,8 @@ from bigbatch.trainer.config.file import load_config
         ("model.options.width=choice:null,8", ValueList("model.options.width", ("null", "8"), is_ordered=False)),
         ("schedule.options.power=linear:1:3", SearchRange("schedule.options.power", 1, 3, False, False)),
         (
-            "optimizer.betas=choice:[0.9,0.99],[0.8,0.9]",
-            ValueList("optimizer.betas", ("[0.9, 0.99]", "[0.8, 0.9]"), False),
+            "optimizer.options.betas=choice:[0.9,0.99],[0.8,0.9]",
+            ValueList("optimizer.options.betas", ("[0.9, 0.99]", "[0.8, 0.9]"), False),
         ),
         # five doublings of 1e-5 are 3.2e-4, a sixth would be beyond 4e-4
         (

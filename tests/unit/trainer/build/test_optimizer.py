@@ -32,26 +32,28 @@ from tests.unit.trainer.config.test_schema import make_config
 SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree
 
 LR = 0.1
-MUON = {"vector_lr_factor": 0.5, "newton_schulz_steps": 3, "newton_schulz_precision": "fp32"}
-SHAMPOO = {"block_size": 3, "root_every_steps": 2, "factor_decay": 0.9}
-OF_ALL = {**MUON, **SHAMPOO, "eps": 1e-4}
+OF_LARS = {"nesterov": True, "trust_coefficient": 0.01, "momentum_form": "lr_outside", "eps": 0.1}
+OF_MUON = {"vector_lr_factor": 0.5, "newton_schulz_steps": 3, "newton_schulz_precision": "fp32"}
+OF_SHAMPOO = {"eps": 1e-4, "block_size": 3, "root_every_steps": 2, "factor_decay": 0.9}
+MUON = {"nesterov": True, **OF_MUON}
+SHAMPOO = {"nesterov": True, **OF_SHAMPOO}
+OF_ALL = {**OF_MUON, **OF_SHAMPOO}
 """Settings of the whole optimizer, not of a group."""
-NULLS = dict.fromkeys(("momentum", "nesterov", "trust_coefficient", "momentum_form", "betas", "eps", "options"))
 SETTINGS: dict[str, dict[str, Any]] = {
-    "lars": {"momentum": 0.9, "nesterov": True, "trust_coefficient": 0.01, "momentum_form": "lr_outside", "eps": 0.1},
-    "lamb": {"betas": (0.8, 0.9), "eps": 1e-5},
-    "sgd": {"momentum": 0.9, "nesterov": False},
-    "adamw": {"betas": (0.8, 0.9), "eps": 1e-5},
-    "lion": {"betas": (0.8, 0.9)},
-    "muon": {"momentum": 0.9, "nesterov": True, "options": MUON},
-    "shampoo": {"momentum": 0.9, "nesterov": True, "eps": 1e-4, "options": SHAMPOO},
+    "lars": {"momentum": 0.9, "options": OF_LARS},
+    "lamb": {"options": {"betas": (0.8, 0.9), "eps": 1e-5}},
+    "sgd": {"momentum": 0.9},
+    "adamw": {"options": {"betas": (0.8, 0.9), "eps": 1e-5}},
+    "lion": {"options": {"betas": (0.8, 0.9)}},
+    "muon": {"momentum": 0.9, "options": MUON},
+    "shampoo": {"momentum": 0.9, "options": SHAMPOO},
     "schedulefree.SGDScheduleFree": {"options": {"momentum": 0.8, "warmup_steps": 3}},
     "torch.optim.Adagrad": {"options": {"lr_decay": 0.01}},
 }
 
 
 def settings_of(name: str, **changes: Any) -> Any:
-    values = {**NULLS, **SETTINGS.get(name, {}), "weight_decay": 0.01, **changes}
+    values = {"momentum": None, **SETTINGS.get(name, {}), "weight_decay": 0.01, **changes}
     return make_config({f"optimizer.{k}": v for k, v in {"name": name, **values}.items()}).optimizer
 
 
@@ -93,7 +95,7 @@ def test_every_optimizer_stands_in_the_pages_table() -> None:
 def test_make_optimizer_hands_options_on() -> None:
     optimizer: Any = make("shampoo")[0]
     assert (optimizer._block_size, optimizer._every, optimizer._factor_decay, optimizer._eps) == (3, 2, 0.9, 1e-4)
-    optimizer = make("muon", nesterov=False, options={**MUON, "newton_schulz_precision": "bf16"})[0]
+    optimizer = make("muon", options={**MUON, "nesterov": False, "newton_schulz_precision": "bf16"})[0]
     assert (optimizer._steps, optimizer._precision) == (3, "bf16")
     assert [group["nesterov"] for group in optimizer.param_groups] == [False, False]
 
@@ -124,7 +126,7 @@ def test_make_optimizer_decays_bias_and_norm_too_where_they_are_not_excluded(nam
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("changes", [{}, {"nesterov": True}, {"momentum": 0.0}])
+@pytest.mark.parametrize("changes", [{}, {"options": {"nesterov": True}}, {"momentum": 0.0}])
 def test_sgd_is_torchs_plain_one(changes: dict[str, Any], device: str) -> None:
     optimizer, weights = make("sgd", device=device, **changes)
     plain_model = model_on(device)
@@ -133,8 +135,8 @@ def test_sgd_is_torchs_plain_one(changes: dict[str, Any], device: str) -> None:
         for decays in (True, False)
     ]
     groups[0]["weight_decay"] = 0.01  # type: ignore[assignment]
-    momentum = {"momentum": 0.9, "nesterov": False, **changes}
-    plain = torch.optim.SGD(groups, lr=LR, foreach=False, **momentum)
+    momentum = changes.get("momentum", 0.9)
+    plain = torch.optim.SGD(groups, lr=LR, foreach=False, momentum=momentum, nesterov="options" in changes)
     expected = walk(plain, list(plain_model.parameters()), steps=range(20))
     torch.testing.assert_close(walk(optimizer, weights, steps=range(20)), expected, rtol=1e-5, atol=1e-6)
 
@@ -350,4 +352,4 @@ def test_make_optimizer_refuses_an_average_of_what_averages_itself() -> None:
 
 def test_make_optimizer_names_the_key_of_a_pattern_that_decides_for_nothing() -> None:
     with pytest.raises(ConfigError, match=naming("optimizer.lr_factors: 'fc.*' ")):
-        make("sgd", momentum=0.9, nesterov=False, lr_factors={"fc.*": 2.0})
+        make("sgd", lr_factors={"fc.*": 2.0})

@@ -240,10 +240,8 @@ def test_ranks_share_out_the_work_on_matrices(
     name: str, is_sharded: bool, is_exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each by itself where bits must not depend on which others a rank has."""
-    words = [f"optimizer.name={name}", f"optimizer.sharded={is_sharded}", "optimizer.nesterov=true"]
-    words += [f"optimizer.eps={'1e-6' if name == 'shampoo' else 'null'}", "schedule.end_lr=0"]
-    words += [f"optimizer.{key}=null" for key in ("trust_coefficient", "momentum_form")]
-    words += [f"run.reproducible={is_exact}"]
+    words = [f"optimizer.name={name}", f"optimizer.sharded={is_sharded}", "optimizer.options.nesterov=true"]
+    words += ["schedule.end_lr=0", f"run.reproducible={is_exact}"]
     config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
     monkeypatch.setattr(build_parts, "DividedWork", lambda communicator, *, one_by_one: (communicator, one_by_one))
     monkeypatch.setattr(
@@ -308,9 +306,8 @@ def test_generated_samples_have_no_digest() -> None:
 
 def test_momentum_survives_an_overflow_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is skipped; memory that torch allocates for it is filled with NaN here, and with anything elsewhere."""
-    nothing = (f"optimizer.{key}=null" for key in ("trust_coefficient", "eps", "momentum_form"))
     half = ("optimizer.precision=fp16", "optimizer.loss_scale=65536", "optimizer.loss_scale_growth_steps=2000")
-    config, communicator = quickstart("optimizer.name=sgd", *half, *nothing), one_rank()
+    config, communicator = quickstart("optimizer.name=sgd", *half), one_rank()
     plan = make_plan(config, communicator, num_samples=5000, first_step=0)
     parts = make_parts(config, communicator, plan=plan, tuned=None)
     for weight in parts.model.parameters():

@@ -93,13 +93,19 @@ def test_load_config_takes_a_run_folder_from_before_algorithms_were_chosen(tmp_p
     assert load_config(["--config", "quickstart"]).comm.algorithm == "auto"
 
 
+LARS = {"nesterov": False, "trust_coefficient": 0.001, "eps": 0.0, "momentum_form": "lr_inside"}
+
+
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
-        ({}, {"optimizer.trust_coefficient": 0.001, "optimizer.betas": None, "optimizer.loss_scale": None}),
-        ({"optimizer.name": "sgd"}, {"optimizer.trust_coefficient": None, "optimizer.momentum": 0.9}),
-        ({"optimizer.name": "adamw"}, {"optimizer.momentum": None, "optimizer.betas": (0.9, 0.999)}),
-        ({"optimizer.name": "a.B"}, {"optimizer.momentum": None, "optimizer.eps": None}),
+        ({}, {"optimizer.options": LARS, "optimizer.loss_scale": None}),
+        ({"optimizer.name": "sgd"}, {"optimizer.options": {"nesterov": False}, "optimizer.momentum": 0.9}),
+        (
+            {"optimizer.name": "adamw"},
+            {"optimizer.momentum": None, "optimizer.options": {"betas": (0.9, 0.999), "eps": 1e-8}},
+        ),
+        ({"optimizer.name": "a.B"}, {"optimizer.momentum": None, "optimizer.options": None}),
         ({"optimizer.precision": "fp16"}, {"optimizer.loss_scale": 65536.0, "optimizer.loss_scale_growth_steps": 2000}),
         ({"model.name": "resnet50"}, {"model.options": {"zero_gamma": True, "blurpool": False}}),
         ({"model.name": "timm:resnet18"}, {"model.options": None}),
@@ -117,10 +123,10 @@ def test_with_defaults_gives_them_where_their_key_has_a_meaning(stated, expected
 def test_load_config_drops_what_a_file_states_for_another_choice(tmp_path):
     """A recipe of LARS, trained by SGD: its trust coefficient goes. What one file states of its own choice stays."""
     recipe = write(tmp_path / "recipe.yaml", "optimizer:\n  trust_coefficient: 0.002\n")
-    assert load_config(["--config", recipe]).optimizer.trust_coefficient == 0.002
-    assert load_config(["--config", recipe, "--optimizer.name", "sgd"]).optimizer.trust_coefficient is None
-    message = refusal("--config", recipe, "--optimizer.name", "sgd", "--optimizer.trust_coefficient", "0.1")
-    assert re.search(naming("optimizer.trust_coefficient=0.1 ", "optimizer.name=sgd"), message)
+    assert load_config(["--config", recipe]).optimizer.options == {**LARS, "trust_coefficient": 0.002}
+    assert load_config(["--config", recipe, "--optimizer.name", "sgd"]).optimizer.options == {"nesterov": False}
+    message = refusal("--config", recipe, "--optimizer.name", "sgd", "--optimizer.options.trust_coefficient", "0.1")
+    assert re.search(naming("optimizer.options.trust_coefficient", "optimizer.name=sgd"), message)
 
 
 def test_load_config_merges_options_of_one_choice_and_drops_those_of_another(tmp_path):

@@ -9,12 +9,11 @@ from error_texts import naming
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from tests.unit.trainer.config.test_schema import RESIDENT, SIZES, STEP, SYNTHETIC, make_config, refusal
 
-NULLS = {f"optimizer.{key}": None for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form", "eps")}
-ADAMW = {**NULLS, "optimizer.name": "adamw", "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8}
-SGD = {**NULLS, "optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.nesterov": True}
-MUON = {**SGD, "optimizer.name": "muon", "optimizer.options": {"newton_schulz_precision": "bf16"}}
-SHAMPOO = {**SGD, "optimizer.name": "shampoo", "optimizer.eps": 1e-6, "optimizer.options": {"block_size": 512}}
-FOREIGN = {**NULLS, "optimizer.name": "schedulefree.SGDScheduleFree"}
+ADAMW = {"optimizer.name": "adamw", "optimizer.momentum": None}
+SGD = {"optimizer.name": "sgd", "optimizer.options.nesterov": True}
+MUON = {**SGD, "optimizer.name": "muon", "optimizer.options.newton_schulz_precision": "bf16"}
+SHAMPOO = {**SGD, "optimizer.name": "shampoo", "optimizer.options.block_size": 512}
+FOREIGN = {"optimizer.name": "schedulefree.SGDScheduleFree", "optimizer.momentum": None}
 OWN_MODEL = {"model.name": "no_such_package.models.Net"}
 OWN_LOSS = {"optimizer.loss": "no_such_package.Loss", "optimizer.label_smoothing": 0.0}
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024.0}
@@ -81,11 +80,11 @@ augment.cutmix_alpha=0.2; batch.bn_span=128
   | spreads over ranks of batch.microbatch_size=64: set both | augment.cutmix_alpha=0.0
 
 model.name=alexnet_bn; data.image_size=63; model.options.width=8
-  | model.options.width has no meaning with model.name= & takes no options
+  | model.options.width has no meaning with model.name= & takes nesterov
 model.name=resnet50; model.options.width=8
   | model.options.width has no meaning with model.name= & takes zero_gamma, blurpool
 model.options.blurpool=true | model.options.blurpool has no meaning with model.name= & takes width, pool_first
-optimizer.options={block_size: 8} | optimizer.options.block_size has no meaning with optimizer.name= & takes no options
+optimizer.options={block_size: 8} | optimizer.options.block_size has no meaning with optimizer.name= & takes nesterov
 schedule.options.gamma=0.5 | schedule.options.gamma has no meaning with schedule.name= & takes power
 model.options.widht=8 | ; the nearest is width
 model.options.width=wide | model.options.width=wide must be int | model.options.width=4
@@ -126,12 +125,15 @@ comm.wire_dtype=float16; optimizer.sharded=true
   | comm.wire_dtype=float16 & optimizer.sharded=True | optimizer.sharded=false
 optimizer.ema_decay=0.99; optimizer.ema_every_steps=1; optimizer.sharded=true
   | optimizer.ema_decay=0.99 & optimizer.sharded=True | optimizer.sharded=false
-SHAMPOO; optimizer.eps=0.0 | optimizer.name=shampoo & optimizer.eps & 1e-6 | optimizer.eps=1.0e-06
+SHAMPOO; optimizer.options.eps=0.0
+  | optimizer.name=shampoo & optimizer.options.eps & 1e-6 | optimizer.options.eps=1.0e-06
 SHAMPOO; compute.cuda_graph=true | compute.cuda_graph=True & optimizer.name=shampoo & false | compute.cuda_graph=false
-SGD; optimizer.momentum=0.0 | optimizer.nesterov=True & optimizer.momentum=0 & false | optimizer.nesterov=false
-optimizer.nesterov=true; optimizer.momentum=0.0
-  | optimizer.nesterov=True & optimizer.momentum=0 & false | optimizer.nesterov=false
-ADAMW; optimizer.eps=0.0 | optimizer.name=adamw needs an optimizer.eps above 0 & 1e-6 | optimizer.eps=1.0e-06
+SGD; optimizer.momentum=0.0
+  | optimizer.options.nesterov=True & optimizer.momentum=0 & false | optimizer.options.nesterov=false
+optimizer.options.nesterov=true; optimizer.momentum=0.0
+  | optimizer.options.nesterov=True & optimizer.momentum=0 & false | optimizer.options.nesterov=false
+ADAMW; optimizer.options.eps=0.0
+  | optimizer.name=adamw needs an optimizer.options.eps above 0 & 1e-6 | optimizer.options.eps=1.0e-06
 optimizer.lr_factors={fc.*: 1, '*': 0} | optimizer.lr_factors & '*' & 0 | optimizer.lr_factors={fc.*: 1, '*': 0.1}
 optimizer.lr_factors={fc.*: 1, '*': fast}
   | optimizer.lr_factors & '*' & 'fast' | optimizer.lr_factors={fc.*: 1, '*': 0.1}

@@ -136,7 +136,6 @@ CYCLIC = ("--schedule.name=cyclic", "--schedule.warmup_epochs=0")
         (
             [
                 *("--schedule.low_momentum=0.5", "--optimizer.name=adamw", "--optimizer.momentum=null"),
-                *("--optimizer.nesterov=null", "--optimizer.trust_coefficient=null", "--optimizer.momentum_form=null"),
             ],
             ("schedule.low_momentum=0.5 has no meaning with optimizer.name=adamw",),
         ),

@@ -25,7 +25,6 @@ from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, complete, fold
 from bigbatch.trainer.config.schema import KEYS, Config, lookup, typed, with_defaults, with_values
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import ResNet
-from bigbatch.trainer.optim.lars import MOMENTUM_FORMS
 from bigbatch.trainer.optim.schedule import SCHEDULES
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
@@ -183,9 +182,7 @@ def test_config_ranges_leave_no_number_unchecked():
     [
         ({"data.loader": "synthetic"}, "data.num_synthetic_samples", "data.loader=synthetic"),
         ({"data.crop_area_min": None}, "data.crop_area_min", "data.crop=resized"),
-        ({"optimizer.trust_coefficient": None}, "optimizer.trust_coefficient", "optimizer.name=lars"),
-        ({"optimizer.eps": None}, "optimizer.eps", "optimizer.name=lars"),
-        ({"optimizer.momentum_form": None}, "optimizer.momentum_form", "optimizer.name=lars"),
+        ({"optimizer.momentum": None}, "optimizer.momentum", "optimizer.name=lars"),
         ({"schedule.end_lr": None}, "schedule.end_lr", "schedule.name=polynomial"),
         ({"schedule.name": "cosine", "schedule.end_lr": None}, "schedule.end_lr", "schedule.name=cosine"),
     ],
@@ -199,7 +196,7 @@ def test_config_key_that_the_choice_needs(changes, key, decider):
     [
         ({"data.num_synthetic_samples": 5}, "data.num_synthetic_samples=5", "data.loader=torchvision"),
         ({**RESIDENT, "data.crop_area_min": 0.5}, "data.crop_area_min=0.5", "data.crop=padded"),
-        ({"optimizer.name": "sgd"}, "optimizer.trust_coefficient=0.001", "optimizer.name=sgd"),
+        ({"optimizer.name": "lion"}, "optimizer.momentum=0.9", "optimizer.name=lion"),
         ({**STEP, "schedule.end_lr": 0.1}, "schedule.end_lr=0.1", "schedule.name=step"),
     ],
 )
@@ -256,7 +253,6 @@ def test_smallest_image_is_the_smallest_that_the_model_takes(name):
 @pytest.mark.parametrize(
     ("section", "key", "known"),
     [
-        ("optimizer", "momentum_form", MOMENTUM_FORMS),
         ("optimizer", "precision", COMPUTE_DTYPES),
         ("schedule", "name", SCHEDULES),
         ("comm", "backend", BACKENDS),

@@ -16,7 +16,7 @@ from bigbatch.trainer.models.foreign import make_foreign
 
 KEYS: dict[str, Callable[[str], list[str]]] = {
     "model.name": lambda name: [f"--model.name={name}"],
-    "optimizer.name": lambda name: [f"--optimizer.name={name}", "--optimizer.trust_coefficient=null"],
+    "optimizer.name": lambda name: [f"--optimizer.name={name}"],
     "optimizer.loss": lambda name: [
         f"--optimizer.loss={name}",
         "--optimizer.label_smoothing=0",

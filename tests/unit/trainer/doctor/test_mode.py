@@ -97,7 +97,7 @@ def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
         (("--run.noise_scale_every_steps=1",), (8,), False, True),
         (("--data.train_sizes=[[0, 8]]",), (8, 16, 32), True, True),
         (("--data.train_sizes=[[0, 8], [1, 16]]", "--run.epochs=2"), (8, 16, 32), False, True),
-        (("--optimizer.name=shampoo", "--optimizer.eps=1e-6"), (8, 16, 32), False, True),
+        (("--optimizer.name=shampoo", "--optimizer.options.eps=1e-6"), (8, 16, 32), False, True),
         (("--batch.bn_span=16",), (8,), False, False),  # two ranks share a ghost batch
         (("--batch.virtual_ranks=4",), (8,), True, True),  # whose microbatches are those of four ranks
     ],

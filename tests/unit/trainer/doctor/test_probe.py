@@ -179,22 +179,13 @@ def test_generated_tensors_take_the_place_of_any_loader() -> None:
 
 def parts_of(name: str) -> tuple[Any, Any]:
     """Parts of a config of that optimizer, with gradients, and its settings."""
-    config = load_config(["--config", "quickstart", f"--optimizer.name={name}", *UNLIKE_LARS.get(name, ())])
+    config = load_config(["--config", "quickstart", f"--optimizer.name={name}"])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
     for weight in model.parameters():
         weight.grad = torch.randn_like(weight)
     precision = SimpleNamespace(masters=dict(model.named_parameters()))
     return config.optimizer, SimpleNamespace(model=model, precision=precision, communicator=SimpleNamespace(device=CPU))
-
-
-NO_LARS = ("--optimizer.trust_coefficient=null", "--optimizer.momentum_form=null")
-NO_MOMENTUM = ("--optimizer.momentum=null", "--optimizer.nesterov=null", "--optimizer.betas=[0.9, 0.99]")
-UNLIKE_LARS = {
-    "sgd": (*NO_LARS, "--optimizer.eps=null"),
-    "lamb": (*NO_LARS, *NO_MOMENTUM, "--optimizer.eps=1e-6"),
-    "adamw": (*NO_LARS, *NO_MOMENTUM, "--optimizer.eps=1e-6"),
-}
 
 
 @pytest.mark.parametrize("name", OF_TORCH)

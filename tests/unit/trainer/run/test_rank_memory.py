@@ -13,13 +13,10 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes, sharded_notes, update_memory
 
-SGD = ("--optimizer.name=sgd", *(f"--optimizer.{key}=null" for key in ("trust_coefficient", "eps", "momentum_form")))
-LAMB = ("--optimizer.name=lamb", "--optimizer.betas=[0.9, 0.999]", "--optimizer.eps=1e-6")
-LAMB += tuple(f"--optimizer.{key}=null" for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form"))
-
-
-MUON = ("--optimizer.name=muon", *SGD[1:])
-SHAMPOO = ("--optimizer.name=shampoo", "--optimizer.options.block_size=4", "--optimizer.eps=1e-6", SGD[1], SGD[3])
+SGD = ("--optimizer.name=sgd",)
+LAMB = ("--optimizer.name=lamb",)
+MUON = ("--optimizer.name=muon",)
+SHAMPOO = ("--optimizer.name=shampoo", "--optimizer.options.block_size=4")
 
 
 def make(*words: str, num_ranks: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Config, Any]:

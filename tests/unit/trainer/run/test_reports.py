@@ -392,15 +392,15 @@ def test_report_changes_are_shown_as_a_config_states_them() -> None:
 
 
 def test_report_a_key_that_an_older_config_lacks_had_its_default() -> None:
-    adamw = ["--config", "quickstart", "--optimizer.name=adamw", "--optimizer.eps=1e-8"]
+    adamw = ["--config", "quickstart", "--optimizer.name=adamw", "--optimizer.options.eps=1e-8"]
     older = yaml.safe_load(dump_config(load_config(adamw)))
-    for key in ("betas", "clip_norm", "ema_decay", "momentum"):
+    for key in ("options", "clip_norm", "ema_decay", "momentum"):
         del older["optimizer"][key]
     text = yaml.safe_dump(older)
     assert changes(text, dump_config(load_config(adamw))) == {}
-    new = load_config([*adamw, "--optimizer.clip_norm=1", "--optimizer.betas=[0.9, 0.99]"])
+    new = load_config([*adamw, "--optimizer.clip_norm=1", "--optimizer.options.betas=[0.9, 0.99]"])
     assert changes(text, dump_config(new)) == {
-        "optimizer.betas": "[0.9, 0.99] (was [0.9, 0.999])",
+        "optimizer.options.betas": "[0.9, 0.99] (was [0.9, 0.999])",
         "optimizer.clip_norm": "1.0 (was null)",
     }
 

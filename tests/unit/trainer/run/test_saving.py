@@ -107,7 +107,9 @@ def start(saver: CheckpointSaver, *, done: int) -> None:
 @pytest.mark.parametrize("name", ["lamb", "adamw"])
 def test_optimizer_that_will_never_update_a_weight_again_is_not_saved(name: str, tmp_path: Path) -> None:
     """A gradient of 1e25 is finite, and its square is not: the update is 0 from then on, while the loss looks well."""
-    settings = load_config(["--config", "quickstart", f"--optimizer.name={name}", "--optimizer.eps=1e-6"]).optimizer
+    settings = load_config(
+        ["--config", "quickstart", f"--optimizer.name={name}", "--optimizer.options.eps=1e-6"]
+    ).optimizer
     parts = make_parts()
     weights = list(parts.precision.masters.values())
     parts = replace(parts, optimizer=make_native(settings, [{"params": weights, "weight_decay": 0.0}], lr=0.1))
