@@ -213,6 +213,7 @@ class TrainingRun:
                         skipped=self.loop.skipped,
                         seconds=seconds,
                         noise=self.loop.noise.figures(),
+                        schedule=self.parts.schedule,
                         is_healed=self.is_healed,
                     )
                 ),

@@ -1,8 +1,9 @@
 """Outputs for a run's numbers: metrics.jsonl, loggers and the plot."""
 
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,14 +82,16 @@ def draw_run(
     label_smoothing: float,
     loss: str = "cross-entropy (nats)",
     global_batch_size: int | None = None,
+    schedule: Callable[[int], float] | None = None,
 ) -> "Figure":
     """Draw loss, accuracy and learning rate over epochs, in one colour each for training and evaluation.
 
     Also the noise scale, if it was measured, beside the global batch. label_smoothing: of the training loss.
+    schedule: learning rate by step, drawn for every step if all records agree with it: a peak may lie between reports.
     """
     from matplotlib.figure import Figure
 
-    train = [r for r in records if r["kind"] == "train" and has_measures(r, "epoch", "loss", "lr")]
+    train = [r for r in records if r["kind"] == "train" and has_measures(r, "step", "epoch", "loss", "lr")]
     evals = [r for r in records if r["kind"] == "eval" and has_measures(r, "epoch", "loss", "top1")]
     noisy = [r for r in train if has_measures(r, "noise_scale", "noise_scale_low")]
     count = 4 if noisy else 3
@@ -99,7 +102,7 @@ def draw_run(
         (loss_axes, train, "loss", 1, "-", TRAIN_COLOUR, f"training{smoothed}"),
         (loss_axes, evals, "loss", 1, "o-", EVAL_COLOUR, "evaluation"),
         (accuracy_axes, evals, "top1", 100, "o-", EVAL_COLOUR, "top-1"),
-        (rate_axes, train, "lr", 1, "-", TRAIN_COLOUR, None),
+        (rate_axes, _every_rate(train, schedule), "lr", 1, "-", TRAIN_COLOUR, None),
     ]
     of_five = [r for r in evals if has_measures(r, "top5")]
     if any(r["top5"] < 1 for r in of_five):  # with at most five classes it is always 1
@@ -126,6 +129,16 @@ def draw_run(
             axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
     figure.suptitle(title, fontsize=13)
     return figure
+
+
+def _every_rate(train: Sequence[dict[str, Any]], schedule: Callable[[int], float] | None) -> Sequence[dict[str, Any]]:
+    """Return epoch and rate of every step up to the last record; the records themselves if one has another rate."""
+    if schedule is None or not all(math.isclose(schedule(r["step"] - 1), r["lr"], rel_tol=1e-9) for r in train):
+        return train
+    return [
+        {"epoch": train[-1]["epoch"] * done / train[-1]["step"], "lr": schedule(done - 1)}
+        for done in range(1, train[-1]["step"] + 1 if train else 1)
+    ]
 
 
 def _draw_noise_scale(axes: "Axes", rows: Sequence[dict[str, Any]], *, global_batch_size: int | None) -> None:

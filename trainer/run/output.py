@@ -137,11 +137,12 @@ class RunOutput:
         skipped: Mapping[str, str],
         seconds: float,
         noise: Mapping[str, float | None],
+        schedule: Callable[[int], float],
         is_healed: bool = False,
     ) -> dict[str, Any] | None:
         """Write the plot, and the summary or how to continue; return the summary.
 
-        Arguments: as for make_summary and make_hints.
+        schedule: learning rate by step. Other arguments: as for make_summary and make_hints.
         """
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
@@ -153,6 +154,7 @@ class RunOutput:
             label_smoothing=optimizer.label_smoothing,
             loss="cross-entropy (nats)" if optimizer.loss == CROSS_ENTROPY else optimizer.loss,
             global_batch_size=config.batch.global_batch_size,
+            schedule=schedule,
         )
         host_of, used_share = self._communicator.control.host_of, self._plan.division.used_share
         for text in make_hints(

@@ -491,6 +491,18 @@ def test_report_plot_draws_each_figure_once_over_all_epochs() -> None:
     assert colors[0] != colors[1]
 
 
+def test_report_plot_draws_the_rate_of_each_step_and_that_of_the_records_if_a_resume_changed_it() -> None:
+    """Peaks between two reports are seen, too; the records alone know the rates of a run's earlier starts."""
+    rates = [0.25, 0.5, 1.0, 0.5, 0.25, 0.0]
+    records = [{"kind": "train", **TRAIN_RECORD, "step": n, "epoch": n / 2, "lr": rates[n - 1]} for n in (2, 4, 6)]
+    draw = partial(draw_run, title="a run", label_smoothing=0.0, schedule=lambda step: rates[step])
+    (drawn,) = draw(records).axes[2].get_lines()
+    assert list(drawn.get_xdata()) == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert list(drawn.get_ydata()) == rates
+    (drawn,) = draw([{**records[0], "lr": 0.4}, *records[1:]]).axes[2].get_lines()
+    assert list(drawn.get_ydata()) == [0.4, 0.5, 0.0]
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("records", [RUN, RUN[:1]])
 def test_report_plot_has_no_legend_over_a_curve(records: list[dict[str, Any]]) -> None:
