@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
-from bigbatch.errors import FULL, UserError, or_nearest, printable, tell
+from bigbatch.errors import FULL, UserError, notes_of, or_nearest, printable, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
 from bigbatch.groups import GROUPS, load_command
 from bigbatch.paths import work_folder
@@ -245,12 +245,12 @@ def _run(command: str, arguments: list[str]) -> int:
 def _code_of(error: BaseException) -> int:
     """Tell what was raised: a line where the user can mend it, else a traceback; return the exit code."""
     if isinstance(error, KeyboardInterrupt):  # to import torch takes long enough for a Ctrl-C
-        tell("interrupted")
+        tell("interrupted", *notes_of(error))
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
     if isinstance(error, UserError):
-        tell(*error.args)
+        tell(*error.args, *notes_of(error))
         return error.exit_code
     if isinstance(error, OSError) and error.errno in NOT_LOOKED_AT and error.filename:
         path = printable(os.fsdecode(error.filename))

@@ -24,6 +24,17 @@ class UserError(Exception):
         return "\n".join(map(str, self.args))
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """Return the lines that are printed below an error; Python prints them itself below a traceback, from 3.11 on."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return notes
+
+
+def add_note(error: BaseException, *notes: str) -> None:
+    """Add lines to those below an error; as its method, which Python 3.10 lacks."""
+    error.__notes__ = [*notes_of(error), *notes]  # type: ignore[attr-defined]
+
+
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that this error ends; CRASHED for one that is not for a user."""
     return error.exit_code if isinstance(error, UserError) else CRASHED

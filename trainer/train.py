@@ -10,7 +10,7 @@ from typing import Any
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder, read_process_env
-from bigbatch.errors import OutOfMemory, PeerLostError, ReplicasDiffer
+from bigbatch.errors import OutOfMemory, PeerLostError, ReplicasDiffer, add_note, notes_of
 from bigbatch.trainer.build.input import Images
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.staging import using_staged
@@ -96,12 +96,14 @@ def lead(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error)
+        reason, notes = str(error), notes_of(error)
     else:
         groups[-1].close()
         return summary
     # outside of the except block: the error's frames hold the run's tensors
-    raise OutOfMemory(explain(config, reason, world_size=groups[-1].world_size, device=communicator.device))
+    failure = OutOfMemory(explain(config, reason, world_size=groups[-1].world_size, device=communicator.device))
+    add_note(failure, *notes)
+    raise failure
 
 
 def _run_agreed(

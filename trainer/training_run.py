@@ -14,7 +14,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
-from bigbatch.errors import ReplicasDiffer, exit_code_of
+from bigbatch.errors import ReplicasDiffer, add_note, exit_code_of
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.input import measure_input
@@ -224,10 +224,21 @@ class TrainingRun:
         except BaseException as error:
             with suppress(Exception):  # what ended the run tells more
                 self.close(exit_code_of(error))
+            with suppress(Exception):
+                add_note(error, *self._where_it_continues())
             raise
         self.close()
         found: dict[str, Any] | None = json.loads(summary)
         return found
+
+    def _where_it_continues(self) -> list[str]:
+        """Return the line for the first rank that has failed; none if nothing was trained."""
+        is_auto, newest = self.config.run.resume == "auto", list_checkpoints(self.rundir.checkpoints)[-1:]
+        if not self.is_first or not (newest or (is_auto and self.loop.done)):
+            return []
+        if not newest:
+            return ["no checkpoint is saved yet: the same command starts from the beginning"]
+        return [f"{'' if is_auto else 'with --run.resume auto '}the same command continues from step {newest[0].step}"]
 
     def describe(self) -> dict[str, Any]:
         """Print what run() prints before its first step, and what it would do next. Writes nothing. Collective."""

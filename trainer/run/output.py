@@ -162,9 +162,10 @@ class RunOutput:
         ):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
-            # none if a run from another folder's checkpoint was stopped before its first step
-            saved = "".join(f"saved {newest.path}; " for newest in list_checkpoints(rundir.checkpoints)[-1:])
-            self.say(f"stopped by {totals.stopped_by}; {saved}the same command goes on from there")
+            where = "nothing is saved yet: the same command starts again"  # before the first step
+            for newest in list_checkpoints(rundir.checkpoints)[-1:]:
+                where = f"saved {newest.path}; the same command goes on from there"
+            self.say(f"stopped by {totals.stopped_by}; {where}")
             return None
         if totals.steps == 0 and rundir.summary.exists():
             self.say("this run was finished before; its summary:")

@@ -202,7 +202,7 @@ class Steps:
         failures = [(*json.loads(text), rank) for rank, text in enumerate(texts) if text]
         done, reason, rank = min(failures, key=lambda failure: failure[0])
         where = f"rank {rank}: " if communicator.world_size > 1 else ""
-        outcome = f"The run stopped after step {done} and goes on from there." if done else "No step was done."
+        outcome = f"The run stopped after step {done}." if done else "No step was done."
         stop = "" if reason.endswith((".", "?", "!")) else "."
         return InputLost(f"{where}{reason}{stop} {outcome}", done=done, replaced=self._gather_replaced(before=done))
 
