@@ -4,6 +4,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -61,12 +62,18 @@ def tuned_script(job: JobSpec) -> str | None:
 
 
 def find_run_folder(job: JobSpec) -> str | None:
-    """Return the run folder of `train`; None for other commands, and for a container with its own bigbatch.
+    """Return the run folder of `train`; None for other commands.
 
+    An image has its own bigbatch: this host's answer counts if there is one, in the work folder, which both see.
     In an array it may contain {index}; the first job's experiment is checked.
     Raises: ConfigError for a wrong experiment, or one that could not resume after it was requeued.
     """
-    config = None if job.image is not None else load_experiment(job)
+    if job.image is not None:
+        with suppress(ConfigError):
+            folder = find_run_folder(replace(job, image=None))
+            return folder if folder and Path(folder).absolute().is_relative_to(Path.cwd()) else None
+        return None
+    config = load_experiment(job)
     if config is None:
         return None
     run = config.run

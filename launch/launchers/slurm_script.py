@@ -265,7 +265,9 @@ def _setup(job: JobSpec) -> str:
 def _progress(job: JobSpec, *, folder: str | None) -> str:
     """Return bash that ends a job which restarts repeatedly without a new checkpoint."""
     most = job.restarts + 1 if job.restarts else MOST_STARTS
-    return f"run={_words([folder or ''], job)}\n{PROGRESS.replace('@MOST', str(most))}"
+    # this host's answer: the image's own recipe may name another folder
+    looked = '[ -d "$run" ] || run=""   # of another release in the image\n' if job.image and folder else ""
+    return f"run={_words([folder or ''], job)}\n{looked}{PROGRESS.replace('@MOST', str(most))}"
 
 
 def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:

@@ -260,9 +260,17 @@ def test_slurm_script_that_saves_goes_back_however_often(stubs: Stubs) -> None:
         assert goes_back(stubs, script, restart=restart, STUB_STOPPED="130")[0]
 
 
-def test_slurm_script_whose_run_folder_only_its_image_knows_goes_back_by_its_word(stubs: Stubs) -> None:
-    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2, image="bb.sif")))
+@pytest.mark.parametrize("folder", [RUN, None])
+def test_slurm_script_of_an_image_that_trains_elsewhere_goes_back_by_its_word(stubs: Stubs, folder: str | None) -> None:
+    """The image's own recipe may name another run folder than that of this host does."""
+    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2, image="bb.sif"), folder=folder))
     assert all(goes_back(stubs, script, restart=restart, STUB_STOPPED="130")[0] for restart in range(3))
+
+
+def test_slurm_script_of_an_image_is_judged_by_the_run_folder_that_is_there(stubs: Stubs) -> None:
+    (stubs.folder / RUN).mkdir(parents=True)
+    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2, image="bb.sif"), folder=RUN))
+    assert [goes_back(stubs, script, restart=restart, STUB_STOPPED="130")[0] for restart in range(2)] == [True, False]
 
 
 def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> None:
@@ -442,3 +450,17 @@ def test_run_folder_of_a_job_that_would_fail_in_the_queue_is_refused_before(
 ) -> None:
     with pytest.raises(ConfigError, match=naming(*named)):
         find_run_folder(JobSpec((*TRAIN, *words), 1, array=array))
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        ((), "runs/quickstart"),
+        (("--run.directory", "runs/a"), "runs/a"),
+        (("--run.directory", "/mounted/runs"), None),
+        (("--run.of_its_release", "1"), None),
+    ],
+)
+def test_run_folder_of_an_image_is_the_host_s_answer_if_both_see_it(words: tuple[str, ...], folder: str | None) -> None:
+    """The work folder has the same path in the image."""
+    assert find_run_folder(JobSpec((*TRAIN, *words), 1, image="bb.sif")) == folder
