@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.plan import make_plan, make_schedule_of
 from bigbatch.trainer.config.batch import accumulation_steps, divide_batch
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
@@ -241,6 +244,20 @@ def test_recipes_of_jia_et_al(name: str) -> None:
     assert config.model.options == (None if "alexnet" in name else {"zero_gamma": True, "blurpool": False})
     assert config.batch.bn_span in (32, 64)
     assert f"published: {top1}% top-1 after {epochs} epochs" in words_of(name)
+
+
+@pytest.mark.parametrize("name", JIA)
+def test_recipes_of_jia_et_al_start_by_fan_in_and_gaussian_linear_layers(name: str) -> None:
+    """sqrt(2 / fan in), fan in = channels of a group x kernel; 0.01 for linear layers; each within 5 deviations."""
+    model = make_model(recipe(name), SimpleNamespace(device=torch.device("cpu")))
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
+    for path, layer in layers.items():
+        weight, std = layer.weight.detach(), 0.01
+        if isinstance(layer, nn.Conv2d):
+            std = math.sqrt(2 / (layer.in_channels // layer.groups * math.prod(layer.kernel_size)))
+        assert float(weight.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * weight.numel())), path
+        assert layer.bias is None or not layer.bias.any(), path
+    assert len(layers) == (8 if "alexnet" in name else 54)
 
 
 def test_recipe_of_the_baseline_without_lars() -> None:
