@@ -4,7 +4,7 @@ import atexit
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -138,12 +138,11 @@ class Communicator:
         self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table}\n{self.topology.groups}")
         return self._connect_algorithm(algorithm, wire=wire, table=table, why=why)
 
-    def with_every_algorithm(self) -> "dict[str, Communicator]":
+    def with_every_algorithm(self, *, but: Collection[str] = ()) -> "dict[str, Communicator]":
         """Make a communicator of each algorithm that runs here, by name, with one comparison for all. Collective."""
-        self.agree("the all-reduces", f"{self.algorithms}\n{self.wire}\n{self.topology.groups}")
-        return {
-            name: self._connect_algorithm(name, wire=self.wire, table=self.table, why="") for name in self.algorithms
-        }
+        names = [name for name in self.algorithms if name not in but]
+        self.agree("the all-reduces", f"{names}\n{self.wire}\n{self.topology.groups}")
+        return {name: self._connect_algorithm(name, wire=self.wire, table=self.table, why="") for name in names}
 
     def _connect_algorithm(self, algorithm: str, *, wire: Wire, table: HybridTable | None, why: str) -> "Communicator":
         with self._watched(f"connection of the groups of algorithm {algorithm}"):

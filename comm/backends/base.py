@@ -3,7 +3,7 @@
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -112,6 +112,23 @@ class Backend(Protocol):
 
     def abandon(self) -> None:
         """Release what this rank holds, without the others: if connect() refuses, and nothing is under way."""
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """A transport that can leave an operation behind which hangs."""
+
+    def limit(self, seconds: float | None) -> None:
+        """Let waits raise LateError after so long; None: only the job's limit holds."""
+
+    def num_submitted(self) -> int:
+        """Return the number of operations submitted so far."""
+
+    def restart(self, *, num_missed: int) -> None:
+        """End what is under way and connect anew; earlier groups have ended. Collective.
+
+        num_missed: the operations that another rank has submitted and this one has not.
+        """
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,14 @@ WhileWaiting = Callable[[str, float], None]
 """(label, seconds waited so far): called every POLL_SECONDS of a wait; raises to give up."""
 
 
+class LateError(Exception):
+    """A wait has reached the queue's own limit; pending: what it waited for."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__(f"{pending.label} is late")
+        self.pending = pending
+
+
 @dataclass(frozen=True)
 class _Job:
     future: "futures.Future[None]"
@@ -38,11 +46,15 @@ class ThreadQueue:
     a daemon: one that hangs in a collective does not keep a failed process alive.
     """
 
-    def __init__(self, explain: Explain, *, while_waiting: WhileWaiting) -> None:
+    def __init__(self, explain: Explain, *, while_waiting: WhileWaiting, number: int = 0) -> None:
+        """number: the last operation's of an earlier queue, which this one replaces."""
         self._explain = explain
         self._while_waiting = while_waiting
         self._failure: CommError | None = None
-        self._number = 0
+        self.number = number
+        """Number of the last operation submitted."""
+        self.limit_seconds: float | None = None
+        """Limit of a wait, which then raises LateError; None: while_waiting's alone."""
         self._under_way: deque[Pending] = deque()
         self.is_closed = False
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -54,8 +66,9 @@ class ThreadQueue:
         if self.is_closed:
             raise CommError(f"{label} comes too late: the communicator is closed")
         future: futures.Future[None] = futures.Future()
-        self._number += 1
-        self._under_way.append(Pending(self._number, label, awake_seconds(), ranks))
+        self.number += 1
+        pending = Pending(self.number, label, awake_seconds(), ranks)
+        self._under_way.append(pending)
         self._jobs.put(_Job(future, operation, label))
 
         def wait() -> None:
@@ -63,7 +76,10 @@ class ThreadQueue:
             while not futures.wait([future], timeout=POLL_SECONDS).done:
                 # an earlier one may be what keeps this one waiting
                 running = self.oldest()
-                self._while_waiting(running.label if running else label, awake_seconds() - start)
+                waited = awake_seconds() - start
+                self._while_waiting(running.label if running else label, waited)
+                if self.limit_seconds is not None and waited > self.limit_seconds:
+                    raise LateError(pending)
             future.result()
 
         return Started(wait)
@@ -93,7 +109,7 @@ class ThreadQueue:
             self._failure = error
             raise
         except Exception as error:
-            self._failure = self._explain(label, awake_seconds() - start, error)
+            self._failure = self._failure or self._explain(label, awake_seconds() - start, error)
             raise self._failure from error
 
     def close(self) -> None:
@@ -102,10 +118,14 @@ class ThreadQueue:
         self._jobs.put(None)
         self._thread.join()
 
-    def give_up(self, error: CommError) -> None:
-        """Fail the queued operations, and stop the thread once the one under way has ended, which has a limit."""
+    def give_up(self, error: CommError, *, end: Callable[[], None]) -> None:
+        """Fail the queued operations, and stop the thread once the one under way has ended; there is a limit.
+
+        end: makes the one under way fail.
+        """
         self.is_closed = True
         self._failure = self._failure or error
+        end()
         self._jobs.put(None)
         self._thread.join(ABORT_SECONDS)
 
@@ -141,7 +161,7 @@ class StreamQueue:
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._number_1 = torch.zeros(1, dtype=torch.int64, device=device)
             self._done_1 = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._number = 0
+        self.number = 0
         self._enqueued: deque[Pending] = deque()
         self._lock = Lock()
         """Guards _enqueued, which the submitting thread and the watching threads all pop from."""
@@ -150,13 +170,13 @@ class StreamQueue:
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
-        self._number += 1
+        self.number += 1
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay is not: its number would be the capture's
         if is_watched:
             with self._lock:
                 self._take_out_done()
                 # before it, as it may stop the host: a barrier does, and groups that connect
-                self._enqueued.append(Pending(self._number, label, awake_seconds(), ranks))
+                self._enqueued.append(Pending(self.number, label, awake_seconds(), ranks))
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # if a script's current GPU is another one, the stream alone would make a context there as it ends
@@ -172,7 +192,7 @@ class StreamQueue:
             event.record()
             if is_watched:
                 # behind the event: waiting for the operation does not wait for this
-                self._number_1.fill_(self._number)
+                self._number_1.fill_(self.number)
                 self._done_1.copy_(self._number_1, non_blocking=True)
         return Started(lambda: torch.cuda.current_stream(device).wait_event(event))
 

@@ -1,6 +1,7 @@
 """TCP between hosts: bigbatch's own transport for host tensors."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError
 
 
@@ -29,14 +31,40 @@ class TcpBackend:
         self.world = Group(tuple(range(env.world_size)))
         self._control = control
         self._label = "connection"
-        self._links = Links(
+        self._make_links = partial(
+            Links,
             env,
             control,
             interface=interface,
             while_waiting=lambda seconds: control.detector.give_up(self._label, seconds),
         )
+        self._links = self._make_links()
         self._queue = ThreadQueue(self._explain, while_waiting=control.detector.heed)
-        self.oldest = self._queue.oldest
+
+    def oldest(self) -> Pending | None:
+        return self._queue.oldest()
+
+    def limit(self, seconds: float | None) -> None:
+        self._queue.limit_seconds = seconds
+
+    def num_submitted(self) -> int:
+        return self._queue.number
+
+    def restart(self, *, num_missed: int) -> None:
+        """Connect anew; see Restartable."""
+        links, queue = self._links, self._queue
+
+        def end() -> None:
+            # after all ranks have given up: else one would report that another's connection has ended
+            self._control.gather_text("", what="end of a sum that hangs")
+            links.shut_down()
+
+        queue.give_up(CommError("the sum hung, and was left behind"), end=end)
+        links.close()
+        self._links = self._make_links()
+        self._control.gather_text("", what="connection after a sum that hung")  # no rank reads an earlier address
+        number = queue.number + num_missed
+        self._queue = ThreadQueue(self._explain, while_waiting=self._control.detector.heed, number=number)
 
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         if isinstance(error, ConnectionError):
@@ -137,8 +165,7 @@ class TcpBackend:
 
     def abort(self) -> None:
         """End what is under way, without the other ranks."""
-        self._links.shut_down()
-        self._queue.give_up(CommError("the connection was aborted"))
+        self._queue.give_up(CommError("the connection was aborted"), end=self._links.shut_down)
         self._links.close()
 
 

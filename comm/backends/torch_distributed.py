@@ -19,6 +19,7 @@ from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, HEED_SECONDS, VERDICT_SECONDS
+from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError, first_line
 
 T = TypeVar("T")
@@ -87,12 +88,40 @@ class TorchDistributedBackend:
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
                 f"{first_line(error)}; {_remedy(error)}"
             ) from error
-        self._queue = (
-            StreamQueue(device)
-            if is_nccl
-            else ThreadQueue(control.detector.explain, while_waiting=control.detector.heed)
-        )
-        self.oldest = self._queue.oldest
+        self._queue = StreamQueue(device) if is_nccl else self._make_queue(0)
+
+    def _make_queue(self, number: int) -> ThreadQueue:
+        detector = self._control.detector
+        return ThreadQueue(detector.explain, while_waiting=detector.heed, number=number)
+
+    def oldest(self) -> Pending | None:
+        return self._queue.oldest()
+
+    def limit(self, seconds: float | None) -> None:
+        """Limit waits for gloo; NCCL's are the device's, and end with the job."""
+        if isinstance(self._queue, ThreadQueue):
+            self._queue.limit_seconds = seconds
+
+    def num_submitted(self) -> int:
+        return self._queue.number
+
+    def restart(self, *, num_missed: int) -> None:
+        """Connect anew over gloo; see Restartable."""
+        assert isinstance(self._queue, ThreadQueue)
+
+        def end() -> None:
+            # after all ranks have given up: else one would report that another's connection has ended
+            self._control.gather_text("", what="end of a sum that hangs")
+            self._abort_groups()
+
+        self._queue.give_up(CommError("the sum hung, and was left behind"), end=end)
+        for handle in reversed(self._made):
+            dist.destroy_process_group(handle)
+        self._made.clear()
+        everyone = self.world.ranks
+        self.world = Group(everyone, self._make(everyone))
+        self._groups = {everyone: self.world.handle}
+        self._queue = self._make_queue(self._queue.number + num_missed)
 
     def _vanished(self) -> frozenset[int]:
         """Return the ranks whose processes have ended, as the store says now."""
@@ -230,11 +259,13 @@ class TorchDistributedBackend:
     def abort(self) -> None:
         """End gloo's operations, without the other ranks, and abandon the process groups."""
         assert isinstance(self._queue, ThreadQueue)
+        self._queue.give_up(CommError("the connection was aborted"), end=self._abort_groups)
+        self._destroy()
+
+    def _abort_groups(self) -> None:
         for handle in {*self._made, *filter(None, [self.world.handle])}:
             with suppress(RuntimeError):
                 handle.abort()
-        self._queue.give_up(CommError("the connection was aborted"))
-        self._destroy()
 
     def _destroy(self) -> None:
         for handle in reversed(self._made):  # NCCL's parts before the whole

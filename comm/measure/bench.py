@@ -14,6 +14,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.measure import figures
 from bigbatch.comm.measure.exactness import PRECISIONS
+from bigbatch.comm.measure.hangs import HungError
 from bigbatch.comm.measure.plot import plot_sweep
 from bigbatch.comm.measure.report import BenchReport, groups_text
 from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
@@ -136,9 +137,20 @@ def _time_sizes(
     report.open(record, lines, columns=figures.COLUMNS, plot=arguments.plot)
     effort = Effort(arguments.repetitions, arguments.seconds_per_size)
     rows: list[figures.BenchRow] = []
-    for part_N in (tensor_N[:count] for count in counts):
+    left = list(counts)
+    while left:
+        part_N = tensor_N[: left[0]]
         size = figures.show_bytes(part_N.nbytes)
         report.working_on(f"{size} by {', '.join(contestants)}")
+        try:
+            sums = time_sums(part_N, contestants, effort=effort, label=f"{size} all-reduce")
+        except HungError as hung:
+            report.working_on("")
+            report.print(f"# {hung}")
+            contestants = _without(hung.form, contestants, communicator)
+            tensor_N = communicator.allocate(max(counts), tensor_N.dtype)  # what hangs may hold the other one
+            continue
+        left.pop(0)
         new = [
             figures.make_row(
                 each.measured,
@@ -149,7 +161,7 @@ def _time_sizes(
                 world_size=communicator.world_size,
                 limit=limit and replace(limit, wire_bytes_per_byte=wire_share(contestants[name], part_N)),
             )
-            for name, each in time_sums(part_N, contestants, effort=effort, label=f"{size} all-reduce").items()
+            for name, each in sums.items()
         ]
         report.working_on("")
         for line, row in zip(figures.show_rows(new), new, strict=True):
@@ -168,6 +180,14 @@ def _time_sizes(
         plot_sweep(rows, arguments.plot, limit=limit, title=title, caption=caption)
         report.print(f"# plot: {arguments.plot}")
     return num_wrong == 0
+
+
+def _without(form: str, contestants: Mapping[str, Communicator], communicator: Communicator) -> dict[str, Communicator]:
+    """Connect the other contestants anew. Collective. Raises: CommError if there is none."""
+    others = {name: each for name, each in contestants.items() if name != form}
+    if not others:
+        raise CommError(f"{form} hangs, and no other all-reduce is left to measure")
+    return {name: communicator.with_algorithm(name, table=each.table) for name, each in others.items()}
 
 
 def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from bigbatch import __version__
-from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable, Times
 from bigbatch.comm.backends.mpi import mpi_library
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
-from bigbatch.comm.measure.sizes import make_table, measure_times, sizes_below
+from bigbatch.comm.measure.hangs import HungError
+from bigbatch.comm.measure.sizes import beyond_measured, make_table, measure_times, sizes_below
 from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
@@ -73,10 +73,13 @@ def calibrate(
     record, told = from_first(communicator, [record, told])
     if record is None:
         sizes = sizes_below(buffer_bytes)
-        times = measure_times(communicator, sizes, dtype=torch.float32, start=start, seconds=seconds)
+        hung: list[HungError] = []
+        times = measure_times(
+            communicator, sizes, dtype=torch.float32, start=start, seconds=seconds, on_hung=hung.append
+        )
         if is_first:
             took = time.perf_counter() - start
-            table = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
+            table = make_table(times, beyond=beyond_measured(communicator, but=[each.form for each in hung]))
             record = {
                 "format": FORMAT,
                 "changes": CHANGES,
@@ -89,6 +92,7 @@ def calibrate(
                     for size, at_size in sorted(times.items())
                 },
             }
+            told += "".join(f"{each}; " for each in hung)
             told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {store_record(path, record)}"
         record, told = from_first(communicator, [record, told])
     return Calibration(HybridTable.from_rows(record["table"]), told, as_text(record))

@@ -7,8 +7,10 @@ from itertools import pairwise
 
 import torch
 
+from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.measure.hangs import HungError, form_label, limited
 from bigbatch.comm.measure.timing import Effort, loops_of, slowest, time_sums, wait_for
 from bigbatch.errors import CommError
 
@@ -63,6 +65,12 @@ def make_table(times: Times, *, beyond: str) -> HybridTable:
     return HybridTable((*table.rows[:-1], HybridRow(largest, last), HybridRow(None, beyond)))
 
 
+def beyond_measured(communicator: Communicator, *, but: Sequence[str] = ()) -> str:
+    """Return what sums sizes that were not measured: auto's choice without a table, or another one if that hangs."""
+    auto = choose_algorithm(communicator.backend, table=None).algorithm
+    return next(name for name in (auto, *communicator.algorithms) if name not in but)
+
+
 def measure_times(
     communicator: Communicator,
     sizes: Sequence[int],
@@ -71,6 +79,7 @@ def measure_times(
     seconds: float,
     start: float | None = None,
     on_size: Callable[[int, Mapping[str, MeasuredTimes]], None] = lambda *_: None,
+    on_hung: Callable[[HungError], None] = lambda _: None,
 ) -> Times:
     """Time every algorithm at the sizes, which rise, from the largest on that fits into the time. Collective.
 
@@ -78,28 +87,23 @@ def measure_times(
     nothing is measured. If time is short, algorithms far from the best are timed only once. Then it measures sizes
     between two that choose differently, and again sizes with an uncertain choice. It ends seconds after start (of
     time.perf_counter; None: now), with time for one more exchange of texts between the ranks; seconds must be the same
-    on all of them. Calls on_size on all ranks.
-    Raises: CommError if a sum was wrong; PeerLostError.
+    on all of them. Calls on_size on all ranks. An algorithm that hangs is left out, after on_hung on all ranks, and all
+    begins again; the time until then does not count.
+    Raises: CommError if a sum was wrong, or if all algorithms hang; PeerLostError.
     """
     start = time.perf_counter() if start is None else start
     sweep = _Sweep(communicator, start=start, seconds=seconds, on_size=on_size)
     if EXCHANGES_TO_FIRST * sweep.exchange_seconds + sweep.size_exchange_seconds > sweep.left:
         return {}
-    sweep.connect(sizes[-1], dtype)
-    reached = sweep.find_affordable(sizes[::-1])
-    for number, size in enumerate(reached):
-        if sweep.times:  # a smaller sum takes no longer than the last one
-            again = SUMS_PER_SIZE * sum(each.median for each in sweep.times[reached[number - 1]].values())
-            if again + sweep.size_exchange_seconds > sweep.left:
-                break
-        # an equal share of the remaining time, so that time which short sums do not need goes to longer ones
-        share = FIRST_SHARE * sweep.left / (len(reached) - number)
-        effort = Effort(REPETITIONS, max(0.0, share - sweep.size_exchange_seconds), CONTENDER_RATIO)
-        sweep.measure(size, sweep.contestants, effort)
-    if sweep.times:
-        sweep.refine()
-    communicator.release(sweep.tensor_N)
-    return sweep.times
+    while True:
+        try:
+            sweep.run(sizes, dtype)
+        except HungError as hung:
+            on_hung(hung)
+            sweep.leave_out(hung)
+        else:
+            communicator.release(sweep.tensor_N)
+            return sweep.times
 
 
 class _Sweep:
@@ -123,10 +127,37 @@ class _Sweep:
         """Seconds of all exchanges while one size is measured, and until the end."""
         self.left = seconds - now - self.exchange_seconds
         """Seconds left after the exchange that agrees on them, the same on all ranks."""
+        self._hung: list[str] = []
+        self._begin = time.perf_counter()
+
+    def run(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """Measure the sizes, which rise, from the largest on that fits into the time. Raises: HungError."""
+        self.connect(sizes[-1], dtype)
+        reached = self.find_affordable(sizes[::-1])
+        for number, size in enumerate(reached):
+            if self.times:  # a smaller sum takes no longer than the last one
+                again = SUMS_PER_SIZE * sum(each.median for each in self.times[reached[number - 1]].values())
+                if again + self.size_exchange_seconds > self.left:
+                    break
+            # an equal share of the remaining time, so that time which short sums do not need goes to longer ones
+            share = FIRST_SHARE * self.left / (len(reached) - number)
+            effort = Effort(REPETITIONS, max(0.0, share - self.size_exchange_seconds), CONTENDER_RATIO)
+            self.measure(size, self.contestants, effort)
+        if self.times:
+            self.refine()
+
+    def leave_out(self, hung: HungError) -> None:
+        """Forget all times, and give back the time since the last beginning. Raises: CommError if no form is left."""
+        self._hung.append(hung.form)
+        if set(self._hung) >= set(self._communicator.algorithms):
+            raise CommError(f"every all-reduce hangs: {', '.join(self._hung)}")
+        self.times.clear()
+        self._start += time.perf_counter() - self._begin
 
     def connect(self, largest: int, dtype: torch.dtype) -> None:
-        """Connect the groups of all algorithms, and allocate memory for the largest size."""
-        self.contestants = self._communicator.with_every_algorithm()
+        """Connect the groups of all algorithms but those that hang, and allocate memory for the largest size."""
+        self._begin = time.perf_counter()
+        self.contestants = self._communicator.with_every_algorithm(but=self._hung)
         # one for all sizes: each measures its beginning
         self.tensor_N = self._communicator.allocate(largest // dtype.itemsize, dtype)
         self._exchange()
@@ -167,12 +198,13 @@ class _Sweep:
     def _sum_once(self, *sizes: int) -> list[float]:
         """Sum each size once by each algorithm; return the slowest rank's seconds of each size."""
         seconds = []
-        for size in sizes:
-            part_N, start = self.tensor_N[: size // self.tensor_N.itemsize].zero_(), time.perf_counter()
-            for name, communicator in self.contestants.items():
-                communicator.sum_(part_N, label=f"first sum of {size} bytes by {name}")
-                wait_for(communicator.device)
-            seconds.append(time.perf_counter() - start)
+        with limited(self._communicator):
+            for size in sizes:
+                part_N, start = self.tensor_N[: size // self.tensor_N.itemsize].zero_(), time.perf_counter()
+                for name, communicator in self.contestants.items():
+                    communicator.sum_(part_N, label=form_label(f"first sum of {size} bytes", name))
+                    wait_for(communicator.device)
+                seconds.append(time.perf_counter() - start)
         return self._exchange(*seconds)
 
     def measure(self, size: int, names: Iterable[str], effort: Effort) -> None:

@@ -1,7 +1,6 @@
 """Time all-reduces and messages between the ranks of a running job. All functions here are collective."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.measure.hangs import exchange, form_label, limited
 
 LEAST_REPETITIONS = 2
 ROUND = 5
@@ -56,9 +56,21 @@ def time_sums(
     sums are repeated in a row, as nccl-tests does: a single one would measure the scheduling of its ranks. Each
     algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
     repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms.
-    Raises: PeerLostError.
+    Raises: HungError; PeerLostError.
     """
     any_communicator = next(iter(communicators.values()))
+    with limited(any_communicator):
+        return _time_sums(tensor_N, communicators, any_communicator, effort=effort, label=label)
+
+
+def _time_sums(
+    tensor_N: Tensor,
+    communicators: Mapping[str, Communicator],
+    any_communicator: Communicator,
+    *,
+    effort: Effort,
+    label: str,
+) -> dict[str, Sums]:
     wrong: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
     loops = 1
@@ -70,7 +82,7 @@ def time_sums(
             wait_for(tensor_N.device)
             start = time.perf_counter()
             for _ in range(loops):
-                communicators[name].sum_(tensor_N, label=f"{label} by {name}")
+                communicators[name].sum_(tensor_N, label=form_label(label, name))
             wait_for(tensor_N.device)
             seconds[name].append((time.perf_counter() - start) / loops)
         wrong[name] += int(torch.count_nonzero(tensor_N))
@@ -83,7 +95,7 @@ def time_sums(
         return dict(zip(seconds, slowest([each for (each,) in seconds.values()], any_communicator), strict=True))
 
     for name, communicator in communicators.items():
-        wrong[name] = _count_wrong_sums(tensor_N, communicator, label=f"check of {name}, {label}")
+        wrong[name] = _count_wrong_sums(tensor_N, communicator, label=form_label(f"check of {label}", name))
     pilots = first_times()
     # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
     affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
@@ -103,7 +115,7 @@ def time_sums(
         left -= ROUND
     # together, as gathering over thousands of ranks takes longer than a sum
     mine = {name: [wrong[name], *seconds[name]] for name in communicators}
-    everyone = [json.loads(text) for text in any_communicator.gather_text(json.dumps(mine))]
+    everyone = exchange(mine, any_communicator)
     found = {}
     for name in communicators:
         counts, *repetitions = zip(*(each[name] for each in everyone), strict=True)
@@ -124,7 +136,7 @@ def wait_for(device: torch.device) -> None:
 
 def slowest(seconds: Sequence[float], communicator: Communicator) -> list[float]:
     """Return the longest of each time over all ranks, the same on all of them."""
-    return list(map(max, zip(*map(json.loads, communicator.gather_text(json.dumps(seconds))), strict=True)))
+    return list(map(max, zip(*exchange(seconds, communicator), strict=True)))
 
 
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:

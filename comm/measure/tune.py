@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable, MeasuredTimes, Times
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import TensorSpec
 from bigbatch.comm.measure.backward import in_ready_order, measure_backward
 from bigbatch.comm.measure.cost_model import Backward
-from bigbatch.comm.measure.sizes import elapsed_seconds, make_table, measure_times, sizes_below
+from bigbatch.comm.measure.hangs import HungError
+from bigbatch.comm.measure.sizes import beyond_measured, elapsed_seconds, make_table, measure_times, sizes_below
 from bigbatch.comm.measure.timing import MeasuredLinks, measure_links
 from bigbatch.comm.measure.whole_steps import (
     StepCandidate,
@@ -66,8 +66,9 @@ def tune(
 ) -> TuneResults:
     """Measure messages, backward, sums by size, and whole steps. Collective.
 
-    forward computes a new loss. stated: the base of comparisons. seconds: about how long it takes, the same on all
-    ranks. say: called with each line of results. Raises: CommError if a sum was wrong; PeerLostError.
+    forward computes a new loss. stated: the base of comparisons; if its algorithm hangs, the fastest takes its place.
+    seconds: about how long it takes, the same on all ranks. say: called with each line of results.
+    Raises: CommError if a sum was wrong; PeerLostError.
     """
     start = time.perf_counter()
     links = measure_links(communicator, seconds=LINKS_SHARE * seconds)
@@ -83,7 +84,12 @@ def tune(
         f"backward: {_ms(backward.seconds)}, its first gradient after {_ms(first)}; {len(tensors)} gradients, "
         f"{num_bytes / 1e6:.1f} MB"
     )
-    names = communicator.algorithms
+    names, hung = communicator.algorithms, list[str]()
+
+    def leave_out(error: HungError) -> None:
+        hung.append(error.form)
+        say(str(error))
+
     say(f"time of an all-reduce of {dtype}, median in ms; * fastest, n repetitions:")
     say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names))
     times = measure_times(
@@ -93,8 +99,12 @@ def tune(
         start=start,
         seconds=(1 - STEPS_SHARE) * seconds,
         on_size=lambda size, at_size: say(times_line(size, at_size, names)),
+        on_hung=leave_out,
     )
-    fastest = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
+    fastest = make_table(times, beyond=beyond_measured(communicator, but=hung))
+    if set(stated.table.algorithms) & set(hung):
+        stated = replace(stated, table=fastest)
+        say(f"the config's own choice hangs; whole steps are compared with {stated} instead")
     say(f"algorithm by size: {fastest}")
     if num_bytes > max(times, default=0):
         measured = f"no sum above {max(times):,} bytes" if times else "no sum"

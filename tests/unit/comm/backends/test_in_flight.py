@@ -12,7 +12,7 @@ from played_gpus import PlayedEvent, PlayedGpus
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends import in_flight
-from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
+from bigbatch.comm.backends.in_flight import LateError, StreamQueue, ThreadQueue
 from bigbatch.errors import CommError, PeerLostError
 
 
@@ -116,11 +116,44 @@ def test_queue_that_is_aborted_waits_a_while_for_what_runs_and_begins_nothing_mo
     held = Held()
     first, second = queue.submit(held, label="buffer 0"), queue.submit(lambda: None, label="buffer 1")
     assert held.runs()
-    queue.give_up(CommError("aborted"))
+    queue.give_up(CommError("aborted"), end=lambda: None)
     held.let_go()
     first.wait()
     with pytest.raises(CommError, match="aborted"):
         second.wait()
+
+
+def test_queue_that_is_given_up_blames_no_rank_for_what_that_ends() -> None:
+    explained: list[str] = []
+
+    def told(label: str, seconds: float, error: Exception) -> PeerLostError:
+        explained.append(label)
+        return explain(label, seconds, error)
+
+    queue, ended = ThreadQueue(told, while_waiting=be_patient), threading.Event()
+
+    def hang() -> None:
+        assert ended.wait(timeout=200)
+        raise ConnectionError("the links were shut down")
+
+    work = queue.submit(hang, label="a ring")
+    queue.give_up(CommError("left behind"), end=ended.set)
+    with pytest.raises(CommError, match="left behind"):
+        work.wait()
+    assert explained == []
+
+
+def test_wait_of_a_queue_with_a_limit_names_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.01)
+    queue, held = ThreadQueue(explain, while_waiting=be_patient, number=7), Held()
+    queue.limit_seconds = 0.0
+    with pytest.raises(LateError) as late:
+        queue.submit(held, label="a ring").wait()
+    assert (late.value.pending.number, late.value.pending.label) == (8, "a ring")
+    held.let_go()
+    queue.limit_seconds = None
+    queue.submit(lambda: None, label="a barrier").wait()
+    queue.close()
 
 
 class Interrupted(deque[Any]):

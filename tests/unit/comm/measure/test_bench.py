@@ -203,6 +203,7 @@ class FakeCommunicator:
 
     def __init__(self, spoil: Callable[[Tensor], None] = lambda tensor_N: None, other_seconds: float = 0.0) -> None:
         self.rank, self.world_size, self.device, self.wire = 0, 2, torch.device("cpu"), Wire()
+        self.backend = None
         self.calls = 0
         self._spoil = spoil
         self._other_seconds = other_seconds
