@@ -1,6 +1,8 @@
 """compute.mode=auto of real jobs on two ranks: one choice for all, and the update of an eager run."""
 
 import json
+import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,7 +53,12 @@ class Played:
     def __init__(self, rates: dict[str, float], **_: Any) -> None:
         self.rates = rates
 
-    def __call__(self, mode: Mode, *, limit_seconds: float) -> Trial:
+    def __call__(self, mode: Mode, *, limit_seconds: float, meet: Callable[[], object]) -> Trial:
+        rank = read_process_env().rank
+        time.sleep(0.2 * rank)  # as if it compiled for longer
+        ready = time.monotonic()
+        meet()
+        print(f"\nmode trial of {mode.microbatch_size}: {ready} {time.monotonic()}", flush=True)
         return Trial(self.rates[str(mode.microbatch_size)])
 
     def close(self) -> None:
@@ -100,6 +107,12 @@ def test_two_ranks_choose_alike_and_train_the_same_update(train: Train, tmp_path
     text = train(run="auto")
     (path,) = (tmp_path / "home0/bigbatch/modes").iterdir()
     assert not (tmp_path / "home1").exists()
+    for size in ("4", "8", "16"):
+        found = [tuple(map(float, pair)) for pair in re.findall(rf"mode trial of {size}: ([\d.]+) ([\d.]+)", text)]
+        assert len(found) == 2
+        assert max(ready for ready, _ in found) <= min(timed for _, timed in found), (
+            "no rank is timed before all are warm"
+        )
     told = "compute.mode auto: eager, microbatch 8: 150 images/s of each GPU (eager, microbatch 4: 100)"
     assert text.count(told) == 1
     assert "2 ranks x 2 microbatches x 8, batch-norm span 4" in text

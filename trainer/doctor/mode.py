@@ -68,7 +68,7 @@ class ChosenMode:
 class Trials(Protocol):
     """Tries modes on this rank's device."""
 
-    def __call__(self, mode: Mode, *, limit_seconds: float) -> Trial: ...
+    def __call__(self, mode: Mode, *, limit_seconds: float, meet: Callable[[], object]) -> Trial: ...
 
     def close(self) -> None: ...
 
@@ -204,7 +204,7 @@ def _try_all(
 ) -> tuple[Mode, dict[Mode, Trial], float]:
     """Try modes until none is left or time is up; return the best, all, and the seconds. Collective.
 
-    All ranks try the same one at the same time.
+    All ranks try the same one, and time it at the same time.
     """
     start, used = clock(), 0.0
     tried: dict[Mode, Trial] = {}
@@ -216,7 +216,7 @@ def _try_all(
         if left < LEAST_SECONDS and tried:
             return best, {**tried, mode: Trial(refusal="there was no time left", is_cut=True)}, used
         is_long = not tried or mode.compile is not None  # starts a process, or compiles
-        mine = trials(mode, limit_seconds=left if is_long else SHARE * left)
+        mine = trials(mode, limit_seconds=left if is_long else SHARE * left, meet=partial(communicator.gather_text, ""))
         texts = communicator.gather_text(json.dumps([clock() - start, asdict(mine)]))
         answers = [json.loads(text) for text in texts]
         used = max(answer[0] for answer in answers)

@@ -48,16 +48,19 @@ class ModeTrials:
         self._numbers = count()
         self._child: Child | None = None
 
-    def __call__(self, mode: Mode, *, limit_seconds: float) -> Trial:
-        """Time a mode, at most so long, and compare it with the stated one, which must be tried first."""
+    def __call__(self, mode: Mode, *, limit_seconds: float, meet: Callable[[], object]) -> Trial:
+        """Time a mode, at most so long, and compare it with the stated one, which must be tried first.
+
+        meet: waits for the other ranks, once, when the mode is compiled and warm: all devices are loaded while one is
+        timed.
+        """
         deadline = time.monotonic() + limit_seconds
-        try:
-            answer = self._ask(mode, deadline=deadline)
-        except (UserError, OSError) as error:
-            self._end()
-            return Trial(refusal=first_line(error), is_cut=time.monotonic() >= deadline)
+        answer = self._bounded(self._prepare, mode, deadline=deadline)
+        meet()
+        if "is_ready" in answer:
+            answer = self._bounded(self._time, deadline=deadline)
         if "failure" in answer:
-            return Trial(refusal=str(answer["failure"]))
+            return Trial(refusal=str(answer["failure"]), is_cut=bool(answer.get("is_cut")))
         refusal = self._refusal(mode, answer)
         return Trial(refusal=refusal) if refusal else Trial(float(answer["images_per_second"]))
 
@@ -75,7 +78,15 @@ class ModeTrials:
             return f"it leaves {free:.0%} of the memory free, less than {LEAST_FREE:.0%}"
         return disagreement(loss=loss, gradients=gradients, precision=self._config.optimizer.precision)
 
-    def _ask(self, mode: Mode, *, deadline: float) -> Mapping[str, Any]:
+    def _bounded(self, ask: Callable[..., Mapping[str, Any]], *details: Mode, deadline: float) -> Mapping[str, Any]:
+        """Return the answer, or the failure of the process, which is ended then."""
+        try:
+            return ask(*details, deadline=deadline)
+        except (UserError, OSError) as error:
+            self._end()
+            return {"failure": first_line(error), "is_cut": time.monotonic() >= deadline}
+
+    def _prepare(self, mode: Mode, *, deadline: float) -> Mapping[str, Any]:
         stated = self._modes.stated
         if self._child is None:
             if self._folder is None:
@@ -83,9 +94,13 @@ class ModeTrials:
             folder = Path(self._folder.name) / str(next(self._numbers))
             seconds = deadline - time.monotonic()
             self._child = self._start(self._config, folder, num_ranks=1, start_seconds=seconds, command=COMMAND)
-            if mode != stated:
-                self._order(stated, deadline=deadline)  # to compare with
+            if mode != stated and "is_ready" in self._order(stated, deadline=deadline):  # to compare with
+                self._time(deadline=deadline)
         return self._order(mode, deadline=deadline)
+
+    def _time(self, *, deadline: float) -> Mapping[str, Any]:
+        assert self._child is not None
+        return self._child.ask("time", limit_seconds=deadline - time.monotonic())
 
     def _order(self, mode: Mode, *, deadline: float) -> Mapping[str, Any]:
         assert self._child is not None
@@ -113,10 +128,16 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(["--config", str(folder / CONFIG), TRUST], prog="bigbatch doctor")
     append(folder / ANSWERS, {})
     eager: TrialStep | None = None
-    for order in orders(folder, goes_on=lambda: psutil.pid_exists(parent)):
-        device = torch.device(order["device"])
+    waiting = orders(folder, goes_on=lambda: psutil.pid_exists(parent))
+
+    def pause() -> None:
+        append(folder / ANSWERS, {"is_ready": True})
+        next(waiting, None)  # "time"; none comes if the run has ended
+
+    for order in waiting:
+        device, mode = torch.device(order["device"]), Mode(**order["mode"])
         try:
-            step = take_step(config, Mode(**order["mode"]), num_images=order["num_images"], device=device)
+            step = take_step(config, mode, num_images=order["num_images"], device=device, before_timed=pause)
         except (RuntimeError, MemoryError, UserError) as error:
             if not (isinstance(error, UserError) or is_out_of_memory(error)):
                 raise
@@ -159,7 +180,14 @@ def relative_distance(ours_N: Tensor, theirs_N: Tensor) -> float:
     return distance / length if length else distance and math.inf
 
 
-def take_step(config: Config, mode: Mode, *, num_images: int, device: torch.device) -> TrialStep:
+def take_step(
+    config: Config,
+    mode: Mode,
+    *,
+    num_images: int,
+    device: torch.device,
+    before_timed: Callable[[], None] = lambda: None,
+) -> TrialStep:
     """Train in that mode on generated images; return the last step. Raises: as run_steps."""
     step, size = TrialStep(), mode.microbatch_size
     set_tf32(config.optimizer.precision == "tf32")
@@ -174,6 +202,7 @@ def take_step(config: Config, mode: Mode, *, num_images: int, device: torch.devi
         num_microbatches=num_images // size,
         num_untimed=WARM_UP_STEPS + 1,
         num_timed=TIMED_STEPS,
+        before_timed=before_timed,
         look=step.look,
     )
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)

@@ -94,6 +94,7 @@ def run_steps(
     num_microbatches: int = 1,
     num_untimed: int = 1,
     num_timed: int = 1,
+    before_timed: Callable[[], None] = lambda: None,
     look: Callable[[Parts, TrainStep], object] = lambda parts, train_step: None,
 ) -> float:
     """Train on generated images, on this rank alone; return the mean seconds of the timed steps at the end.
@@ -116,6 +117,7 @@ def run_steps(
                 wait_for(device)
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)  # cuDNN's search wants more, once
+                before_timed()
                 start = time.perf_counter()
             train_step(step, stream)
         wait_for(device)

@@ -196,7 +196,8 @@ class Played:
     def start(self, config: Config, *, modes: Modes, device: torch.device) -> "Played":
         return self
 
-    def __call__(self, mode: Mode, *, limit_seconds: float) -> Trial:
+    def __call__(self, mode: Mode, *, limit_seconds: float, meet: Callable[[], object]) -> Trial:
+        meet()
         self.limits[mode] = limit_seconds
         found = self.rates.get(mode, "hangs")
         is_cut = found == "hangs"
@@ -439,15 +440,21 @@ class PlayedChild:
 
     num_started = 0
     orders: ClassVar[list[Mode]] = []
+    pauses = True
+    """A mode that fails before it is warm is not paused."""
 
     def __init__(self, answer: Callable[[Mode], dict[str, Any]], config: Config, folder: Path, **options: Any) -> None:
         PlayedChild.num_started += 1
         self.answer = answer
         assert options["command"] == "mode"
 
-    def ask(self, what: str, *, limit_seconds: float, mode: dict[str, Any], **details: Any) -> dict[str, Any]:
-        PlayedChild.orders.append(Mode(**mode))
-        return self.answer(Mode(**mode))
+    def ask(self, what: str, *, limit_seconds: float, mode: Any = None, **details: Any) -> dict[str, Any]:
+        if what == "try":
+            self.mode = Mode(**mode)
+            PlayedChild.orders.append(self.mode)
+            return {"is_ready": True} if self.pauses else self.answer(self.mode)
+        assert what == "time"
+        return self.answer(self.mode)
 
     def kill(self) -> None:
         pass
@@ -470,12 +477,30 @@ def test_mode_trial_that_crashes_is_named_and_another_process_goes_on() -> None:
 
     trials = trials_of(quickstart(), answer)
     order = [Mode(8), Mode(16, cuda_graph=True), Mode(16)]
-    found = [trials(mode, limit_seconds=60.0) for mode in order]
+    found = [trials(mode, limit_seconds=60.0, meet=list) for mode in order]
     assert [trial.refusal for trial in found] == ["", "CUDA error: an illegal memory access was encountered", ""]
     assert not found[1].is_cut
     assert PlayedChild.num_started == 2
     assert PlayedChild.orders == [*order[:2], Mode(8), Mode(16)], "the stated mode again, to compare with"
     trials.close()
+
+
+@pytest.mark.parametrize("fails", ["", "early", "late"])
+def test_mode_trial_is_timed_once_all_ranks_are_warm(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks meet once for each trial, also for one that fails: the others would wait."""
+    events: list[str] = []
+
+    def answer(mode: Mode) -> dict[str, Any]:
+        events.append("answered")
+        if fails:
+            raise DoctorError("a crash")
+        return RIGHT
+
+    monkeypatch.setattr(PlayedChild, "pauses", fails != "early")
+    trials = trials_of(quickstart(), answer)
+    trial = trials(Mode(8), limit_seconds=60.0, meet=lambda: events.append("met"))
+    assert events == (["answered", "met"] if fails == "early" else ["met", "answered"])
+    assert trial == (Trial(refusal="a crash") if fails else Trial(10.0))
 
 
 @pytest.mark.parametrize(
@@ -489,16 +514,16 @@ def test_mode_trial_that_crashes_is_named_and_another_process_goes_on() -> None:
 )
 def test_mode_trial_is_refused_with_the_reason(answer: dict[str, Any], words: str) -> None:
     trials = trials_of(quickstart(), lambda mode: answer if mode != Mode(8) else {**RIGHT, "free_share": 0.0})
-    assert trials(Mode(8), limit_seconds=60.0) == Trial(10.0), "the stated mode may fill the memory"
-    assert trials(Mode(16), limit_seconds=60.0) == Trial(refusal=words)
+    assert trials(Mode(8), limit_seconds=60.0, meet=list) == Trial(10.0), "the stated mode may fill the memory"
+    assert trials(Mode(16), limit_seconds=60.0, meet=list) == Trial(refusal=words)
     trials.close()
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_mode_that_is_stated_needs_no_finite_step(loss: float) -> None:
     trials = trials_of(quickstart(), lambda mode: {**RIGHT, "loss": loss, "gradients": float("nan")})
-    assert trials(Mode(8), limit_seconds=60.0) == Trial(10.0)
-    assert trials(Mode(16), limit_seconds=60.0).refusal, "nothing is known of its update"
+    assert trials(Mode(8), limit_seconds=60.0, meet=list) == Trial(10.0)
+    assert trials(Mode(16), limit_seconds=60.0, meet=list).refusal, "nothing is known of its update"
     trials.close()
 
 
@@ -507,7 +532,7 @@ def test_mode_trials_in_a_real_process() -> None:
     config = quickstart()
     trials = ModeTrials(config, modes=find_modes(config, world_size=1, can_capture=False), device=CPU)
     for mode in (Mode(8), Mode(16)):
-        trial = trials(mode, limit_seconds=300.0)
+        trial = trials(mode, limit_seconds=300.0, meet=list)
         assert trial.images_per_second > 0, trial.refusal
     trials.close()
 
@@ -533,7 +558,7 @@ def test_mode_trial_is_cut_at_its_limit() -> None:
 
     modes = find_modes(quickstart(), world_size=1, can_capture=False)
     trials = ModeTrials(quickstart(), modes=modes, device=CPU, start=start)
-    trial = trials(Mode(8), limit_seconds=0.2)
+    trial = trials(Mode(8), limit_seconds=0.2, meet=list)
     assert trial.is_cut
     assert re.search(naming("took longer than", "was ended"), trial.refusal)
     assert started[0]._process.exit_code() is not None
@@ -563,8 +588,8 @@ def test_mode_that_computes_another_update_is_refused(eager: TrialStep, monkeypa
     monkeypatch.setattr(build_compute, "compile_failure", lambda first_call: "")
     wrong = take_step(quickstart(), Mode(8, "default"), num_images=32, device=CPU)
     trials = trials_of(quickstart(), lambda mode: {**RIGHT, **(wrong if mode.compile else eager).distances(eager)})
-    assert trials(Mode(8), limit_seconds=60.0).images_per_second > 0
-    refused = trials(Mode(8, "default"), limit_seconds=60.0)
+    assert trials(Mode(8), limit_seconds=60.0, meet=list).images_per_second > 0
+    refused = trials(Mode(8, "default"), limit_seconds=60.0, meet=list)
     assert re.search(naming("differ by", "above 2e-05"), refused.refusal)
     assert wrong.distances(eager)["gradients"] > 100 * BOUNDS["fp32"]
     trials.close()
