@@ -21,8 +21,6 @@ UNSEEN = {
     "launch_seconds": 0.0,
     "host_bytes_per_second": 1e12,
     "host_node_seconds": 0.0,
-    "socket_bytes_per_second": 1e12,
-    "socket_hop_seconds": 0.0,
     "straggler_share": 0.0,
     "input_share": 0.0,
     "unstated_gbit_per_device": 1e3,

@@ -207,8 +207,6 @@ class Row:
         if self.is_compiled:
             inside = inside_bytes_per_second("torus")
             across = inside * per_node
-        if self.carrier == "sockets" and not rate:
-            across = constants.socket_bytes_per_second
         if self.carrier == "servers" and rate:
             across = rate * GIGABIT
         servers = re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"])

@@ -40,10 +40,9 @@ class Constants:
     """Bandwidth of MPI's all-reduce in host memory. ASSUMED."""
     host_node_seconds: float = 4e-3
     """Time that each doubling of nodes adds to that. ASSUMED."""
-    socket_bytes_per_second: float = 0.5e9
-    """Rate of NCCL over sockets if the Ethernet's rate is not stated. ASSUMED: 4 Gbit/s."""
-    socket_hop_seconds: float = 0.2e-3
-    """Time of each hop of a ring over sockets. ASSUMED."""
+    connection_gbit_per_s: float = 10.0
+    """Largest rate of one TCP connection, on faster Ethernet, too. PUBLISHED: EC2's limit of a single flow between
+    instances of one placement group; NCCL 2.4.6 sent 10.7 of 92 Gbit/s (NVIDIA/nccl, issue 209)."""
     straggler_share: float = 0.004
     """Extra compute time of the slowest of 2, 4, 8 nodes over one node: this share for each doubling. ASSUMED."""
     input_share: float = 0.02

@@ -16,7 +16,7 @@ UNCHECKED_SPREAD = 0.12
 """Standard deviation of a step of a carrier or framework that hardly any published row has checked. ASSUMED."""
 FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0
 """Standard deviation of each of these parts, as a share of it. ASSUMED."""
-FACTORS = {"ladder": 1.51, "stranger": 1.7}
+FACTORS = {"ladder": 1.63, "stranger": 1.7}
 """Standard deviations on each side of the 90% interval: the system's own step sets the rate, or another system's does.
 Split conformal: 90% quantiles of the errors of systems which neither constants nor factors had seen, with the same
 weight for each system (benchmarks/twin/leave_out.py)."""

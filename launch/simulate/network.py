@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
-from bigbatch.launch.simulate.constants import DEFAULTS, Constants
+from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
 
 Carrier = Literal["nccl", "sockets", "host", "servers"]
 
@@ -40,6 +40,11 @@ class Network:
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def crosses_sockets(self) -> bool:
+        """Return whether sums travel over TCP: then they start at backward's end."""
+        return self.carrier == "sockets" and self.num_nodes > 1
 
     def cluster(self) -> ClusterModel:
         return ClusterModel(
@@ -78,16 +83,17 @@ class Network:
 
         Bytes: 2(k-1)/k * M inside and 2(m-1)/m * M over each node's links; of a ring alone 2(P-1)/P * M over each
         link. Hops: 2(P-m) inside and 2m across of a ring; 2(k-1) and 2 log2(m) of a tree. Source: NCCL's own model,
-        src/graph/tuning.cc. Sockets have rings alone.
+        src/graph/tuning.cc. Sockets have one ring, and it has one connection between two nodes.
         """
         m, k, P, constants = self.num_nodes, self.devices_per_node, self.num_devices, self.constants
-        is_ring = not self.has_trees or (self.carrier == "sockets" and m > 1)
+        is_ring = self.crosses_sockets or not self.has_trees
         parts = P if is_ring else m
+        rate = self.across_bytes_per_second
+        if self.crosses_sockets:
+            rate = min(rate, constants.connection_gbit_per_s * GIGABIT * constants.link_share)
         inside = 2 * (k - 1) / k * num_bytes / self.inside_bytes_per_second
-        across = 2 * (parts - 1) / parts * num_bytes / self.across_bytes_per_second if m > 1 else 0.0
+        across = 2 * (parts - 1) / parts * num_bytes / rate if m > 1 else 0.0
         near, far = constants.inside_latency_seconds, constants.across_latency_seconds
-        if self.carrier == "sockets" and m > 1:
-            return max(inside, across) + 2 * P * constants.socket_hop_seconds
         ring = 2 * (P - m) * near + (2 * m * far if m > 1 else 0.0)
         tree = 2 * (k - 1) * near + 2 * math.log2(m) * far
         return max(inside, across) + (ring if is_ring else min(ring, tree))

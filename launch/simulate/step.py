@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.measure.cost_model import Backward
@@ -104,6 +104,8 @@ class SimulatedJob:
         each = compute.seconds(local_batch / num_microbatches)
         computing = num_microbatches * each
         backward = backward_of(self.shape, BACKWARD_SHARE * each)
+        if self.network.crosses_sockets:
+            backward = replace(backward, ready_seconds=dict.fromkeys(backward.ready_seconds, backward.seconds))
         transfers = self._transfers(backward)
         exposed = self._exposed(backward, transfers, computing)
         network, constants = self.network, self.network.constants

@@ -38,13 +38,17 @@ FOUR = ModelShape("four", (100, 200, 300, 400), (0.25, 0.5, 0.75, 1.0), 1.0)
 
 
 def test_networks_have_the_closed_forms_of_their_hops():
-    constants = Constants(inside_latency_seconds=1e-6, across_latency_seconds=1e-5, socket_hop_seconds=1e-3)
+    constants = Constants(inside_latency_seconds=1e-6, across_latency_seconds=1e-5)
     network = Network(4, 2, 1e11, 1e9, constants=constants)
     # 2 * 3/4 of 1 GB over 1 GB/s; the tree: 2 hops inside, 2 * log2(4) = 4 across; the ring: 8 inside, 8 across
     assert network.seconds(1e9) == pytest.approx(1.5 + 2e-6 + 4e-5)
     # a ring crosses nodes with 2 * 7/8 of 1 GB, as each of its links carries
     assert replace(network, has_trees=False).seconds(1e9) == pytest.approx(1.75 + 8e-6 + 8e-5)
-    assert replace(network, carrier="sockets").seconds(1e9) == pytest.approx(1.75 + 16e-3)
+    # the ring of sockets has one connection between two nodes: 0.8 of 10 Gbit/s at most
+    for rate, seconds in ((0.5e9, 3.5), (1e9, 1.75), (12.5e9, 1.75)):
+        sockets = replace(network, carrier="sockets", across_bytes_per_second=rate)
+        assert sockets.seconds(1e9) == pytest.approx(seconds + 8e-6 + 8e-5)
+        assert replace(sockets, num_nodes=1).seconds(1e9) == replace(network, num_nodes=1).seconds(1e9)
     # inside one node: 2 * 7/8 of 1 GB at 100 GB/s, and 14 hops
     assert Network(1, 8, 1e11, 1e9, constants=constants).seconds(1e9) == pytest.approx(0.0175 + 14e-6)
     assert Network(1, 1, 1e11, 1e9).seconds(1e9) == 0
@@ -81,6 +85,17 @@ def test_what_backward_hides_is_what_is_ready_early(fusion):
     assert [each.ready_seconds for each in step.transfers] == pytest.approx(
         [share * BACKWARD_SHARE for share in FOUR.ready_shares]
     )
+
+
+@pytest.mark.parametrize("fusion", [PlanSizes(1, 1), InGroups(4)])
+def test_sums_over_sockets_wait_for_the_end_of_backward(fusion):
+    sockets = replace(PAIR, carrier="sockets")
+    step = SimulatedJob(FOUR, sockets, fusion).simulate(Compute(0.1, 0.0), 10)
+    assert step.communication == pytest.approx(4000 / 1e9)
+    assert step.hidden == 0
+    # inside a node nothing travels over them
+    inside = replace(sockets, num_nodes=1, devices_per_node=2, inside_bytes_per_second=1e9)
+    assert SimulatedJob(FOUR, inside, fusion).simulate(Compute(0.1, 0.0), 10).communication < 4000 / 1e9
 
 
 def test_slow_network_is_waited_for_whole():
