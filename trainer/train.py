@@ -43,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
             data=replace(config.data, stage=None),
             comm=replace(config.comm, calibrate="never"),
         )
-    gc.freeze()  # or each collection looks at all that torch's import made, also while other ranks wait
     leave_compiler_out()  # the process is the command's: bigbatch.train leaves a script's own as it is
     env = read_process_env()
     job = join(config, env)
+    gc.freeze()  # or each collection looks at all that torch's imports made, also while other ranks wait for healing
     summary = lead(config, job, is_dry_run=is_dry_run, is_quiet="--quiet" in argv)
     return leave_stopped(env) if summary is None else 0
 

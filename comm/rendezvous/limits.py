@@ -1,9 +1,10 @@
 """All time limits of the failure detector, each with its reason. The user's are comm.timeout_seconds and the like."""
 
-GONE_SECONDS = 0.3
-"""Time after the end of a rank's last connection until it counts as gone: a live rank keeps one open."""
+GONE_SECONDS = 0.1
+"""Time after the end of a rank's last connection until it counts as gone. A live rank keeps one open, so this only
+spans the moment in which one connection follows another; each healing waits for it."""
 STORE_LOOK_SECONDS = 0.05
-"""Period in which the store looks for ranks that are gone: short beside GONE_SECONDS."""
+"""Period in which the store looks for ranks that are gone: half of GONE_SECONDS."""
 LOOK_SECONDS = 1.0
 """Longest pause between two looks at the operation under way, and limit of one wait for news."""
 POLL_SECONDS = 0.05
