@@ -80,3 +80,13 @@ def test_effective_time_of_a_job_that_is_struck(tmp_path: Path) -> None:
     assert (way["failures"], way["cost_seconds"]["n"]) == (1, 1)
     assert 0 < way["effective_share"] < 1
     assert plot.stat().st_size > 0
+
+
+def test_trial_of_healing(tmp_path: Path) -> None:
+    """One killed rank; the last bits are those of the undisturbed run."""
+    out = tmp_path / "out.json"
+    done = run_benchmark("faults.healing", "--trials", 1, "--layout", "2x2", "--timeout-seconds", 60, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["layouts"]["2x2"]
+    assert (found["n"], found["healed"], found["equal"], found["steps_lost"]) == (1, 1, 1, 0)
+    assert found["max_seconds"] == found["trials"][0]["seconds"]

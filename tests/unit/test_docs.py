@@ -87,6 +87,7 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.faults.effective ": (
         "tests/cluster/test_benchmarks.py::test_effective_time_of_a_job_that_is_struck"
     ),
+    ".venv/bin/python -m benchmarks.faults.healing ": "tests/cluster/test_benchmarks.py::test_trial_of_healing",
     ".venv/bin/python -m benchmarks.gpu.precision ": (
         "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size"
     ),
