@@ -253,7 +253,8 @@ def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], Line]:
     """Open the next store, and publish which ranks have come to it; none if they are no quorum.
 
     A rank is waited for until its process has ended, or for comm.timeout_seconds: it may be in a long step. Ranks of
-    the lost store's host that this host cannot see are waited for HOLDER_SECONDS.
+    the lost store's host that this host cannot see are waited for HOLDER_SECONDS, and so are lost ranks, except a
+    holder that has lost its store alone.
     """
     env, control, seats = group.env, group.control, group.seats
     listener, started, own = seats.socket, awake_seconds(), seats.all[env.rank]
@@ -266,12 +267,14 @@ def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], Line]:
     holder = holder_of(control)
     awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}
     come, gone = set[int](), frozenset[int]()
+    has_lost_store_alone = seats.all[holder].has_ended() is False and _has_closed(control)
+    brief = lost - {holder} if has_lost_store_alone else lost
     while awaited:
         gone = store.tail("members", 0).gone
         for each in sorted(awaited):
             seat, waited = seats.all[each], awake_seconds() - started
             has_ended = seat.has_ended()
-            is_short = each in lost or (has_ended is None and seat.host == seats.all[holder].host)
+            is_short = each in brief or (has_ended is None and seat.host == seats.all[holder].host)
             if store.check([f"here/{each}"]):
                 come.add(each)
             elif not (has_ended or each in gone or waited > (HOLDER_SECONDS if is_short else control.timeout_seconds)):

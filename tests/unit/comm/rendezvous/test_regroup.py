@@ -3,9 +3,12 @@
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
+from typing import Any
 
 import pytest
 from error_texts import naming
@@ -146,6 +149,28 @@ def test_holder_that_has_lost_its_store_alone_is_taken_in() -> None:
     """The store is a process of its own."""
     groups = Job(3, ended=frozenset()).after({rank: {0} for rank in range(3)})
     assert [group.env.rank for group in groups.values() if isinstance(group, Group)] == [0, 1, 2]
+
+
+def test_holder_in_a_long_step_is_waited_for_after_the_end_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It notices the loss at its next sum."""
+    monkeypatch.setattr(module, "HOLDER_SECONDS", 0.0)
+    job = Job(2, ended=frozenset())
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        job.line.port = closed.getsockname()[1]
+    take, opened = module.hold_store, Event()
+
+    def tell_opened(*arguments: Any, **options: Any) -> Line:
+        line = take(*arguments, **options)
+        opened.set()
+        return line
+
+    monkeypatch.setattr(module, "hold_store", tell_opened)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(job.after, {1: {0}})
+        assert opened.wait(60)
+        time.sleep(10 * module.LOOK_SECONDS)
+        found = job.after({0: {0}}) | other.result()
+    assert [group.env.rank for group in found.values() if isinstance(group, Group)] == [0, 1]
 
 
 def test_rank_without_which_the_others_go_on_is_told() -> None:
