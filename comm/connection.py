@@ -196,6 +196,7 @@ def connect(
     seats = group.seats if group else None
     if heals and seats is None and backend in HEALING and isinstance(control.store, JobStore):
         seats = take_seats(env, control, interface=interface)
+    control.detector.goes_on = seats is not None
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
     transport, watch = _connect_watched(
         env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TypeVar
 
 from bigbatch.awake import awake_seconds
@@ -30,8 +30,12 @@ class FailureDetector:
         """has_failed: this rank has been told of a failure, by an error, or reports one itself."""
         self._own_verdict: Verdict | None = None
         """That of a rank which has failed by itself, or has lost the store."""
+        self.goes_on = False
+        """Whether this process, and with it a store that it holds, goes on after a loss."""
         self._num_begun = 0
         self._calling, self._parting = Lock(), Lock()
+        self._waiting = set[int]()
+        """Threads of this rank that wait for others beside the queue of operations."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -42,6 +46,20 @@ class FailureDetector:
     def silence(self) -> str:
         """Return the message that the store's holder does not answer."""
         return f"no answer from {self._job.holder}, which holds the rendezvous"
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether this rank waits for others beside the queue of operations."""
+        return bool(self._waiting)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that this thread waits for others in the block: it answers a roll call."""
+        self._waiting.add(get_ident())
+        try:
+            yield
+        finally:
+            self._waiting.discard(get_ident())
 
     def begin(self) -> None:
         """Count an operation that all ranks begin."""
@@ -168,6 +186,8 @@ class FailureDetector:
                 return
             self._has_parted = True
             begin, seconds = awake_seconds(), limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
+            if self.goes_on:  # missing ranks can read the verdict later
+                begin -= limits.LINGER_SECONDS
             with suppress(RuntimeError):
                 self.log.write("heard", within=seconds)
                 if self.log.is_holder:

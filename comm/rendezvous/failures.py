@@ -88,6 +88,13 @@ class JobState:
         """Return the ranks that do not come to the operation of this number."""
         return sorted(rank for rank, num_begun in self.left.items() if num_begun < number)
 
+    @property
+    def late(self) -> frozenset[int]:
+        """Return the ranks that have not come to the operation in which the caller waits long; none after a loss."""
+        stalls = [each for each in self.stalls if self.caller in each.waiting and self.cause == LATE]
+        newest = max(stalls, key=lambda each: each.number, default=None)
+        return newest.ranks - newest.waiting if newest else NONE
+
     def stall(self, number: int) -> Stall | None:
         """Return the stall of the operation of this number."""
         return next((each for each in self.stalls if each.number == number), None)
@@ -137,8 +144,9 @@ def _count(state: JobState, rank: int, now: float) -> frozenset[int] | None:
         return None
     seconds = now - state.called_at
     if state.caller == rank or state.caller in state.gone:
-        is_over = seconds >= limits.ROLL_CALL_SECONDS or not state.missing - state.gone - state.crashed
-        return state.missing if is_over else None
+        awaited = state.missing - state.gone - state.crashed
+        limit = limits.ANSWER_SECONDS if awaited <= state.late else limits.ROLL_CALL_SECONDS
+        return state.missing if not awaited or seconds >= limit else None
     return state.missing | {state.caller} if seconds >= limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS else None
 
 

@@ -11,11 +11,16 @@ POLL_SECONDS = 0.05
 """Pause between two questions of a waiting rank whether a rank has failed: they cost no request under a watch, and a
 job that heals in place waits for it after each loss."""
 HEED_SECONDS = 1.0
-"""Limit of the question, during another wait, whether a rank has failed."""
+"""Limit of the question, during another wait, whether a rank has failed; longest pause between two of them."""
+MOST_HEEDS_PER_SECOND = 1000
+"""Most such questions of all ranks together while they wait for a text: a quarter of MOST_LOOKS_PER_SECOND."""
 SILENCE_SECONDS = 3.0
 """Time after the end of a wait within which the store must answer; otherwise it is unreachable."""
 ROLL_CALL_SECONDS = 5.0
 """Time for the ranks to answer; it ends earlier if only ranks whose processes have ended are missing."""
+ANSWER_SECONDS = 0.5
+"""Time for the ranks to answer after a time limit, if all that were known to wait have: those that are missing had not
+come to the operation before. The thread that answers is woken by the question."""
 LINGER_SECONDS = 2.0
 """Additional time for the caller's verdict, to read it, and for the store's holder to wait for missing ranks, which may
 still run and must read it, too."""

@@ -127,7 +127,7 @@ class Watch:
     def look(self, *, wait: float = 0.0) -> None:
         """Read and answer the log once, waiting so long for news; say what is late. Raises: RuntimeError."""
         self._log.look(
-            is_waiting=lambda: self._oldest() is not None,
+            is_waiting=lambda: self._oldest() is not None or self._detector.is_waiting,
             is_watching=True,
             before_answer=self._last_words.publish if self._ends_job else lambda: None,
             wait=wait,

@@ -65,6 +65,8 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
     monkeypatch.setattr(control, "HEED_SECONDS", 0.1)
     job = half_a_job(60)
     assert isinstance(job.store, JobStore)
+    heed, waited = job.detector.heed, []
+    monkeypatch.setattr(job.detector, "heed", lambda *told: (waited.append(job.detector.is_waiting), heed(*told)))
     killed = Line("127.0.0.1", job.store.line.port, job.secret, rank=1, timeout_seconds=60)
     assert killed._presence is not None
     for stream in (*killed._idle, killed._presence):
@@ -73,6 +75,9 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
     with pytest.raises(PeerLostError, match=said) as caught:
         job.gather_text("seed: 1")
     assert float(re.findall(r"after (\d+\.\d) s", str(caught.value))[0]) < 30
+    assert waited
+    assert all(waited)  # so this rank answers a roll call
+    assert not job.detector.is_waiting
 
 
 def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:

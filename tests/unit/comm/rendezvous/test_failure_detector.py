@@ -290,6 +290,35 @@ def test_holder_leaves_at_once_where_all_have_heard_and_after_a_while_where_nobo
     assert ended[1] == pytest.approx(limit, abs=2 * limits.COUNT_PAUSE_SECONDS)
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_store_that_lives_on_is_not_held_up_for_missing_ranks(goes_on: bool, clock: Clock) -> None:
+    _, ranks = job_of(2)
+    ranks[0].goes_on = goes_on
+    taken = []
+
+    def holder() -> None:
+        ranks[0].call(LATE)
+        before = clock.now
+        ranks[0].part()
+        taken.append(clock.now - before)
+
+    clock.run([holder])
+    assert taken[0] == pytest.approx(0 if goes_on else limits.LINGER_SECONDS, abs=limits.COUNT_PAUSE_SECONDS)
+
+
+def test_rank_waits_for_others_while_any_of_its_threads_does() -> None:
+    _, (rank, _) = job_of(2)
+    with rank.waiting(), ThreadPoolExecutor(1) as pool:
+
+        def wait_beside() -> None:
+            with rank.waiting():
+                pass
+
+        pool.submit(wait_beside).result()
+        assert rank.is_waiting
+    assert not rank.is_waiting
+
+
 def test_verdict_after_the_store_is_gone_misses_its_holder() -> None:
     store, ranks = job_of(2)
     store.is_gone = True

@@ -158,6 +158,31 @@ def test_only_the_late_are_named_after_a_time_limit() -> None:
         assert lost_by(job) == expected
 
 
+@pytest.mark.parametrize(
+    ("cause", "waiting", "answered", "is_brief"),
+    [
+        (LATE, {0, 1}, {1}, True),  # only the rank is missing that had not come for long
+        (LATE, {0, 1}, set(), False),  # rank 1 waits, and its answer may be late
+        (LATE, {1}, {1}, False),  # of an operation in which the caller does not wait
+        (LOST, {0, 1}, {1}, False),
+    ],
+)
+def test_rank_that_had_not_come_for_long_is_not_waited_for(
+    cause: str, waiting: set[int], answered: set[int], is_brief: bool
+) -> None:
+    job = replace(Job(), waiting=frozenset({0, 1}), stopped=frozenset({2}))
+    job = job.append("waits", 0, 6, "an earlier sum", (0, 1))
+    for rank in waiting:
+        job = job.append("waits", rank, 7, "a sum", None)
+    job = job.append("failed", 0, cause)
+    for rank in answered:
+        job = look(job, rank)
+    assert lost_by(look(replace(job, ages=(0.9 * limits.ANSWER_SECONDS, 0, 0)), 0)) is None
+    brief = lost_by(look(replace(job, ages=(limits.ANSWER_SECONDS, 0, 0)), 0))
+    assert brief == (frozenset({2}) if is_brief else None)
+    assert lost_by(look(replace(job, ages=(AGED, 0, 0)), 0)) == {0, 1, 2} - answered - {0}
+
+
 def test_dead_process_is_named_without_waiting_for_an_answer() -> None:
     job = look(look(replace(Job(), dead=frozenset({1})), 0), 2)
     assert [event[:3] for event in look(job, 0).log] == [
