@@ -1,16 +1,18 @@
-"""Agree on the step at which all ranks stop, through the store and without a collective."""
+"""Agree on the step at which all ranks stop, or take in others, through the store and without a collective."""
 
 from threading import Lock
 
+from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.control import Control
 
 
 class Departure:
-    """Agrees on the boundary at which all ranks stop, after any rank has asked for it.
+    """Agrees on the boundary at which all ranks stop, or take in others, after any rank has asked for it.
 
     All ranks pass the same boundaries, such as the ends of steps, in the same order, at different times. A rank that
     sees the request writes how many boundaries it has passed, goes on working, and waits at its next boundary for the
     answer: the first boundary that no rank had passed. So no rank can pass that boundary before it knows the answer.
+    Before a join it writes only once all ranks look often, so that none waits for the next look of another one.
     Does not synchronize with the device. Collective to construct.
     """
 
@@ -21,9 +23,20 @@ class Departure:
         self._num_passed = 0
         self._has_told = False
         self._answer: int | None = None
+        self.is_near = False
+        """Ranks want to join, so heed() is to be called often."""
+        self.is_join = False
+        """That is what all ranks have agreed on. Known with the answer."""
+        self.since = 0.0
+        """When this rank came to its last boundary; awake_seconds()."""
 
-    def ask(self) -> None:
-        """Ask all ranks to stop. Any thread of any rank may call it, repeatedly."""
+    def ask(self, *, joins: bool = False) -> None:
+        """Ask all ranks to stop, or to take in others. Any thread of any rank may call it, repeatedly.
+
+        If both are asked for, all stop unless they have agreed on a join before.
+        """
+        if not joins:
+            self._control.store.set(f"{self._key}/stops", "1")
         self._control.store.set(f"{self._key}/asked", "1")
 
     def heed(self) -> bool:
@@ -31,14 +44,24 @@ class Departure:
         store = self._control.store
         if self._has_told or not store.check([f"{self._key}/asked"]):
             return self._has_told
+        if not store.check([f"{self._key}/stops"]):
+            num_near, self.is_near = store.add(f"{self._key}/near", 0 if self.is_near else 1), True
+            if num_near < self._control.world_size:
+                return False
         with self._lock:
             self._has_told, num_passed = True, self._num_passed
         store.append(f"{self._key}/passed", f"{num_passed} ")
         # the last rank to arrive finds the numbers of all ranks
         if store.add(f"{self._key}/told", 1) == self._control.world_size:
             furthest = max(map(int, store.get(f"{self._key}/passed").split()))
-            store.set(f"{self._key}/answer", str(furthest + 1))
+            what = "stop" if store.check([f"{self._key}/stops"]) else "join"
+            store.set(f"{self._key}/answer", f"{furthest + 1} {what}")
         return True
+
+    @property
+    def has_come(self) -> bool:
+        """Return whether this rank has passed the boundary of the answer."""
+        return self._answer is not None and self._num_passed >= self._answer
 
     @property
     def is_known(self) -> bool:
@@ -47,17 +70,19 @@ class Departure:
 
     def is_agreed(self) -> bool:
         """Return whether all ranks have written, so that they will stop: not if one of them is lost."""
-        return self.is_known or self._control.store.check([f"{self._key}/answer"])
+        store, key = self._control.store, f"{self._key}/answer"
+        return store.check([key]) and store.get(key).endswith(b"stop")
 
     def is_due(self) -> bool:
-        """Pass a boundary; return whether all ranks stop at it, or should have stopped before. The same on all ranks.
+        """Pass a boundary; return whether all ranks leave off at it, or should have before. The same on all ranks.
 
         Raises: PeerLostError if the answer of some rank does not come.
         """
+        self.since = awake_seconds()
         with self._lock:
             self._num_passed += 1
             has_told = self._has_told
         if has_told and self._answer is None:
-            answer = self._control.read(f"{self._key}/answer", what="agreement on the step to stop after")
-            self._answer = int(answer)
-        return self._answer is not None and self._num_passed >= self._answer
+            answer, what = self._control.read(f"{self._key}/answer", what="agreement on the step to stop after").split()
+            self._answer, self.is_join = int(answer), what == "join"
+        return self.has_come

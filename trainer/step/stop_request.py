@@ -1,4 +1,4 @@
-"""Requests to stop a run: acknowledged at once; all ranks stop after the same step."""
+"""Requests to stop a run, and of ranks that want to join it: all ranks act after the same step."""
 
 import os
 import signal
@@ -44,6 +44,17 @@ class Stopped(Exception):
     """Raised on all ranks to end the work between two boundaries after a request to stop."""
 
 
+class Joining(Exception):
+    """Raised on all ranks to end the run of their group, and take in ranks that want to join.
+
+    since: when this rank came to the boundary; awake_seconds().
+    """
+
+    def __init__(self, *, since: float) -> None:
+        super().__init__()
+        self.since = since
+
+
 class StopRequest:
     """Remembers the first stop signal, and lets all ranks act on it together; a second Ctrl-C interrupts at once.
 
@@ -82,9 +93,16 @@ class StopRequest:
         return self.signal_name or "another rank's signal"
 
     @contextmanager
-    def watch(self, control: Control, *, acknowledge: Callable[[str], None]) -> Iterator[None]:
+    def watch(
+        self,
+        control: Control,
+        *,
+        acknowledge: Callable[[str], None],
+        is_joined: Callable[[], object] = lambda: False,
+    ) -> Iterator[None]:
         """Agree with the other ranks on where to stop, meanwhile; tell acknowledge what asked for it once all agree.
 
+        is_joined: returns what is true if other ranks want to join; called every LOOK_SECONDS.
         Collective, and in the main thread. A thread listens, which signals reach while the main one waits for a device
         or for other ranks.
         """
@@ -92,9 +110,8 @@ class StopRequest:
         heard, rings = socket.socketpair()
         rings.setblocking(False)
         previous = signal.set_wakeup_fd(rings.fileno(), warn_on_full_buffer=False)
-        listener = Thread(
-            target=self._listen, args=(heard, self._departure, acknowledge), name="bigbatch-stop", daemon=True
-        )
+        what = (heard, self._departure, acknowledge, is_joined)
+        listener = Thread(target=self._listen, args=what, name="bigbatch-stop", daemon=True)
         listener.start()
         try:
             yield
@@ -106,7 +123,13 @@ class StopRequest:
             listener.join(timeout=LOOK_SECONDS)  # it may be in a request that the store does not answer any more
             heard.close()  # here: it takes signals as long as they are written, whether or not the listener lives
 
-    def _listen(self, heard: socket.socket, departure: Departure, acknowledge: Callable[[str], None]) -> None:
+    def _listen(
+        self,
+        heard: socket.socket,
+        departure: Departure,
+        acknowledge: Callable[[str], None],
+        is_joined: Callable[[], object],
+    ) -> None:
         has_said = has_asked = False
         # without its store the job is about to fail, and says so; OSError: watch() has ended, or stdout is closed
         with suppress(RuntimeError, OSError):
@@ -116,17 +139,20 @@ class StopRequest:
                 if self.signal_name and not has_asked:
                     has_asked = True
                     departure.ask()
+                if not departure.is_near and is_joined():
+                    departure.ask(joins=True)
                 has_told = departure.heed()
                 if has_told and not has_said and departure.is_agreed():
                     has_said = True
                     acknowledge(self.asked_by)
-                heard.settimeout(AGREE_SECONDS if has_told and not has_said else LOOK_SECONDS)
+                is_soon = (has_told or departure.is_near) and not has_said
+                heard.settimeout(AGREE_SECONDS if is_soon else LOOK_SECONDS)
                 try:
                     numbers = heard.recv(64)
                 except TimeoutError:
                     continue
                 if not numbers:
-                    if departure.is_known and not has_said:  # the main thread was faster
+                    if departure.is_known and not (departure.is_join or has_said):  # the main thread was faster
                         acknowledge(self.asked_by)
                     return
                 names = [signal.Signals(number).name for number in numbers if number in STOP_SIGNALS]
@@ -134,9 +160,17 @@ class StopRequest:
 
     def is_due(self) -> bool:
         """Pass a boundary of all ranks, while watched; return whether all stop at it. No device sync."""
-        return self._departure is not None and self._departure.is_due()
+        return self._departure is not None and self._departure.is_due() and not self._departure.is_join
+
+    @property
+    def joining(self) -> Joining | None:
+        """Return what to raise if all ranks take in others at the last boundary passed; else None."""
+        departure = self._departure
+        return Joining(since=departure.since) if departure and departure.is_join and departure.has_come else None
 
     def leave_if_due(self) -> None:
-        """Pass a boundary. Raises: Stopped if all ranks stop at it."""
+        """Pass a boundary. Raises: Stopped if all ranks stop at it; Joining if they take in others."""
         if self.is_due():
             raise Stopped
+        if joining := self.joining:
+            raise joining

@@ -47,6 +47,34 @@ def test_departure_goes_on_until_this_rank_has_told() -> None:
     assert [first.is_due() for _ in range(10)] == [False] * 9 + [True]
 
 
+def test_departure_for_a_join_waits_until_all_look_often() -> None:
+    """A rank that has told waits at its next boundary, and would do so until the next look of the others."""
+    first, second = departures(2)
+    first.ask(joins=True)
+    assert not first.heed()
+    assert first.is_near
+    assert not any(first.is_due() for _ in range(3))
+    assert second.heed(), "the last one need not wait"
+    assert first.heed()
+    assert not first.is_agreed(), "to stop"
+    assert first.is_due()
+    assert [second.is_due() for _ in range(4)] == [False] * 3 + [True]
+    assert first.is_join
+    assert second.is_join
+
+
+def test_departure_is_a_stop_if_both_are_asked_for_in_time() -> None:
+    first, second = departures(2)
+    first.ask(joins=True)
+    assert not first.heed()
+    second.ask()
+    assert second.heed()
+    assert first.heed()
+    assert first.is_due()
+    assert first.is_agreed()
+    assert not first.is_join
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_departure_of_ranks_that_run_ahead_of_each_other(seed: int) -> None:
     draw = random.Random(seed)

@@ -15,7 +15,7 @@ from thread_controls import alone
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError
 from bigbatch.trainer.step import stop_request
-from bigbatch.trainer.step.stop_request import Stopped, StopRequest, leave_stopped
+from bigbatch.trainer.step.stop_request import Joining, Stopped, StopRequest, leave_stopped
 
 ASKING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
@@ -75,6 +75,21 @@ def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, monkeypatch: py
         assert said.get(timeout=200) == stop.asked_by == "another rank's signal"
         assert stop.is_due()
     assert not stop.is_set
+
+
+def test_ranks_that_want_to_join_end_the_run_at_a_boundary_and_nothing_says_that_it_stops(
+    stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
+    said: SimpleQueue[str] = SimpleQueue()
+    with stop.watch(alone(), acknowledge=said.put, is_joined=lambda: True):
+        assert stop.joining is None
+        wait_until_told(stop)
+        assert not stop.is_due()
+        assert stop.joining
+        with pytest.raises(Joining):
+            stop.leave_if_due()
+    assert said.empty()
 
 
 def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest) -> None:
