@@ -1,4 +1,4 @@
-"""Shares and counts as people read them."""
+"""Shares, counts and differences as people read them."""
 
 
 def percent(share: float) -> str:
@@ -9,3 +9,10 @@ def percent(share: float) -> str:
 def count(number: int, thing: str) -> str:
     """Write 2, 'rank' -> '2 ranks'."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def first_difference(theirs: str, ours: str) -> str:
+    """Return the first lines that differ between two texts, both quoted."""
+    pairs = zip(theirs.splitlines(), ours.splitlines(), strict=False)
+    differing = (f"{one.strip()!r} against {other.strip()!r}" for one, other in pairs if one != other)
+    return next(differing, "one is longer")

@@ -30,7 +30,7 @@ from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.errors import CommError, PeerLostError, exit_code_of, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
-from bigbatch.words import count
+from bigbatch.words import count, first_difference
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
@@ -271,10 +271,8 @@ class Communicator:
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
             texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
-            lines = zip(texts[odd[0]].splitlines(), texts[0].splitlines(), strict=False)
-            pairs = (f"{theirs.strip()!r} against {ours.strip()!r}" for theirs, ours in lines if theirs != ours)
             raise CommError(
-                f"rank {odd[0]} and rank 0 disagree on {what}: {next(pairs, 'one is longer')}; "
+                f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; "
                 "start all ranks from the same files with the same command"
             )
 

@@ -36,7 +36,9 @@ DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 """Set by `bigbatch launch --device` for the ranks: cpu means that they use no GPU."""
 STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 """Set by `bigbatch launch mpirun` for the ranks: the file in which the first one leaves its exit code."""
-IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE)
+JOINS_VARIABLE = "BIGBATCH_JOINS"
+"""Set by `bigbatch launch` for a rank that it starts again: it joins the ranks that go on."""
+IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
 """Our launchers set these for their ranks and remove all others; * matches any end of a name."""
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 
@@ -95,6 +97,8 @@ class ProcessEnv:
 
     notice_seconds: int | None = None
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
+    joins: bool = False
+    """This process takes the place of a lost one, in a job that goes on."""
     former_rank: int | None = None
     """Rank that the launcher gave this process, if ranks have had new numbers since, after a loss."""
 
@@ -154,6 +158,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         world_size=world_size,
         local_rank=local_rank,
         local_size=local_size,
+        joins=bool(environ.get(JOINS_VARIABLE)),
         master=_master(environ, launcher, is_one_host=one_host),
         names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,
         master_runs=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

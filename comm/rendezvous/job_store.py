@@ -125,7 +125,7 @@ class JobStore(Store):
         numbers: Sequence[int] | None = None,
     ) -> None:
         """deadline: when all requests are over; awake_seconds(). numbers: under which each rank has connected, if not
-        its own: of a group after a loss."""
+        its own: of a group after a loss. tail() then leaves out all others."""
         super().__init__()
         self.line, self.prefix, self._seconds = line, prefix, seconds
         self._deadline, self._is_for_torch = deadline, is_for_torch

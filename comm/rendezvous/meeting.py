@@ -58,7 +58,8 @@ def open_store(
             line = rendezvous(met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds)
         _met[env.master] = line, met
     line, met = _met[env.master]
-    return JobStore(line, prefix, seconds=timeout_seconds), "rank 0", met
+    # numbers: ranks that join have others
+    return JobStore(line, prefix, seconds=timeout_seconds, numbers=range(env.world_size)), "rank 0", met
 
 
 def _describe_wait(env: ProcessEnv) -> str:

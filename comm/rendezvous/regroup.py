@@ -72,10 +72,18 @@ class Group:
 
 def take_seats(env: ProcessEnv, control: Control, *, interface: str | None) -> Seats:
     """Bind this rank's socket, and exchange the addresses. Collective, after all have met."""
-    towards = control.master[0] if control.master and not env.is_one_host else None
-    address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
+    mine, bound = bind_seat(env, towards=control.master[0] if control.master else None, interface=interface)
+    told = control.gather_text(json.dumps(asdict(mine)), what="exchange of the addresses of later stores")
+    return Seats(tuple(Seat(**json.loads(text)) for text in told), bound)
+
+
+def bind_seat(env: ProcessEnv, *, towards: str | None, interface: str | None) -> tuple[Seat, socket.socket]:
+    """Bind a socket at which this rank can hold a store. towards: another rank's address."""
+    address = own_address(
+        is_one_host=env.is_one_host, interface=interface, towards=None if env.is_one_host else towards
+    )
     bound = _bind(address, 0)
-    mine = Seat(
+    seat = Seat(
         host=env.host,
         machine=socket.gethostname() if env.plays_host else env.host,
         address=address,
@@ -85,8 +93,7 @@ def take_seats(env: ProcessEnv, control: Control, *, interface: str | None) -> S
         born=start_ticks(os.getpid()),
         rank=env.rank,
     )
-    told = control.gather_text(json.dumps(asdict(mine)), what="exchange of the addresses of later stores")
-    return Seats(tuple(Seat(**json.loads(text)) for text in told), bound)
+    return seat, bound
 
 
 def _bind(address: str, port: int) -> socket.socket:
