@@ -1,11 +1,13 @@
-"""Healing in place: after the loss of a rank the others go on from the last step, in the same processes."""
+"""Healing in place: after a loss the other ranks go on from the last step, in the same processes, or with others."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from bigbatch.comm.communicator import Communicator, abort_connection
 from bigbatch.comm.gradients.broadcast import broadcast_object
@@ -28,17 +30,18 @@ class Ownership:
     def __init__(self, config: Config) -> None:
         self._folder = Path(config.run.directory)
         self._seconds = config.run.checkpoint_timeout_seconds
-        self._number = 0
+        self.number = 0
+        """That of the claim."""
         self.owner: Owner | None = None
         """On the first rank only."""
 
     def take(self, control: Control) -> None:
         """Own the folder; the other ranks wait for that. Collective. Raises: RunFolderError."""
-        self._hold(control, lambda: take(self._folder, own_claim()))
+        self._hold(control, lambda: take(self._folder, own_claim(store=control.master)))
 
     def succeed(self, control: Control) -> None:
         """Take the folder over from the former group. Collective. Raises: RunFolderError."""
-        self._hold(control, lambda: succeed(self._folder, number=self._number))
+        self._hold(control, lambda: succeed(self._folder, number=self.number, store=control.master))
 
     def _hold(self, control: Control, make: Callable[[], Owner]) -> None:
         def hold() -> str:
@@ -48,7 +51,10 @@ class Ownership:
             return str(self.owner.number)
 
         what = "claim of the run folder"
-        self._number = int(write_on_first(hold, control, what=what, timeout_seconds=self._seconds))
+        self.number = int(write_on_first(hold, control, what=what, timeout_seconds=self._seconds))
+        if control.rank != 0 and self.owner:  # a former first rank has joined again
+            self.owner.release()
+            self.owner = None
 
     def __enter__(self) -> "Ownership":
         return self
@@ -62,18 +68,25 @@ class Ownership:
 
 @dataclass(frozen=True)
 class Healed:
-    """A job after a loss."""
+    """A job after a loss, or after a rank has joined."""
 
     job: JoinedRank
     state: dict[str, Any] | None
     """State to go on from, equal on all ranks; None if no rank that is left holds all of it."""
     told: str
     """Line for the log."""
+    since: float | None = None
+    """When the ranks left off for others to join; awake_seconds()."""
 
 
 def can_heal(job: JoinedRank, error: PeerLostError) -> bool:
     """Return whether the ranks that are left can go on: the run heals in place, and no rank asks for a user's help."""
     return job.communicator.seats is not None and error.exit_code == LOST
+
+
+def may_follow(error: PeerLostError) -> bool:
+    """Return whether another group may form after a loss while one forms."""
+    return error.exit_code == LOST and bool(error.lost_ranks)
 
 
 def heal(
@@ -87,36 +100,61 @@ def heal(
     """
     former = job.communicator
     assert former.seats is not None
-    group, names = Group(former.env, former.control, former.seats), list[str]()
+    group = Group(former.env, former.control, former.seats)
+    return go_on(config, job, group, kept=kept, ownership=ownership, error=error)
+
+
+def go_on(
+    config: Config,
+    job: JoinedRank,
+    group: Group,
+    *,
+    kept: dict[str, Any] | None,
+    ownership: Ownership,
+    error: PeerLostError | None = None,
+    joined: Sequence[str] = (),
+    since: float | None = None,
+) -> Healed:
+    """Connect a group, and agree on the state to go on from; after a loss form one of the others. Collective.
+
+    error: a loss that this rank has noticed already. joined, since: ranks that are new in the group; as for Healed.
+    Raises: as heal.
+    """
+    names = list[str]()
     while True:
-        abort_connection(group.control)
-        before, group = group.seats.all, regroup(group, error.lost_ranks)
-        names += [f"rank {seat.rank} on {seat.host}" for seat in before if seat not in group.seats.all]
+        if error:
+            abort_connection(group.control)
+            before, group = group.seats.all, regroup(group, error.lost_ranks)
+            names += [f"rank {seat.rank} on {seat.host}" for seat in before if seat not in group.seats.all]
+            try:
+                divide_batch(config.batch, world_size=group.env.world_size)
+            except ConfigError as misfit:
+                raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
         try:
-            divide_batch(config.batch, world_size=group.env.world_size)
-        except ConfigError as misfit:
-            raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
-        try:
-            communicator = _join(config, group, former=former)
+            communicator = _join(config, group, device=job.communicator.device)
             ownership.succeed(communicator.control)
             state = _agree_on_state(kept, communicator)
         except PeerLostError as again:  # another loss meanwhile
-            if again.exit_code != LOST or not again.lost_ranks:
+            if not may_follow(again):
                 raise
             error = again
         else:
             where = f"from step {state['step']}" if state else "from the newest checkpoint"
             ranks = count(group.env.world_size, "rank")
-            told = f"lost: {', '.join(names) or 'a connection'}; going on {where} with {ranks}"
-            return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), state, told)
+            lost = f"lost: {', '.join(names) or 'a connection'}; " if error else ""
+            new = f"joined: {', '.join(joined) or 'no rank, as it has ended'}; " if since is not None else ""
+            told = f"{new}{lost}going on {where} with {ranks}"
+            return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), state, told, since)
 
 
-def _join(config: Config, group: Group, *, former: Communicator) -> Communicator:
+def _join(config: Config, group: Group, *, device: torch.device) -> Communicator:
     """Connect a group without measurements, and without a table of another one."""
     comm = replace(config.comm, calibrate="never", table=None)
     if comm.algorithm == "hybrid":
         comm = replace(comm, algorithm="auto")
-    communicator, _ = join_job(replace(config, comm=comm), group.env, group=group, device=former.device)
+    # a rank that joins does not know of a return to a checkpoint
+    config = replace(config, comm=comm, run=replace(config.run, resume="auto"))
+    communicator, _ = join_job(config, group.env, group=group, device=device)
     return communicator
 
 

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.healing import Ownership, can_heal, heal
+from bigbatch.trainer.joining import Facts, arrive, connect_alone, facts_of, find_waiting, take_in
 from bigbatch.trainer.machine.host import leave_compiler_out
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.largest_batch import free_memory
@@ -25,7 +26,7 @@ from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.output import RunOutput
-from bigbatch.trainer.step.stop_request import StopRequest, leave_stopped
+from bigbatch.trainer.step.stop_request import Joining, StopRequest, leave_stopped
 from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import JoinedRank, TrainingRun
 
@@ -52,8 +53,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def join(config: Config, env: ProcessEnv) -> JoinedRank:
-    """Meet the other ranks. Collective. Raises: ConfigError; CommError; TunedError."""
+    """Meet the other ranks; a rank that joins them later is alone so far. Collective.
+
+    Raises: ConfigError; CommError; TunedError.
+    """
     bound = bind_rank(config, env)
+    if env.joins:
+        return JoinedRank(connect_alone(config, env), env, None, bound)
     kept = RunDir(Path(config.run.directory)).calibration
     communicator, tuned = join_job(config, env, kept_calibration=kept)
     return JoinedRank(communicator, env, tuned, bound)
@@ -77,16 +83,17 @@ def lead(
         with ExitStack() as stack:
             stack.enter_context(using_staged(config))
             ownership = stack.enter_context(Ownership(config))
-            if not is_dry_run:
+            if not (is_dry_run or job.env.joins):
                 ownership.take(communicator.control)
-            chosen = choose_mode(
-                config,
-                communicator,
-                kept=RunDir(Path(config.run.directory)).mode,
-                folder=measured_folder("modes"),
-                is_dry_run=is_dry_run,
-            )
-            config, job = chosen.config, replace(job, mode_told=chosen.told, mode_record=chosen.text)
+            if not job.env.joins:
+                chosen = choose_mode(
+                    config,
+                    communicator,
+                    kept=RunDir(Path(config.run.directory)).mode,
+                    folder=measured_folder("modes"),
+                    is_dry_run=is_dry_run,
+                )
+                config, job = chosen.config, replace(job, mode_told=chosen.told, mode_record=chosen.text)
             make_run = partial(TrainingRun, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
             if is_dry_run:
                 stop = StopRequest(takes_signals=False)
@@ -117,19 +124,24 @@ def _run_agreed(
     """Train to the end or to a stop signal; return the summary, or None if stopped. Collective.
 
     If the ranks' weights differ during the run, go back to the newest checkpoint on which they agreed, or to the start
-    of the run. After the loss of a rank go on without it, if the run heals in place, and append the new connection to
-    groups.
+    of the run. If the run heals in place, go on without a lost rank, and with one that joins; append each new
+    connection to groups. A process that joins does so first.
     Raises: PeerLostError; ReplicasDiffer if they differ at the start, or again after the run went back to that step.
     """
     been_back_at: int | None = None
-    came_back = ""
+    came_back, since = "", None
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
     output: RunOutput | None = None  # of the former group
     listed: Images | None = None  # on storage this may take minutes
+    if job.env.joins:
+        healed, listed = arrive(config, job, ownership=ownership)
+        job, kept, came_back, since = healed.job, healed.state, healed.told, healed.since
+        groups.append(job.communicator)
     while True:
         run: TrainingRun | None = None
-        difference, lost = "", None
+        difference, lost, left_at = "", None, None
+        facts: Facts = dict
         try:
             if len(groups) > 1:  # loggers may send for a minute, for which regrouping ranks would not wait
                 control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
@@ -137,7 +149,11 @@ def _run_agreed(
                 write_on_first(close, control, what="end of the former group's records", timeout_seconds=seconds)
             run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop, listed=listed)
             stop, listed = run.parts.stop, run.listed
-            return run.run(came_back=came_back)
+            facts = cache(partial(facts_of, config, listed))
+            is_joined = partial(find_waiting, config, job.communicator, facts)
+            return run.run(came_back=came_back, since=since, is_joined=is_joined)
+        except Joining as joining:
+            left_at = joining.since
         except ReplicasDiffer as error:
             if run is None:
                 raise
@@ -149,13 +165,19 @@ def _run_agreed(
             lost.lost_ranks = error.lost_ranks
         # outside of the except block: the error's frames hold the run's tensors
         folder, device = RunDir(Path(config.run.directory)), job.communicator.device
-        if lost:
+        if lost or left_at is not None:
             kept = run.loop.copy_state() if run else kept
             output = run.output if run else output
             del run
             free_memory(device)
-            healed = heal(config, job, lost, kept=kept, ownership=ownership)
-            job, kept, came_back = healed.job, healed.state, healed.told
+            if lost:
+                healed = heal(config, job, lost, kept=kept, ownership=ownership)
+            else:
+                assert left_at is not None
+                close = output.close if output else str
+                healed = take_in(config, job, kept=kept, facts=facts, close=close, since=left_at, ownership=ownership)
+                output = None
+            job, kept, came_back, since = healed.job, healed.state, healed.told, healed.since
             groups.append(job.communicator)
             if kept is None and list_checkpoints(folder.checkpoints):
                 config = replace(config, run=replace(config.run, resume="auto"))
@@ -166,7 +188,7 @@ def _run_agreed(
         if back_at == been_back_at:
             raise ReplicasDiffer(f"{difference}; it is so again since the run went back to step {back_at}")
         been_back_at = back_at
-        came_back = f"{difference}; going back to step {back_at}"
+        came_back, since = f"{difference}; going back to step {back_at}", None
         if newest:
             config, kept = replace(config, run=replace(config.run, resume=str(newest.path))), None
         del run

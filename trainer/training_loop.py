@@ -115,7 +115,7 @@ class TrainingLoop:
         """Make all steps that are left; stop early, with a checkpoint, when any rank was asked to.
 
         If the input of a rank fails, the state before that step is saved first.
-        Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; DataError from the input.
+        Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; Joining; DataError from the input.
         """
         plan, parts = self.plan, self.parts
         self._steps = steps = Steps(plan, parts, self.digests.watch(self.audit.watch(batches)))
@@ -126,10 +126,13 @@ class TrainingLoop:
             done = self.done
             # a run that has done its last step is stopped in its evaluation, or not at all
             is_stop = parts.stop.is_due() and done < plan.num_steps
-            if not (is_stop or plan.is_report(done)):
+            joining = parts.stop.joining
+            if not (is_stop or joining or plan.is_report(done)):
                 continue
             parts.precision.settle()  # the next step alone can do without: all below may read the weights
             self._report(steps, done)
+            if joining:  # the next group does what is due
+                raise joining
             if is_stop:
                 self.save(done, None)  # an evaluation that is due is the resumed run's
             elif plan.is_evaluation(done):

@@ -3,13 +3,14 @@
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -41,7 +42,7 @@ from bigbatch.trainer.run.resume import Start, find_start, restore_, start_in_me
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.summary import describe_job, introduction
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.stop_request import Stopped, StopRequest
+from bigbatch.trainer.step.stop_request import Joining, Stopped, StopRequest
 from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
 
@@ -181,8 +182,18 @@ class TrainingRun:
         train, val = self.train_split.index, self.eval_split.index
         return (train, val) if train is not None and val is not None else None
 
-    def run(self, *, came_back: str = "") -> dict[str, Any] | None:
-        """Train to the end or a stop signal; return the summary, or None if stopped. came_back: why it starts here."""
+    def run(
+        self,
+        *,
+        came_back: str = "",
+        since: float | None = None,
+        is_joined: Callable[[], object] = lambda: False,
+    ) -> dict[str, Any] | None:
+        """Train to the end or a stop signal; return the summary, or None if stopped.
+
+        came_back: why it starts here. since: when the ranks left off for others to join; awake_seconds(). is_joined:
+        returns what is true if other ranks want to join. Raises: Joining once all ranks have agreed on it.
+        """
         num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
         timeout_seconds = self.config.run.checkpoint_timeout_seconds
         try:
@@ -192,16 +203,22 @@ class TrainingRun:
                 healed = {"is_healed": True} if self.is_healed else {}
                 self.output.log("start", {"step": self.plan.first_step, "job": job, **healed})
             self.loop.noise.go_on(self.rundir, self.communicator, timeout_seconds=timeout_seconds)
+            if since is not None:
+                waited = awake_seconds() - since
+                came_back += f"; the others waited {waited:.1f} s"
+                ranks = self.communicator.world_size
+                self.output.log("joined", {"step": self.plan.first_step, "ranks": ranks, "seconds": waited})
             if came_back:
                 self.output.hint(came_back, step=self.plan.first_step)
             if not self.is_healed:
                 self._introduce()
-            with self.parts.stop.watch(self.communicator.control, acknowledge=self._acknowledge):
+            control = self.communicator.control
+            with self.parts.stop.watch(control, acknowledge=self._acknowledge, is_joined=is_joined):
                 try:
                     totals, seconds = self._train()
                 except Stopped:  # in an evaluation before the first step or beside all steps: nothing is new
                     totals, seconds = Totals(stopped_by=self.parts.stop.asked_by), 0.0
-                except ReplicasDiffer:  # the run may go back to what is being written
+                except (ReplicasDiffer, Joining):  # the run may go back to what is being written
                     self.loop.settle(wait=True)
                     raise
             summary = write_on_first(
@@ -223,7 +240,7 @@ class TrainingRun:
             )
         except BaseException as error:
             with suppress(Exception):  # what ended the run tells more
-                self.close(exit_code_of(error))
+                self.close(LOST if isinstance(error, Joining) else exit_code_of(error))
             with suppress(Exception):
                 add_note(error, *self._where_it_continues())
             raise

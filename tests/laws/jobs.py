@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,18 @@ class ForkedJob:
     """Ranks that run, their output in log; used as a launcher's process is."""
 
     def __init__(self, job: Forked, log: Path, *, stderr: Path | None = None, **environ: str) -> None:
-        where = places(job.ranks) if job.ranks > 1 else [{}]
-        self.ranks = [
-            start_rank(job.target, job.command, environ={**environ, **place}, stdout=log, stderr=stderr or log)
-            for place in where
-        ]
+        self._job, self._log, self._stderr, self._environ = job, log, stderr or log, environ
+        self._places = places(job.ranks) if job.ranks > 1 else [{}]
+        self.ranks = [self._start(place) for place in self._places]
+
+    def _start(self, place: dict[str, str]) -> BaseProcess:
+        environ, command = {**self._environ, **place}, self._job.command
+        return start_rank(self._job.target, command, environ=environ, stdout=self._log, stderr=self._stderr)
+
+    def join_again(self, rank: int, **environ: str) -> BaseProcess:
+        """Start a rank that has ended as one that joins the others."""
+        self.ranks[rank].join(TIMEOUT_SECONDS)
+        return self._start({**self._places[rank], "BIGBATCH_JOINS": "1", **environ})
 
     def poll(self) -> int | None:
         """The exit code of the first rank that failed, or 0; None while all live."""

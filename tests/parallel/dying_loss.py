@@ -1,6 +1,7 @@
 """A loss of one's own in which ranks are lost: DIE="rank/step/where" of each, where in forward, sums, or update.
 
-With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer.
+With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer. A rank that
+joins is not lost again. With JOIN_AT ranks join at the first boundary after so many steps, where the others wait.
 """
 
 import os
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.trainer.run import saving
 from bigbatch.trainer.step.precision import Precision
@@ -21,14 +23,14 @@ _done: set[str] = set()
 
 
 def _die_if_due(where: str) -> None:
-    for word in os.environ.get("DIE", "").split():
+    for word in "" if read_process_env().joins else os.environ.get("DIE", "").split():
         if word == f"{read_process_env().rank}/{_steps_begun}/{where}" and word not in _done:
             _done.add(word)
             os.kill(os.getpid(), signal.Signals[os.environ.get("DIE_BY", "SIGKILL")])
 
 
 _wait, _update_, _zero_grad = GradientReducer.wait, Precision.update_, GradientReducer.zero_grad
-_save = saving.save_checkpoint
+_save, _ask, _is_due = saving.save_checkpoint, Departure.ask, Departure.is_due
 
 
 def _begin(reducer: GradientReducer) -> None:
@@ -52,6 +54,20 @@ def _save_late(*arguments: object, **options: object) -> Path:
     return _save(*arguments, **options)  # type: ignore[arg-type]
 
 
+def _ask_in_time(departure: Departure, *, joins: bool = False) -> None:
+    if not joins or _steps_begun >= int(os.environ["JOIN_AT"]):
+        _ask(departure, joins=joins)
+
+
+def _wait_for_join(departure: Departure) -> bool:
+    is_awaited = 0 < int(os.environ.get("JOIN_AT", "0")) <= _steps_begun
+    while is_awaited and departure._control.world_size < read_process_env().world_size and not departure._has_told:
+        time.sleep(0.01)
+    return _is_due(departure)
+
+
+Departure.ask = _ask_in_time  # type: ignore[method-assign]
+Departure.is_due = _wait_for_join  # type: ignore[method-assign]
 saving.save_checkpoint = _save_late
 GradientReducer.zero_grad = _begin  # type: ignore[method-assign]
 GradientReducer.wait = _wait_for_sums  # type: ignore[method-assign]

@@ -54,7 +54,9 @@ def make_splits(config: Config, communicator: Communicator, *, listed: Images | 
     if config.data.loader == "synthetic":
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
         return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
-    train_index, val_index = listed or _read_indices(config, communicator)
+    images = listed or list_images(config, communicator)
+    assert images is not None
+    train_index, val_index = images
     data, seed = config.data, config.run.seed
     if data.crop == "padded":
         crop = padded_crop(seed=seed, size=data.image_size, flip=data.flip)
@@ -90,17 +92,25 @@ def make_eval_split(
     return split_of(config, communicator, index)
 
 
-def _read_indices(config: Config, communicator: Communicator) -> Images:
+def list_images(config: Config, communicator: Communicator) -> Images | None:
+    """List the images of both splits; None for generated ones. Collective. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        return None
     root = _root(config)
     train_index = root.open("train")
     val_index = root.open("val", classes=train_index.classes)
     _require_num_classes(config, train_index)
-    communicator.agree(
-        f"the images in {root.name}",
-        f"{len(train_index)} training images ({_digest(train_index)}), "
-        f"{len(val_index)} validation images ({_digest(val_index)})",
-    )
-    return train_index, val_index
+    images = train_index, val_index
+    communicator.agree(f"the images in {root.name}", describe_images(images))
+    return images
+
+
+def describe_images(images: Images | None) -> str:
+    """Return the counts and digests of both splits; "" for generated images."""
+    if images is None:
+        return ""
+    train, val = images
+    return f"{len(train)} training images ({_digest(train)}), {len(val)} validation images ({_digest(val)})"
 
 
 def _root(config: Config) -> DataRoot:

@@ -56,6 +56,8 @@ class Claim:
     has_failed: bool = False
     start: str = ""
     """Identifier of the launcher's start, if the launcher sets one; else empty."""
+    store: str = ""
+    """Address and port of the job's store, which ranks that join look for here; empty for one process."""
 
     def __post_init__(self) -> None:
         if odd := [each.name for each in fields(self) if type(getattr(self, each.name)) is not each.type]:
@@ -71,8 +73,8 @@ class Claim:
         return f"{job}process {self.pid} of {self.user} on {self.host}"
 
 
-def own_claim() -> Claim:
-    """Return the claim of this process."""
+def own_claim(*, store: tuple[str, int] | None = None) -> Claim:
+    """Return the claim of this process. store: address of its job's store."""
     job, restart = slurm_job() or ("", 0)
     user = str(os.getuid())
     with suppress(KeyError, OSError):  # a container may have no entry for this number
@@ -86,6 +88,7 @@ def own_claim() -> Claim:
         job=job,
         restart=restart,
         start=start_of_launcher(),
+        store=f"{store[0]} {store[1]}" if store else "",
     )
 
 
@@ -147,13 +150,13 @@ def take(folder: Path, claim: Claim) -> Owner:
     return Owner(folder, number=newest + 1, claim=claim)
 
 
-def succeed(folder: Path, *, number: int) -> Owner:
+def succeed(folder: Path, *, number: int, store: tuple[str, int] | None = None) -> Owner:
     """Take the folder over from the owner of that number, which a process of the same job is or was.
 
     Raises: RunFolderError if it does not have that owner any more: one other process has taken it over.
     """
     with writing(folder):
-        claim = replace(own_claim(), folder=folder.stat().st_ino)
+        claim = replace(own_claim(store=store), folder=folder.stat().st_ino)
         is_same = _numbers(folder)[-1:] == [number]
         if not (is_same and _create(_path(folder, number + 1), claim.text())):
             raise RunFolderError(
@@ -162,6 +165,13 @@ def succeed(folder: Path, *, number: int) -> Owner:
             )
         _path(folder, number).unlink(missing_ok=True)
     return Owner(folder, number=number + 1, claim=claim)
+
+
+def newest_claim(folder: Path) -> Claim | None:
+    """Return the claim of the owner, or of the last one; None without any, or if it cannot be read."""
+    with suppress(OSError):
+        return _read(_path(folder, max(_numbers(folder), default=0)))
+    return None
 
 
 def require_free(folder: Path) -> None:

@@ -19,7 +19,7 @@ from bigbatch.trainer.training_run import why_not_healing
 def job_of(world_size: int) -> Any:
     """A job that can heal."""
     communicator = SimpleNamespace(world_size=world_size, seats=(), device=torch.device("cpu"), control=alone())
-    return SimpleNamespace(communicator=communicator)
+    return SimpleNamespace(communicator=communicator, env=SimpleNamespace(joins=False))
 
 
 done: list[str] = []
@@ -35,7 +35,7 @@ class Run:
         self.output = SimpleNamespace(close=lambda: done.append("closed"))
         done.append("made")
 
-    def run(self, *, came_back: str) -> Any:
+    def run(self, *, came_back: str, since: float | None, is_joined: Any) -> Any:
         if self._kept is None:
             raise PeerLostError("rank 1 on n1 was lost")
         return {"asked by": self.parts.stop.signal_name}
@@ -50,7 +50,7 @@ def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.Monke
     def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
         done.append("healed")
         os.kill(os.getpid(), signal.SIGINT)
-        return SimpleNamespace(job=job_of(1), state=kept, told="lost: rank 1 on n1")
+        return SimpleNamespace(job=job_of(1), state=kept, told="lost: rank 1 on n1", since=None)
 
     done.clear()
     monkeypatch.setattr(train, "heal", heal)

@@ -17,7 +17,7 @@ from error_texts import naming
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.run import owner as module
-from bigbatch.trainer.run.owner import Claim, has_failed, own_claim, owning, succeed, take
+from bigbatch.trainer.run.owner import Claim, has_failed, newest_claim, own_claim, owning, succeed, take
 
 HERE = own_claim()
 ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")
@@ -198,7 +198,8 @@ def test_owner_that_was_replaced_while_it_stood_still_writes_no_more(clock: Cloc
 def test_owner_that_lives_is_succeeded_once(clock: Clock, tmp_path: Path) -> None:
     """By the first rank of the group that goes on; not by that of another one, which takes itself for the only one."""
     first = take(tmp_path, HERE)
-    second = succeed(tmp_path, number=first.number)
+    second = succeed(tmp_path, number=first.number, store=("n1", 4711))
+    assert newest_claim(tmp_path) == replace(own_claim(store=("n1", 4711)), folder=tmp_path.stat().st_ino)
     second.require()
     with pytest.raises(RunFolderError, match="was taken over by"):
         first.require()

@@ -1,0 +1,159 @@
+"""A rank that was started again joins the others at a boundary of all: what each side does."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.communicator import Communicator, abort_connection
+from bigbatch.comm.connection import HEALING, choose_device, connect
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.joining import Admitted, Request, ask_to_join, find_requests, let_in
+from bigbatch.comm.rendezvous.places import release
+from bigbatch.comm.rendezvous.regroup import Group
+from bigbatch.errors import CommError, ConfigError, PeerLostError
+from bigbatch.trainer.build.input import Images, describe_images, list_images
+from bigbatch.trainer.build.staging import stage_data
+from bigbatch.trainer.config.batch import divide_batch
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.healing import Healed, Ownership, go_on, may_follow
+from bigbatch.trainer.run.checkpoint import write_on_first
+from bigbatch.trainer.run.owner import newest_claim
+from bigbatch.trainer.training_run import JoinedRank, why_not_healing
+
+LOOK_SECONDS = 0.5
+"""Pause between two attempts to reach the ranks that go on."""
+MORE_SECONDS = 30.0
+"""How much longer than twice comm.timeout_seconds these may take to open another store after a loss."""
+Facts = Callable[[], Mapping[str, str]]
+"""Returns what must be equal on all ranks, by its name."""
+
+
+def facts_of(config: Config, listed: Images | None) -> dict[str, str]:
+    """Return what a rank must have in common with the others. run.resume may have changed since the start."""
+    config = replace(config, run=replace(config.run, resume="auto"))
+    return {"release": release(), "config": dump_config(config), "data set": describe_images(listed)}
+
+
+def find_waiting(config: Config, communicator: Communicator, facts: Facts) -> list[Request]:
+    """Return the ranks that can join now; none except on the first rank. Not collective."""
+    if communicator.rank != 0 or communicator.seats is None or config.optimizer.sharded:
+        return []
+    group = Group(communicator.env, communicator.control, communicator.seats)
+    return find_requests(group, facts, fits=partial(_fits, config))
+
+
+def _fits(config: Config, world_size: int) -> bool:
+    try:
+        divide_batch(config.batch, world_size=world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def take_in(
+    config: Config,
+    job: JoinedRank,
+    *,
+    kept: dict[str, object] | None,
+    facts: Facts,
+    close: Callable[[], str | None],
+    since: float,
+    ownership: Ownership,
+) -> Healed:
+    """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
+
+    close: flushes the former group's records. since: awake_seconds() at the boundary. Raises: as heal.
+    """
+    former, seconds = job.communicator, config.run.checkpoint_timeout_seconds
+    assert former.seats is not None
+    group, error = Group(former.env, former.control, former.seats), None
+    joined: list[str] = []
+    try:
+        write_on_first(close, former.control, what="end of the former group's records", timeout_seconds=seconds)
+        found = find_waiting(config, former, facts)
+        names = [f"rank {each.seat.rank} on {each.seat.host}" for each in found]
+        told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names}
+        admitted = let_in(group, found, told=told)
+        abort_connection(group.control)
+        group, joined = admitted.group, admitted.told["joined"]
+    except PeerLostError as lost:
+        if not may_follow(lost):
+            raise
+        error = lost
+    return go_on(config, job, group, kept=kept, ownership=ownership, error=error, joined=joined, since=since)
+
+
+def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
+    """Return a connection of this process alone, for what it does before it joins. Raises: ConfigError; CommError."""
+    device = choose_device(env, backend=config.comm.backend)
+    backend = config.comm.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "tcp"
+    if backend not in HEALING:
+        raise CommError(f"rank {env.rank} on {env.host} cannot join: {why_not_healing(backend)}")
+    if config.optimizer.sharded:
+        raise ConfigError(
+            f"rank {env.rank} on {env.host} cannot join: with optimizer.sharded=true no other rank holds its part of "
+            "the state; set it to false, or start the job again, which resumes from its newest checkpoint"
+        )
+    comm = config.comm
+    alone = replace(ALONE, host=env.host, plays_host=env.plays_host)
+    return connect(
+        backend=backend,
+        env=alone,
+        device=device,
+        timeout_seconds=comm.timeout_seconds,
+        warn_seconds=comm.warn_seconds,
+        interface=comm.interface,
+    )
+
+
+def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> tuple[Healed, Images | None]:
+    """Join the ranks that go on, and take the state from one of them; return it, and the images of the data set.
+
+    job: of this process alone. The data set is listed first, as the others wait from their boundary on.
+    Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
+    """
+    with job.communicator as alone:
+        local, _ = stage_data(config, alone)
+        listed = list_images(local, alone)
+    admitted = _ask(config, job, facts_of(config, listed))
+    told = admitted.told
+    ownership.number, since = told["owner"], awake_seconds() - told["waited"]
+    healed = go_on(config, job, admitted.group, kept=None, ownership=ownership, joined=told["joined"], since=since)
+    return healed, listed
+
+
+def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
+    """Find the store of the ranks that go on by the owner of the run folder, and ask there."""
+    env, control, folder = job.env, job.communicator.control, Path(config.run.directory)
+    patience = 2 * control.timeout_seconds + MORE_SECONDS
+    deadline = awake_seconds() + patience
+    while True:
+        claim = newest_claim(folder)
+        if claim is None or claim.has_ended or not claim.store:
+            raise PeerLostError(f"rank {env.rank} on {env.host}: the job that it was to join has ended")
+        address, port = claim.store.split()
+        started = awake_seconds()
+        try:
+            return ask_to_join(
+                env,
+                (address, int(port)),
+                facts=facts,
+                timeout_seconds=control.timeout_seconds,
+                warn_seconds=control.warn_seconds,
+                interface=env.interface or config.comm.interface,
+            )
+        except CommError:
+            raise
+        except (OSError, RuntimeError) as error:
+            reason = error
+        if awake_seconds() - started > control.timeout_seconds:  # it has waited for an answer there
+            deadline = awake_seconds() + patience
+        if awake_seconds() > deadline:
+            raise PeerLostError(f"rank {env.rank} on {env.host} reaches no rank of its job: {reason}") from reason
+        time.sleep(LOOK_SECONDS)
