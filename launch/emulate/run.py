@@ -33,9 +33,10 @@ def run_job(
     asks_to_stop: signal.Signals,
     counters: Path | None,
     heals: bool = False,
+    joins: int = 0,
     look: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Start the processes in their nodes and wait; return how the job ended. heals, look: as for run_together.
+    """Start the processes in their nodes and wait; return how the job ended. heals, joins, look: as for run_together.
 
     Prints the bytes of each link on standard error, and writes them to the file counters. Processes that outlive the
     job are killed, and so is the job if this process is killed. Raises: EmulationError if another job runs, the cluster
@@ -55,7 +56,13 @@ def run_job(
         with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
             ended = run_together(
-                starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop, heals=heals, look=look
+                starts,
+                environ=with_secret(environ),
+                enter=enter,
+                asks_to_stop=asks_to_stop,
+                heals=heals,
+                joins=joins,
+                look=look,
             )
         seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)

@@ -209,7 +209,7 @@ def _run_on(
             print_line(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
 
-    heals, is_mpirun = heals_in_place(job), arguments.launcher == "mpirun"
+    heals, is_mpirun, is_plain = heals_in_place(job), arguments.launcher == "mpirun", arguments.launcher == "plain"
 
     def start(job: JobSpec) -> Ended:
         with exit_file(site.folder) as path:
@@ -220,7 +220,8 @@ def _run_on(
                 environ={"OMP_NUM_THREADS": "1", **environ},
                 asks_to_stop=launcher.asks_to_stop,
                 counters=arguments.counters,
-                heals=heals and arguments.launcher == "plain",  # the others end a job that has lost a rank themselves
+                heals=heals and is_plain,  # the others end a job that has lost a rank themselves
+                joins=(job.restarts or 0) if heals and is_plain else 0,
                 look=rehearsal,
             )
             # the exit codes of other launchers are those of their ranks

@@ -109,7 +109,8 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     def start(job: JobSpec) -> Ended:
         starts = local_starts(job, port=free_port())
         variables = shared_cores(job) | own_environment(job, environ)
-        return run_together(starts, environ=variables, asks_to_stop=signal.SIGTERM, heals=heals)
+        joins = (job.restarts or 0) if heals else 0
+        return run_together(starts, environ=variables, asks_to_stop=signal.SIGTERM, heals=heals, joins=joins)
 
     return run_healing(start, job).code
 

@@ -69,6 +69,30 @@ def test_run_together_lets_the_others_go_on_in_a_job_that_heals(
     assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True).code == expected
 
 
+@pytest.mark.parametrize(
+    ("lost", "again", "other", "expected"),
+    [
+        ("kill -KILL $$", "", "", 0),
+        ("kill -KILL $$", "exit 1", "", 0),  # refused: the others go on
+        ("kill -KILL $$", "kill -KILL $$", "kill -KILL $$", 128 + signal.SIGKILL),  # once alone
+        ("kill -KILL $$", "sleep 0.3; exit 1", "kill -KILL $$", LOST),  # there is no job to join any more
+        (f"exit {LOST}", "exit 9", "", 0),  # it has lost the others
+        ("exit 1", "exit 9", "", 1),
+    ],
+)
+def test_run_together_starts_a_lost_process_again_to_join_the_others(
+    lost: str, again: str, other: str, expected: int, tmp_path: Path
+) -> None:
+    """The other one ends after that, if it is to happen."""
+    starts_again = lost.startswith("kill")
+    script = f'if [ "$BIGBATCH_JOINS" ]; then touch {tmp_path}/again; {again or ":"}; else {lost}; fi'
+    waits = f"until [ -e {tmp_path}/again ]; do sleep 0.02; done; sleep 0.1; {other}" if starts_again else "sleep 0.2"
+    starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (script, waits)]
+    ended = run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True, joins=1)
+    assert ended.code == expected
+    assert (tmp_path / "again").exists() == starts_again
+
+
 def test_run_together_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
