@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.communicator import Communicator, abort_connection
-from bigbatch.comm.gradients.broadcast import broadcast_object
+from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.regroup import Group, regroup
 from bigbatch.errors import ConfigError, PeerLostError
@@ -165,7 +165,8 @@ def _agree_on_state(kept: dict[str, Any] | None, communicator: Communicator) -> 
     furthest = max(places)
     if furthest[0] < 0:
         return None
-    if all(each == furthest for each in places):
+    behind = [rank for rank, each in enumerate(places) if each != furthest]
+    if not behind:
         return kept
-    state: dict[str, Any] = broadcast_object(kept, communicator, root_rank=places.index(furthest))
+    state: dict[str, Any] = send_object(kept, communicator, source=places.index(furthest), to=behind)
     return state

@@ -3,13 +3,13 @@
 import io
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import require_type
+from bigbatch.comm.backends.base import AllOf, require_type
 from bigbatch.comm.communicator import Communicator
 
 
@@ -46,6 +46,64 @@ def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int =
     Raises: ValueError on all ranks for a value that holds anything else.
     """
     return _load(_broadcast_bytes(_saved(value, communicator, root_rank), communicator, root_rank))
+
+
+def send_object(value: Any, communicator: Communicator, *, source: int, to: Collection[int]) -> Any:
+    """Return source's value on the ranks to, and on all others their own. Collective.
+
+    For states of many bytes: tensors of the host travel as they are, and only to these ranks; all else as in
+    broadcast_object. Raises: as broadcast_object, on source alone.
+    """
+    backend, rank = communicator.backend, communicator.rank
+    label = f"message of an object from rank {source}"
+
+    def exchange_(tensors: Sequence[Tensor]) -> None:
+        def operation() -> None:
+            for tensor in tensors if rank == source or rank in to else ():
+                flat_N = tensor.view(-1).view(torch.uint8)
+                if flat_N.numel() and rank == source:
+                    AllOf(tuple(backend.start_send(flat_N, to=each) for each in sorted(to))).wait()
+                elif flat_N.numel():
+                    backend.start_receive(flat_N, source=source).wait()
+
+        backend.submit(operation, label=label, ranks=tuple(sorted({source, *to}))).wait()
+
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    payload = b""
+    if rank == source:
+        stream = io.BytesIO()
+        torch.save(_with_tensors(value, lambda tensor: note(tensor).to("meta")), stream)
+        _load(payload := stream.getvalue())  # an error before others wait
+    size_1 = torch.tensor([len(payload)])
+    exchange_([size_1])
+    text_N = torch.empty(int(size_1), dtype=torch.uint8)
+    if payload:
+        text_N.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    exchange_([text_N])
+    if rank != source and text_N.numel():
+        value = _with_tensors(_load(text_N.numpy().tobytes()), lambda meta: note(torch.empty_like(meta, device="cpu")))
+    dense = [tensor.contiguous() for tensor in tensors]
+    exchange_(dense)
+    for tensor, each in zip(tensors, dense, strict=True):
+        if rank != source and each.data_ptr() != tensor.data_ptr():
+            tensor.copy_(each)
+    return value
+
+
+def _with_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """Return dicts, lists and tuples in which make has replaced each dense tensor of the host, or one without data."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type in ("cpu", "meta"):
+        return make(value.detach())
+    if type(value) is dict:
+        return {key: _with_tensors(each, make) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(each, make) for each in value)
+    return value
 
 
 def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "all-reduce") -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from error_texts import naming
+from thread_ranks import Post, PostBackend
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -22,6 +24,7 @@ from bigbatch.comm.gradients.broadcast import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    send_object,
 )
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -343,6 +346,27 @@ def test_broadcast_of_one_rank_goes_to_itself() -> None:
     broadcast_optimizer_state(optimizer, one)
     plain = {"epoch": 3, "best": (0.5, None, [True, "text", b"bytes", 1 << 80]), 4: {"nested"}}
     assert broadcast_object(plain, one) == plain
+
+
+def test_object_goes_to_the_ranks_that_need_it_and_its_tensors_go_as_they_are() -> None:
+    """Rank 1 has it, ranks 0 and 3 take it, rank 2 keeps its own."""
+    cl = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    held = {"model": {"w": cl, "n": torch.tensor(3)}, "steps": [torch.empty(0), True, (7, torch.ones(2).half())]}
+    post, ones = Post(), {"own": torch.ones(1)}
+
+    def one(rank: int) -> Any:
+        alone = replace(communicator(), env=replace(ALONE, rank=rank), backend=PostBackend(rank, post))
+        return send_object(held if rank == 1 else ones, alone, source=1, to=[0, 3])
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(one, range(4)))
+    for taken in (found[0], found[3]):
+        torch.testing.assert_close(taken, held, rtol=0, atol=0)
+        assert taken["model"]["w"].stride() == cl.stride()
+        assert taken["model"]["w"].data_ptr() != cl.data_ptr()
+    assert found[1] is held
+    assert found[2] is ones
+    assert {to for _, to in post.messages} == {0, 3}
 
 
 class RunsCode:
