@@ -86,7 +86,9 @@ def send_object(value: Any, communicator: Communicator, *, source: int, to: Coll
         text_N.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     exchange_([text_N])
     if rank != source and text_N.numel():
-        value = _with_tensors(_load(text_N.numpy().tobytes()), lambda meta: note(torch.empty_like(meta, device="cpu")))
+        skeleton = _load(text_N.numpy().tobytes())
+        # not empty_like, which takes a Python path for tensors without data, and imports half of torch for it
+        value = _with_tensors(skeleton, lambda it: note(torch.empty_strided(it.size(), it.stride(), dtype=it.dtype)))
     dense = [tensor.contiguous() for tensor in tensors]
     exchange_(dense)
     for tensor, each in zip(tensors, dense, strict=True):
@@ -98,7 +100,7 @@ def send_object(value: Any, communicator: Communicator, *, source: int, to: Coll
 def _with_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
     """Return dicts, lists and tuples in which make has replaced each dense tensor of the host, or one without data."""
     if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type in ("cpu", "meta"):
-        return make(value.detach())
+        return make(value.detach().contiguous() if 0 in value.stride() else value.detach())
     if type(value) is dict:
         return {key: _with_tensors(each, make) for key, each in value.items()}
     if type(value) in (list, tuple):

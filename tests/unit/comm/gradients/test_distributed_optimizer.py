@@ -351,7 +351,7 @@ def test_broadcast_of_one_rank_goes_to_itself() -> None:
 def test_object_goes_to_the_ranks_that_need_it_and_its_tensors_go_as_they_are() -> None:
     """Rank 1 has it, ranks 0 and 3 take it, rank 2 keeps its own."""
     cl = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    held = {"model": {"w": cl, "n": torch.tensor(3)}, "steps": [torch.empty(0), True, (7, torch.ones(2).half())]}
+    held = {"model": {"w": cl, "n": torch.tensor(3)}, "steps": [torch.empty(0), True, (7, torch.ones(1).expand(2))]}
     post, ones = Post(), {"own": torch.ones(1)}
 
     def one(rank: int) -> Any:
