@@ -1,7 +1,7 @@
 """Augmentation of uint8 microbatches on the model's device, after a loader has cropped, resized and flipped.
 
 Every draw is a hash of (seed, epoch, sample index), made on the host: the same for every loader, batch and rank.
-A new augmentation: docs/design.md lists its files.
+A new augmentation: CONTRIBUTING.md lists its files.
 """
 
 from collections.abc import Callable
