@@ -184,7 +184,7 @@ class Communicator:
         """Start summing a flat tensor over all ranks, in place. Collective.
 
         A host tensor that is not from allocate() is copied there and back.
-        Raises: TypeError for what is no tensor; ValueError for a tensor on another device, not flat, or of a dtype that
+        Raises: TypeError if it is not a tensor; ValueError for a tensor on another device, not flat, or of a dtype that
         the backend cannot sum.
         """
         require_type(tensor_N, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")

@@ -69,7 +69,7 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make groups of families of ranks and return this rank's; one of itself if it is in none (NCCL alone).
+        """Make a group of each family of ranks; return this rank's, or one of itself if it is in none (NCCL only).
 
         Collective over the world.
         """
@@ -133,7 +133,7 @@ class Restartable(Protocol):
 
 @dataclass(frozen=True)
 class Started:
-    """An operation that was started, and how its end is awaited."""
+    """An operation under way, and the function that waits for its end."""
 
     wait: Callable[[], None]
 

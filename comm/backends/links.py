@@ -137,7 +137,7 @@ class Link:
             self.incoming.popleft()
 
     def _prove(self) -> bool:
-        """Compare the bytes of the peer's proof so far; tell whether it is complete."""
+        """Compare the bytes of the peer's proof so far; return whether it is complete."""
         try:
             said = self.socket.recv(len(self.proof))
         except BlockingIOError:

@@ -153,7 +153,7 @@ class NodeMemory:
         return CommError(
             f"rank {self._control.rank} cannot open the memory of rank {peer} on the same host {self._control.host} "
             f"({reason}): run all ranks of a host as one user, in one container; or give each its own host name by "
-            "BIGBATCH_HOST, so that they talk as if on different hosts"
+            "BIGBATCH_HOST, so that they communicate as if on different hosts"
         )
 
 

@@ -33,7 +33,7 @@ class RegisteredMemory:
             self.release(self.allocate(1, torch.float32))
         except (RuntimeError, AttributeError, TypeError) as error:  # the latter two if torch has other names
             raise CommError(
-                f"comm.buffers={'symmetric' if is_symmetric else 'registered'} is not to be had with torch "
+                f"comm.buffers={'symmetric' if is_symmetric else 'registered'} is not available with torch "
                 f"{torch.__version__} and NCCL {'.'.join(map(str, version))} on {device} ({first_line(error)}): set it "
                 "to torch"
             ) from error

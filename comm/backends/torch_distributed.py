@@ -285,7 +285,7 @@ def _bound_gpu() -> torch.device | None:
 
 
 def _remedy(error: BaseException) -> str:
-    """Say what to do about ranks that cannot connect. NCCL's ranks of a node share memory in /dev/shm."""
+    """Return what to do about ranks that cannot connect. NCCL's ranks of a node share memory in /dev/shm."""
     if "/dev/shm" in str(error):
         return "/dev/shm is too small or full: free some, or start the container with a larger one (--shm-size 1g)"
     return "set comm.interface to the network interface that all nodes share"

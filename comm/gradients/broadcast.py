@@ -113,7 +113,7 @@ def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average
 
     For a loss or a count; gradients need DistributedOptimizer or GradientReducer. Integers, and dtypes that the backend
     cannot sum, travel as float64, exact up to 2**53.
-    Raises: TypeError for what is no tensor; ValueError for an unknown op, the average of integers, or complex numbers.
+    Raises: TypeError if it is not a tensor; ValueError for an unknown op, the average of integers, or complex numbers.
     """
     require_type(tensor, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
     require_type(communicator, Communicator, what="communicator", legal="what connect() returns")

@@ -16,7 +16,7 @@ one by one, which may round another way (torch's fused SGD and Adam do)."""
 
 
 class PlainSums:
-    """Sums the buffers themselves, in their own precision; with scatter each rank gets its part. What GridSums does."""
+    """Sums the buffers in their own precision; with scatter each rank gets its part. Methods as GridSums."""
 
     align: int = 1
     """Each tensor, and with scatter each rank's part, begins at a multiple of this many elements."""
@@ -28,24 +28,24 @@ class PlainSums:
         self._start = ScatterGather(communicator).start_reduce_scatter if scatter else communicator.start
 
     def lay_out(self, sizes: Sequence[int]) -> None:
-        """Prepare for buffers of these sizes, in place of the existing ones: nothing. Collective."""
+        """Do nothing: the buffers need no other memory. Collective."""
 
     def fold_(self, buffers: Sequence[Tensor]) -> None:
-        """Take over a microbatch's gradients: they are added up in the buffers."""
+        """Do nothing: backward has added the gradients to the buffers."""
 
     def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
         """Start to sum a buffer over the ranks. Collective."""
         return self._start(buffer_N, label=label)
 
     def start_counts(self) -> InFlight | None:
-        """Start what travels apart from the sums: nothing. Collective."""
+        """Do nothing: no counts travel apart from the sums. Collective."""
         return None
 
     def read_(self, buffers: Sequence[Tensor]) -> None:
-        """Write sums into the buffers: they are there."""
+        """Do nothing: the sums are in the buffers."""
 
     def zero_(self) -> None:
-        """Begin new sums: the buffers are zeroed."""
+        """Do nothing: the caller zeroes the buffers."""
 
     def release(self) -> None:
         """Free what lay_out() has made. Collective."""

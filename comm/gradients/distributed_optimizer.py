@@ -33,7 +33,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises: TypeError for an argument of another type; ValueError for an unknown op, a count below 1, an optimizer that
     is distributed already or LBFGS, and a parameter that named_parameters leaves out; from GradientReducer as there.
     step() and synchronize() raise CommError naming a parameter that was frozen, unfrozen, cast or replaced since:
-    close() this one and wrap the optimizer anew.
+    close() this one and wrap the optimizer again.
     Source: horovod.torch.DistributedOptimizer of Horovod 0.28.1.
     """
 
@@ -58,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap each one once")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                "LBFGS decides by this rank's own loss how often to go on, so ranks would part: take another"
+                "LBFGS decides by this rank's own loss how often to evaluate, so ranks would diverge: use another"
             )
         named = _of_optimizer(optimizer, named_parameters)
         self._optimizer = optimizer
@@ -119,7 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step(), within this block, use the gradients as synchronize() and the caller have left them."""
+        """Within this block, step() uses the gradients as they are, without another synchronize()."""
         self._should_synchronize = False
         try:
             yield

@@ -34,11 +34,11 @@ class GradientReducer:
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
     With a grid gradients are summed on it, as int64 of twice the bytes: their sums are the same bits in any order, by
     any algorithm and fusion plan, on any number of ranks and microbatches, if fold() follows each microbatch but the
-    last, so that the gradients of no two are added elsewhere. It counts the microbatches of all ranks together.
+    last, so that gradients of two microbatches are added on the grid alone. Its num_terms counts those of all ranks.
     threshold_bytes, buffer_bytes and first_buffer_bytes: see PlanSizes. The order in which gradients become ready
-    is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
-    take references to gradients or buffers after it, as a CUDA graph does. The order determines the rounding of sums:
-    a resumed run that must end with the same bits passes its `order` on.
+    is guessed (last parameter first) and learned in the first step; afterwards all ranks use rank 0's order. Take
+    references to gradients or buffers only then, as a CUDA graph does. The order determines the rounding of sums: a
+    resumed run that must end with the same bits passes `order` of the earlier reducer.
     With scatter each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), by the
     reduce-scatter of ScatterGather; buffers are then filled up to a multiple of the ranks. With scatter and a grid
     tensors and parts begin at multiples of PART_ALIGN elements.
@@ -48,8 +48,8 @@ class GradientReducer:
     which other code may add to.
     Do not change the trained parameters while the reducer lives: wait(), or backward if it reaches one first, refuses
     by name a parameter that was frozen, unfrozen, cast, moved, resized or replaced. The step() of an optimizer refuses
-    gradients that no reducer sums beside summed ones. close() this reducer and make another one after such a change.
-    Give it the frozen parameters, too: it drops their gradients.
+    parameters that no reducer sums, if it also updates summed ones. After such a change, close() this reducer and make
+    another one. Give it the frozen parameters, too: it drops their gradients.
     All ranks must call the same methods. After a failed backward, wait() and zero_grad() prepare the next one.
     Raises: TypeError for an argument of another type; ValueError for two parameters of one name, or one on another
     device than the communicator's, or one of another reducer that is not closed, or nothing to reduce; CommError where
@@ -79,7 +79,7 @@ class GradientReducer:
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
         self._sums = GridSums(grid, communicator, scatter=scatter) if grid else PlainSums(communicator, scatter=scatter)
-        # a reduce-scatter wants equal parts
+        # a reduce-scatter needs equal parts
         self._multiple = communicator.world_size * self._sums.align if scatter else 1
         is_narrow = communicator.wire.dtype is not None
         exact = replace(communicator.wire, dtype=None, predivide=1.0)
@@ -108,7 +108,7 @@ class GradientReducer:
         self.order = guessed if order is None else list(order)
         """The gradients in the order in which they become ready: for the next reducer of the same run."""
         self.buffers: list[Tensor] = []
-        self._homes: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
         """Views of the buffers, separate from the gradients: others may change their memory, as model.to() does."""
         self._buffer_of: dict[str, int] = {}
         self._lay_out(self._make_plan(self.order))
@@ -138,13 +138,13 @@ class GradientReducer:
             for tensor, first in buffer.places():
                 p = self._parameters[tensor.name]
                 # with the parameter's own strides: channels-last stays so
-                self._homes[tensor.name] = buffer_N[first:].as_strided(p.size(), dense_strides(p))
+                self._views[tensor.name] = buffer_N[first:].as_strided(p.size(), dense_strides(p))
                 self._buffer_of[tensor.name] = index
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 # a new layout must not lose what was summed: this is between wait() and the optimizer's step
-                self._homes[name].copy_(parameter.grad)
-            parameter.grad = self._homes[name].detach()
+                self._views[name].copy_(parameter.grad)
+            parameter.grad = self._views[name].detach()
         for buffer_N in former:
             self._communicator.release(buffer_N)
 
@@ -161,7 +161,7 @@ class GradientReducer:
                 f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
                 "microbatch of a step, and set is_active = False for the others"
             )
-        self._bring_home(name)
+        self._copy_into_buffer(name)
         if not self.is_active:
             return
         self._communicator.timeline.mark(name)
@@ -172,23 +172,23 @@ class GradientReducer:
         while self._num_started < len(self.buffers) and not self._missing[self._num_started]:
             self._start_next()
 
-    def _is_home(self, name: str) -> bool:
+    def _is_in_buffer(self, name: str) -> bool:
         gradient = self._parameters[name].grad
-        return gradient is not None and gradient.data_ptr() == self._homes[name].data_ptr()
+        return gradient is not None and gradient.data_ptr() == self._views[name].data_ptr()
 
-    def _bring_home(self, name: str) -> None:
+    def _copy_into_buffer(self, name: str) -> None:
         """Copy a gradient that was replaced or moved into its buffer; one set to None counts as zero."""
-        if self._is_home(name):
+        if self._is_in_buffer(name):
             return
         self._trained.require_unchanged([name])  # a gradient of another dtype or shape has no place there
-        parameter, home = self._parameters[name], self._homes[name]
-        home.zero_() if parameter.grad is None else home.copy_(parameter.grad.detach())
-        parameter.grad = home.detach()
+        parameter, view = self._parameters[name], self._views[name]
+        view.zero_() if parameter.grad is None else view.copy_(parameter.grad.detach())
+        parameter.grad = view.detach()
 
     def _start_next(self) -> None:
         index = self._num_started
         for name in self._missing[index]:  # took no part in this backward
-            self._bring_home(name)
+            self._copy_into_buffer(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
         self._last = self._sums.start(index, self.buffers[index], label=label)
         self._num_started += 1
@@ -217,9 +217,8 @@ class GradientReducer:
     def wait(self) -> None:
         """Return when every gradient is the sum, or the average, over all ranks.
 
-        Raises: PeerLostError naming the buffer and the missing ranks; CommError on a rank where what is trained has
-        changed since the reducer was made, naming the parameter; RuntimeError for unused parameters that are to be
-        refused.
+        Raises: PeerLostError naming the buffer and the missing ranks; CommError, naming the parameter, on a rank where
+        the trained parameters have changed since it was made; RuntimeError for unused ones with unused="error".
         """
         if self._unused == "error" and (unused := set().union(*self._missing[self._num_started :])):
             raise RuntimeError(
@@ -240,7 +239,7 @@ class GradientReducer:
         # after the sums, so that no other rank waits: refuse what differs from what the optimizer would read
         self._trained.require_unchanged()
         self._trained.require_in_model(unreached)
-        if lost := next((name for name in self._parameters if not self._is_home(name)), None):
+        if lost := next((name for name in self._parameters if not self._is_in_buffer(name)), None):
             raise CommError(
                 f"the gradient of {lost} was replaced between backward and wait(), while it was being summed over "
                 "ranks: change gradients after wait(), or keep is_active = False until wait()"

@@ -208,7 +208,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
     lengths = {"seconds-per-size": arguments.seconds_per_size, "timeout-seconds": arguments.timeout_seconds}
     for option, value in lengths.items():
         if not 0 < value < float("inf"):
-            raise CommError(f"--{option} {value:g} is no length of time; give a positive number of seconds")
+            raise CommError(f"--{option} {value:g} is not a length of time; give a positive number of seconds")
     if arguments.plot and arguments.plot.suffix not in PLOT_SUFFIXES:
         raise CommError(f"--plot {arguments.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
     arguments.link_gbit = _parse_gbit(arguments.link_gbit)
@@ -221,7 +221,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
         arguments.precisions = [PRECISIONS[name] for name in names]
     pieces = arguments.pieces.split(",")
     if not all(word.isascii() and word.isdigit() and int(word) for word in pieces):
-        raise CommError(f"--pieces {arguments.pieces!r} are no numbers of pieces; give such as 1 or 1,3")
+        raise CommError(f"--pieces {arguments.pieces!r} are not numbers of pieces; give some, such as 1 or 1,3")
     arguments.pieces = tuple(dict.fromkeys(map(int, pieces)))
     if arguments.verify:
         if "hybrid" in arguments.algorithms.split(","):
@@ -248,7 +248,7 @@ def _parse_gbit(text: str) -> float | None:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
-    raise CommError(f"--link-gbit {text!r} is no bandwidth; give a link's Gbit/s, such as 100, or measured")
+    raise CommError(f"--link-gbit {text!r} is not a bandwidth; give a link's Gbit/s, such as 100, or measured")
 
 
 def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -> None:

@@ -90,7 +90,7 @@ def hierarchical_seconds(num_bytes: float, cluster: ClusterModel) -> float:
 def doubling_seconds(num_bytes: float, cluster: ClusterModel) -> float:
     """Compute reduce to a leader, recursive doubling between leaders, broadcast: for tensors so short that hops count.
 
-    Across, log2(m) hops of all M bytes, and a sum of M in each; for an m that is no power of two the next lower
+    Across, log2(m) hops of all M bytes, and a sum of M in each; for an m that is not a power of two the next lower
     one, with a hop and a sum before and a hop after. Inside, the leader exchanges M with each rank of its node:
     2a + 2(k-1) * M*b, and (k-1) * M*g.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.

@@ -27,7 +27,7 @@ CAPS_MIB = (5, 25, 100, 400)
 ROUNDS = 5
 """Turns of each candidate in each of the two parts."""
 WARM_UP_STEPS = 2
-"""Steps of a turn that do not count: DDP makes its buckets anew after the first."""
+"""Steps of a turn that do not count: DDP builds its buckets again after the first step."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ def explain(measured: Measured) -> list[str]:
 
 
 class _Finished(BaseException):
-    """Ends the script; no Exception, which it may catch."""
+    """Ends the script; not an Exception, which the script may catch."""
 
 
 @dataclass
 class _Tuner:
-    """Counts the steps of the script's model, and builds its buckets anew at each turn."""
+    """Counts the steps of the script's model, and builds its buckets again at each turn."""
 
     steps: int
     say: Callable[[str], None]
@@ -139,7 +139,7 @@ class _Tuner:
     _is_disturbed: bool = False
 
     def begin(self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the script's model, once it is made. Raises: UserError for a second one."""
+        """Start to tune the script's model. Raises: UserError for a second model."""
         if self._model is not None:
             raise UserError("comm tune --ddp: the script wraps two models in DistributedDataParallel; it tunes one")
         self._model, self._arguments, self.communicator = model, (args, kwargs), connect()
@@ -161,7 +161,7 @@ class _Tuner:
         if model is not self._model:
             return
         if not (model.training and torch.is_grad_enabled()):
-            self._is_disturbed = True  # an evaluation is no step
+            self._is_disturbed = True  # an evaluation is not a step
         elif model.require_backward_grad_sync:
             self._on_step(model)
 
@@ -187,7 +187,7 @@ class _Tuner:
         self._count += 1
 
     def _build(self, model: DistributedDataParallel) -> None:
-        """Make DDP anew around the same model, in the same object, which the script holds."""
+        """Make DDP again around the same model, in the same object, which the script holds."""
         assert self.communicator is not None
         args, kwargs = self._arguments
         if self._candidate.buckets:
@@ -210,7 +210,7 @@ _OWN: dict[str, Any] = {
 
 @contextmanager
 def _patched(tuner: _Tuner) -> Iterator[None]:
-    """Have DDP tell the tuner of its models and their forward passes; its end is the script's."""
+    """Patch DDP, within the block, so that the tuner sees its models and forward passes; _Finished ends the block."""
 
     def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         _OWN["__init__"](model, *args, **kwargs)

@@ -193,7 +193,7 @@ def merge_errors(parts: Iterable[Errors]) -> Errors:
 
 
 def different_bits(a_N: Tensor, b_N: Tensor) -> Tensor:
-    """Tell which elements of two fp32 tensors differ in a bit, including -0 from 0 and one NaN from another."""
+    """Return which elements of two fp32 tensors differ in a bit, including -0 from 0 and one NaN from another."""
     return a_N.view(torch.int32) != b_N.view(torch.int32)
 
 

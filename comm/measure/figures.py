@@ -21,7 +21,9 @@ def parse_bytes(text: str, *, option: str) -> int:
     """
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
     if not match or int(match[1]) == 0:
-        raise CommError(f"{option} {text!r} is no size; write it as bytes, or such as 4K, 25M or 1G (powers of 1024)")
+        raise CommError(
+            f"{option} {text!r} is not a size; write it as bytes, or such as 4K, 25M or 1G (powers of 1024)"
+        )
     return int(match[1]) * _UNITS[match[2].upper()]
 
 

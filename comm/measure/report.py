@@ -77,7 +77,7 @@ class BenchReport:
         self.print(table_head(columns))
 
     def working_on(self, text: str) -> None:
-        """Show the current work, in a line that the next one replaces; on a terminal only."""
+        """Show the current work in a status line; on a terminal only."""
         if self._on_terminal:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -100,7 +100,7 @@ def _time_sums(
     # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
     affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
     loops = max(1, min(loops_of(min(pilots.values())), affordable))
-    if loops > 1:  # then one sum alone is no repetition, and does not even show which one is fast
+    if loops > 1:  # then one sum alone is not a repetition, and does not even show which one is fast
         pilots = first_times()
     # the pilots are seconds of one sum, but a repetition makes loops of them
     effort = dataclasses.replace(effort, seconds=effort.seconds / loops)

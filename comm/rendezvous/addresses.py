@@ -8,7 +8,7 @@ from bigbatch.errors import CommError
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Tell IPv6 from IPv4."""
+    """Return the address family: IPv6 for an address with a colon, else IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -66,7 +66,7 @@ def addresses_of(host: str) -> list[str]:
 
 def _address_of_name() -> str:
     host = socket.gethostname()
-    remedy = "mend /etc/hosts, set comm.interface, or set MASTER_ADDR and MASTER_PORT for all ranks"
+    remedy = "fix /etc/hosts, set comm.interface, or set MASTER_ADDR and MASTER_PORT for all ranks"
     addresses = addresses_of(host)
     if not addresses:
         raise CommError(f"host name {host} does not resolve: {remedy}")

@@ -23,7 +23,7 @@ from typing import Any
 from bigbatch.comm.rendezvous import limits
 
 LATE, LOST = "late", "lost"
-"""Cause of a roll call: a time limit; the end or failure of a rank."""
+"""Why the ranks are asked to answer: a time limit; the end or failure of a rank."""
 MOST_STALLS = 8
 """Operations in which ranks wait long, the newest: groups of ranks have one each."""
 

@@ -1,4 +1,4 @@
-"""Last words of a rank that nothing else ends: which ranks are lost, by the failure detector and by flight records.
+"""What a hanging rank prints before its process is killed: the lost ranks, by failure detector and flight records.
 
 A flight record is the dump of the recorder that torch keeps of its collectives.
 """
@@ -88,7 +88,7 @@ def compare(mine: Flight, others: Mapping[int, Mapping[str, int]]) -> str:
     name, number = waiting.group.name, waiting.number
     late, silent = late_for(number, ranks, {rank: begun.get(name, 0) for rank, begun in others.items()})
     behind = [f"rank {rank} has begun {last}" for rank, last in late.items()]
-    unknown = [f"rank {rank} does not tell" for rank in silent]
+    unknown = [f"rank {rank} did not answer" for rank in silent]
     return ", ".join([f"it waits in collective {number} ({waiting.name}) of process group {name}", *behind, *unknown])
 
 

@@ -122,7 +122,7 @@ def refuse_unknown(variables: Mapping[str, str]) -> None:
         for name, other, least in ((rank, size, 0), (size, rank, 1)):
             if other not in variables and (text := variables.get(name, "")).isdecimal() and int(text[:18]) > least:
                 raise LaunchError(
-                    f"{name}={text} without {other}: this is one of several ranks, of which {launcher} does not say "
+                    f"{name}={text} without {other}: this is one of several ranks, and {launcher} does not say "
                     f"enough: let all its variables through, or set {OWN_VARIABLES}; a single process: env -u {name}"
                 )
 

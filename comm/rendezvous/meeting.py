@@ -80,13 +80,13 @@ def rendezvous(env: ProcessEnv, *, timeout_seconds: float, interface: str | None
     """
     if env.master is None:
         raise CommError(
-            f"{env.launcher} tells ranks no meeting point: install mpi4py (pip install 'bigbatch[mpi]'), or set "
+            f"{env.launcher} gives the ranks no meeting point: install mpi4py (pip install 'bigbatch[mpi]'), or set "
             "MASTER_ADDR and MASTER_PORT for all ranks"
         )
     address, port = env.master
     if env.local_rank == 0 and not addresses_of(address):
         tell(
-            f"rank {env.rank} on {env.host}: MASTER_ADDR={address} is no host that is known here: the rank looks again "
+            f"rank {env.rank} on {env.host}: MASTER_ADDR={address} is not a known host here: the rank looks again "
             f"for meeting_seconds={timeout_seconds:g}; if the name is wrong, stop the job and set another"
         )
     try:
@@ -111,7 +111,7 @@ def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -
     if not env.secret:
         where = f"{address}:{listener.getsockname()[1]}"
         tell(
-            f"this job has no secret, so who reaches {where} can take part in it: start it by bigbatch "
+            f"this job has no secret, so any process that reaches {where} can take part in it: start it by bigbatch "
             f"launch, or set {SECRET_VARIABLE} to the same random text for all ranks"
         )
     return hold_store(listener, env.secret, world_size=env.world_size, timeout_seconds=timeout_seconds)

@@ -89,7 +89,7 @@ def _claim_rank(env: ProcessEnv, control: Control) -> None:
         if control.store.add(key, 1) == 1:
             control.store.set(f"{key}/host", env.host)
             return
-    first = control.read(f"{key}/host", what=f"question who else is rank {env.rank}")
+    first = control.read(f"{key}/host", what=f"check for a second rank {env.rank}")
     variables = LAUNCHER_VARIABLES.get(env.launcher)
     raise CommError(
         f"two processes are rank {env.rank}, one on {first} and one on {env.host}: start every process in one job, "

@@ -116,7 +116,7 @@ def read_recording(data: bytes) -> Recording:
     else:
         dump = load_plain(data)
     if not isinstance(dump, dict) or not {"entries", "pg_config"} & dump.keys():
-        raise ValueError("it is no dump of torch's flight recorder")
+        raise ValueError("it is not a dump of torch's flight recorder")
     groups = {str(name): _group(str(name), told) for name, told in dict(dump.get("pg_config") or {}).items()}
     reader = _Reader(groups, left=MOST_NUMBERS + 2 * len(data))
     for entry in dump.get("entries") or ():  # JSON dumps have no list if there are no entries
@@ -258,7 +258,7 @@ class _Unpickler(pickle.Unpickler):
 def _check(data: bytes) -> None:
     """Check all opcodes up to STOP. Raises: NotPlain for one that makes anything but plain data."""
     if data[:1] != _PROTOCOL:
-        raise NotPlain("it is no pickle" if data else "it is empty")
+        raise NotPlain("it is not a pickle" if data else "it is empty")
     at = 0
     while True:
         run = _PLAIN.match(data, at)

@@ -1,8 +1,8 @@
 """A new group after a loss: the ranks that are left agree on its members, and on the process that holds its store.
 
 Each rank keeps a bound socket, which does not listen. If the store is lost, the first rank that is left opens the next
-one there. No member list is formed twice: it is a value of one store. Of two groups that do not see each other only the
-larger one goes on (has_quorum); the trainer's claim of the run folder is the last guard.
+store on its socket. The member list is one value of one store, so no two lists exist. If two groups cannot reach each
+other, only the larger one continues (has_quorum); the trainer's claim of the run folder is the last guard.
 """
 
 import json
@@ -181,7 +181,7 @@ def has_quorum(members: Collection[int], silent: Collection[int]) -> bool:
 
 
 def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[int]:
-    """Return the ranks that are no members, and whose processes are not known to have ended."""
+    """Return the ranks that are not members, and whose processes are not known to have ended."""
     state, holder = group.control.detector.log.state, holder_of(group.control)
     known = set(state.crashed)
     if group.env.rank not in lost:  # if it was left out, the others have closed their connections to its store
@@ -257,7 +257,7 @@ def _call(seat: Seat, control: Control, *, rank: int) -> Line:
 
 
 def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], Line]:
-    """Open the next store, and publish which ranks have come to it; none if they are no quorum.
+    """Open the next store, and publish which ranks have come to it; none if they are not a quorum.
 
     A rank is waited for until its process has ended, or for comm.timeout_seconds: it may be in a long step. Ranks of
     the lost store's host that this host cannot see are waited for HOLDER_SECONDS, and so are lost ranks, except a

@@ -190,7 +190,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise TunedError(f"cannot read {path}: {reason}; bigbatch comm tune makes such a file") from error
 
 
@@ -199,14 +199,14 @@ def parse_tuned(text: str, *, path: Path) -> Tuned:
     try:
         record = parse_json(text)
     except ValueError as error:
-        raise TunedError(f"{path} is no JSON ({error}); make it anew with bigbatch comm tune") from error
+        raise TunedError(f"{path} is not JSON ({error}); make it again with bigbatch comm tune") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise TunedError(f"{path} is not of the form {FORMAT!r}; make it anew with bigbatch comm tune")
+        raise TunedError(f"{path} is not of the form {FORMAT!r}; make it again with bigbatch comm tune")
     try:
         return _parse(record)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise TunedError(f"{path} is damaged ({what}); make it anew with bigbatch comm tune") from error
+        raise TunedError(f"{path} is damaged ({what}); make it again with bigbatch comm tune") from error
 
 
 def _parse(record: Mapping[str, Any]) -> Tuned:

@@ -63,7 +63,7 @@ class HostBackend(SingleBackend):
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_sum_of_a_scalar_tensor_is_in_place(requires_grad: bool) -> None:
-    """As of a loss, which is part of a graph."""
+    """Such as a loss that is part of a graph."""
     two = replace(connect(env=ALONE, device=CPU), backend=HostBackend()).with_algorithm("native")
     loss = torch.tensor(1.5, requires_grad=requires_grad) * 1.0
     assert two.sum_(loss, label="loss") is loss
@@ -257,7 +257,7 @@ def test_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_device_that_is_the_only_one_in_sight_is_this_ranks_own(
     local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Slurm shows it with --gpus-per-task; whether it is, the ranks find out when they meet."""
+    """Slurm shows each rank its GPU with --gpus-per-task; at the meeting the ranks check that none is shared."""
     gpus = PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
     bound = ProcessEnv("srun", local_rank, 4, local_rank, 4, "here", None)
     device = choose_device(bound)

@@ -318,7 +318,7 @@ def test_connection_that_is_refused_is_given_up(
 
 
 def test_connection_by_a_function_makes_one_algorithm_and_is_open_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the function fails the other ranks are told, as by any failure of an open connection."""
+    """If the function fails, the other ranks are told, as for any failure of an open connection."""
     made: list[str] = []
     monkeypatch.setattr(communicator, "make_allreduce", lambda name, **_: made.append(name))
     before = dict(communicator.open_connections)

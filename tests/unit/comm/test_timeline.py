@@ -52,7 +52,7 @@ def test_spans_and_marks_have_rows_and_microseconds() -> None:
 
 
 class NamedMpi(SingleBackend):
-    """Of the name of a transport that finishes on a thread of its own."""
+    """Has the name of a transport that finishes on a thread of its own."""
 
     name = "mpi"
 

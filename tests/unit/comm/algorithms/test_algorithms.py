@@ -152,7 +152,7 @@ def test_wire_with_sums_in_fp32_rounds_each_share_and_the_sum_once(
         *tensors, other_N = tensors
         exact_N = torch.stack([*tensors, *[other_N] * num_ranks]).double().sum(0)
         sum_by_threads(algorithm, tensors, wire=wire, others=[other_N])
-        # half an eps for each rounding of a value, all of one sign; and those of fp32, of which there are few
+        # half an eps for each rounding of a value, all of one sign; and those of fp32, which are few
         bound = torch.finfo(wire.dtype).eps + (3 * num_ranks + 3) * torch.finfo(FP32).eps
         assert float(((tensors[0].double() - exact_N) / exact_N).abs().max()) <= bound
         assert all(torch.equal(tensor_N, tensors[0]) for tensor_N in tensors)
@@ -173,7 +173,7 @@ class LoggingBackend(SingleBackend):
 
 
 def test_wire_with_sums_in_fp32_sends_a_segment_on_before_it_waits_for_the_next() -> None:
-    """Of the two of a part; rank 1 gets this rank's share of its own part first, then the sum of this rank's."""
+    """A part has two segments; rank 1 gets this rank's share of its own part first, then the sum of this rank's."""
     backend, num_elements = LoggingBackend(), 3 * 2 * SEGMENT_BYTES // 2
     ring_allreduce_(torch.ones(num_elements, dtype=BF16), backend, (0, 1, 2), wire=Wire(), staging=Staging())
     log = backend.log

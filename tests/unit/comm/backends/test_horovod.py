@@ -78,7 +78,7 @@ def test_horovod_refuses_messages() -> None:
 
 
 class FakeHorovod:
-    """Of two ranks, the other of which holds the same; what it is asked is written down, with the GPU in use then."""
+    """Horovod with two ranks; the other one holds the same values. Records each call, and the GPU in use then."""
 
     Sum = "sum"
     global_process_set = SimpleNamespace(process_set_id=0)

@@ -183,7 +183,7 @@ def test_two_threads_may_take_out_what_a_gpu_has_done(monkeypatch: pytest.Monkey
     assert queue.oldest() is None
 
 
-def test_whoever_watches_a_gpu_asks_cuda_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_thread_asks_cuda_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query by any thread breaks the capture of a graph that another one has begun as torch does by default."""
     PlayedGpus(1, monkeypatch=monkeypatch)
     queue = StreamQueue(torch.device("cuda", 0))

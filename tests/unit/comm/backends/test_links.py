@@ -149,7 +149,7 @@ def test_links_refuse_a_peer_that_cannot_prove_itself(store: HashStore, threads:
 
 
 def test_links_take_no_introduction_twice(store: HashStore) -> None:
-    """An overheard introduction is no proof to another rank, nor for another rank."""
+    """An overheard introduction is not proof to another rank, nor for another rank."""
     job, other = join(store, 0, world_size=3), join(store, 1, world_size=3)
     nonces = [bytes.fromhex(store.get(f"bigbatch/tcp/{rank}").decode().split()[2]) for rank in range(2)]
     assert nonces[0] != nonces[1]
@@ -250,7 +250,7 @@ def test_peer_that_leaves_while_it_is_sent_to_is_noticed(store: HashStore) -> No
 def test_wait_ends_at_once_where_the_links_are_shut_down(
     is_connected: bool, store: HashStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another thread, on the side of a rank that has noticed a loss; its peers notice it by that."""
+    """Another thread of a rank that has noticed a loss shuts them down; that is how its peers notice."""
     monkeypatch.setattr(links, "POLL_SECONDS", 0.01)
     first, second = join(store, 0), join(store, 1)
     if is_connected:
@@ -361,7 +361,7 @@ class KnownStream:
         self.control = value.decode()
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system lets nobody choose")
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no choice of congestion control")
 @pytest.mark.parametrize(
     ("default", "allowed", "taken"),
     [

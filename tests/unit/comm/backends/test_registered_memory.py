@@ -32,7 +32,7 @@ class PlayedNccl:
         return self
 
     def register_mem_pool(self, pool: PlayedPool, symm: bool = False) -> None:
-        assert pool.is_used, "what is made later is registered by nobody"
+        assert pool.is_used, "later tensors are not registered"
         assert pool.allocator == self.mem_allocator
         self.asked.append(("register", pool))
         self.windows.append(symm)

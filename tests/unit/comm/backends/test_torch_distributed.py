@@ -1,6 +1,6 @@
-"""Process groups of NCCL and gloo: which are made, for whom, and which are torn down.
+"""Process groups of NCCL and gloo: which are made, for which ranks, and which are torn down.
 
-torch's own bookkeeping of groups, over its fake ones, which talk to nobody: so a world may have any size here. NCCL is
+torch's own bookkeeping of groups, over fake ones, which do not communicate: a world may have any size here. NCCL is
 played; that the real one does as it is told is tests/gpu's affair.
 """
 
@@ -163,7 +163,7 @@ def test_groups_in_a_script_that_is_bound_to_no_gpu_are_not_split(library: Playe
     assert (library.of("new"), library.of("split")) == ([[0, 1, 2, 3], [0, 1], [2, 3]], [])
 
 
-# --- and torn down by whom they belong to ---
+# --- and torn down by their owners ---
 
 
 def groups() -> set[Any]:

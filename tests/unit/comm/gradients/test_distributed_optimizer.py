@@ -223,7 +223,7 @@ def test_step_with_a_closure() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_lr_schedulers_take_it_for_an_optimizer() -> None:
-    """Of momentum, too: OneCycleLR."""
+    """Also one that changes the momentum: OneCycleLR."""
     model, plain = twins()
     optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
     assert isinstance(optimizer, torch.optim.Optimizer)

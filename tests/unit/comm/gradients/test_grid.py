@@ -80,7 +80,7 @@ def test_grid_gives_infinity_for_what_lies_beyond(number: float) -> None:
 
 
 def test_grid_counts_what_it_takes_for_zero() -> None:
-    """Up to half a step, as a half goes to the even one; what lies beyond is no underflow."""
+    """Up to half a step, as a half goes to the even one; what lies beyond is not underflow."""
     term_N = torch.tensor([0.0, 2.0**-51, -(2.0**-60), 2.0**-51 * 1.5, 1.0, math.inf, math.nan, -1e9])
     counts_2 = torch.tensor([10, 100])
     Grid(1).add_(torch.zeros(9, dtype=torch.int64), term_N, counts_2=counts_2)

@@ -21,7 +21,7 @@ LABEL = "gather of moments over ranks 0 to 0"
 
 
 class Recorder(SingleBackend):
-    """Writes down what is submitted, and for whom."""
+    """Records what is submitted, and for which group."""
 
     capabilities = Capabilities(("cpu",))
 

@@ -156,7 +156,7 @@ def test_reducer_is_active_for_the_last_microbatch_alone() -> None:
 
 
 def gradients_on_grid(*batches: Tensor, factor: int = 3, scatter: bool = False, **sizes: int) -> dict[str, Tensor]:
-    """As a rank of so many (factor) finds them that all have the same batches: the second step's, in learned order."""
+    """Return the gradients of the second step, in learned order, of a rank of `factor` ranks with equal batches."""
     model = make_model()
     ranks = communicator(SingleBackend(), factor=factor)
     grid = Grid(3 * len(batches))

@@ -107,7 +107,7 @@ def test_trained_set_that_changes_is_refused_by_name(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m[0].half().float(),  # frozen weights are no concern of a sum
+        lambda m: m[0].half().float(),  # frozen weights are not a concern of a sum
         lambda m: m.double().float(),
         lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
         lambda m: [setattr(p, "grad", None) for p in m.parameters()],

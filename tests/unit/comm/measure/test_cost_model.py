@@ -61,7 +61,7 @@ def test_cost_of_sums_over_hops(group_sizes: tuple[int, ...], num_bytes: int) ->
 
 @pytest.mark.parametrize(("m", "hops", "sums"), [(1, 0, 0), (2, 1, 1), (3, 3, 2), (4, 2, 2), (6, 4, 3), (64, 6, 6)])
 def test_doubling_by_hops(m: int, hops: int, sums: int) -> None:
-    """Whole tensors every hop; where m is no power of two, one hop and sum before and one hop after."""
+    """Whole tensors every hop; where m is not a power of two, one hop and sum before and one hop after."""
     for M in (1e3, 1e6):
         inside = 2 * (2e-6 + 3 * M / 50e9)
         expected = inside + hops * (30e-6 + M / 3e9) + (3 + sums) * M * 1e-11

@@ -343,7 +343,7 @@ def test_rows_state_figures_and_classes() -> None:
 
 
 def test_verdict_counts_pairs_that_differ_at_any_size() -> None:
-    """Of four sums two are alike: 5 of 6 pairs differ; at a larger size those, too."""
+    """Two of four sums are alike, so 5 of 6 pairs differ; at a larger size those, too."""
     small, large = rows_of("fp32", a="x", b="x", c="y", d="z"), rows_of("fp32", a="p", b="q", c="r", d="s")
     assert "6 of 6 in fp32;" in verdict([*small, *large])
     grid = rows_of("grid", a="x", b="x", c="x", d="x")
@@ -413,7 +413,7 @@ def test_verify_fails_by_a_sum_that_does_not_repeat(
         (["--algorithms", "torus"], "--algorithms: 'torus' cannot run anywhere; choose of native, ring"),
         (["--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
         (["--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose of fp32, bf16-wire, fp16-wire, grid, or all"),
-        (["--pieces", "1,0"], "--pieces '1,0' are no numbers of pieces; give such as 1 or 1,3"),
+        (["--pieces", "1,0"], "--pieces '1,0' are not numbers of pieces; give some, such as 1 or 1,3"),
         (["--dtype", "float16"], "--dtype has no effect with --verify: leave one of the two out"),
     ],
 )
@@ -437,7 +437,7 @@ def test_memory_is_shared_by_the_ranks_of_a_host() -> None:
 
 
 def test_verify_leaves_out_what_the_backend_cannot_sum() -> None:
-    """As Horovod, which has no bf16; asked for by name, it is refused."""
+    """Such as Horovod, which has no bf16; if it is named, it is refused."""
     dtypes = (torch.float32, torch.float16, torch.int64)
     backend = SimpleNamespace(name="horovod", capabilities=SimpleNamespace(dtypes=dtypes))
     wires: list[Any] = []

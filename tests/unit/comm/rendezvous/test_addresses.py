@@ -71,7 +71,7 @@ class FakeRoute:
         assert where[0] == "10.9.9.9"
 
     def getsockname(self) -> tuple[str, int]:
-        """Where it starts."""
+        """Return the address from which the packet starts."""
         return self._address, 1
 
 

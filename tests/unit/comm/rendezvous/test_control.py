@@ -199,7 +199,7 @@ def test_rendezvous_that_is_stopped_is_named_after_a_sum(
 def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
     job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As gloo's connection does, whose own limit needs an answer."""
+    """gloo's connection asks the store itself, and its own limit needs the store's answer."""
     job, store = job_of_stopped, job_of_stopped.store.torch_store
     monkeypatch.setattr(limits, "GRACE_SECONDS", 0.0)
     job.timeout_seconds = 0.1
@@ -211,7 +211,7 @@ def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
 def test_rank_that_fails_leaves_though_the_rendezvous_is_stopped(
     job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(NoAnswerError):  # abort() has nobody to tell
+    with pytest.raises(NoAnswerError):  # abort() has no other rank to tell
         job_of_stopped.detector.crash()
 
 
@@ -367,7 +367,7 @@ def test_rank_that_finds_no_first_one_in_time_says_which_limit_that_was() -> Non
 
 
 def test_meeting_names_the_ranks_that_are_late(capfd: pytest.CaptureFixture[str]) -> None:
-    """Long before the limit: nobody watches a silent job for a quarter of an hour."""
+    """The warning comes long before the limit: users do not watch a silent job for 15 minutes."""
     met = half_a_job(60.0)
     met.meeting_seconds, met.warn_seconds = 0.5, 0.05
     assert isinstance(met.store, JobStore)
@@ -399,4 +399,4 @@ def test_meeting_point_that_no_name_service_knows_is_named_at_once(
     env = ProcessEnv("torchrun", 1, 2, 0, 1, "here", ("no-such-host", 1), secret=b"s")
     with pytest.raises(CommError):
         rendezvous(env, timeout_seconds=0.1)
-    assert "MASTER_ADDR=no-such-host is no host that is known here" in capfd.readouterr().err
+    assert "MASTER_ADDR=no-such-host is not a known host here" in capfd.readouterr().err

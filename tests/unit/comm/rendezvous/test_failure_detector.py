@@ -130,14 +130,14 @@ def reasons(ranks: Iterable[FailureDetector]) -> list[str]:
 
 
 def fails_in_the_sum(rank: FailureDetector, clock: Clock, *, after: float, cause: str = LOST) -> None:
-    """As a rank does whose main thread waits in the sum."""
+    """Fail like a rank whose main thread waits in the sum."""
     clock.sleep(after)
     rank.call(cause)
     rank.part()
 
 
 def looks_on(rank: FailureDetector, clock: Clock, *, after: float, is_waiting: bool = False) -> None:
-    """As a rank's inspector does, once a second; its main thread comes to the next sum in half a minute."""
+    """Look like a rank's watch, once a second; its main thread comes to the next sum in half a minute."""
     clock.sleep(after)
     while not rank.verdict and clock.now < 20:
         rank.log.look(is_waiting=lambda: is_waiting, is_watching=True)
@@ -174,7 +174,7 @@ def test_many_ranks_have_one_right_verdict_for_a_few_requests_of_each(n: int, cl
 
 @pytest.mark.parametrize("seconds", [0.0, 0.9, 4.5])
 def test_rank_that_waits_in_the_same_sum_is_not_named_with_the_lost_one(seconds: float, clock: Clock) -> None:
-    """By its main thread, or by an inspector that looks late."""
+    """The main thread waits, or a watch that looks late."""
     for as_it_does in (fails_in_the_sum, partial(looks_on, is_waiting=True)):
         store, ranks = job_of(3)
         clock.now = 0.0
@@ -274,7 +274,7 @@ def test_holder_that_fails_by_itself_stays_until_the_others_have_the_verdict(clo
     assert {*reasons(ranks[1:])} == {"no answer from rank 0 on node0"}
 
 
-def test_holder_leaves_at_once_where_all_have_heard_and_after_a_while_where_nobody_comes(clock: Clock) -> None:
+def test_holder_leaves_once_all_have_heard_or_after_its_time_limit(clock: Clock) -> None:
     _, ranks = job_of(2)
     ended: list[float] = []
 
@@ -328,7 +328,7 @@ def test_verdict_after_the_store_is_gone_misses_its_holder() -> None:
     asked = store.num_requests
     ranks[1].part()
     ranks[1].crash()
-    assert store.num_requests == asked, "nobody asks a store that does not answer again"
+    assert store.num_requests == asked, "a store that does not answer is not asked again"
 
 
 def test_answer_that_the_store_did_not_take_is_given_again() -> None:

@@ -82,7 +82,9 @@ def test_flight_that_is_written_otherwise_is_refused(text: str) -> None:
 def test_flight_of_other_ranks_tells_who_is_behind() -> None:
     mine = read_flight(dump(entry(3, "started"), entry(4, "scheduled")))
     told = {0: {"0": 4}, 1: {"0": 2}, 7: {"0": 1}}
-    expected = "it waits in collective 3 (nccl:all_reduce) of process group 0, rank 1 has begun 2, rank 2 does not tell"
+    expected = (
+        "it waits in collective 3 (nccl:all_reduce) of process group 0, rank 1 has begun 2, rank 2 did not answer"
+    )
     assert compare(mine, told) == expected
     nobodys = read_flight(dump(entry(3, "started"), ranks=None))
     assert compare(nobodys, told).endswith("rank 1 has begun 2, rank 7 has begun 1"), (

@@ -1,4 +1,4 @@
-"""The job's store: what its process answers, whom it lets in, and when it ends."""
+"""The job's store: what its process answers, which clients it accepts, and when it ends."""
 
 import gc
 import os
@@ -53,14 +53,14 @@ def store() -> JobStore:
 
 @pytest.fixture
 def most_strangers(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of the server of `port`."""
+    """Return the server's limit of unauthenticated connections."""
     monkeypatch.setattr(store_process, "MOST_STRANGERS", 8)
     return 8 + 2
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of a server on a thread of this process."""
+    """Yield the port of a server on a thread of this process."""
     is_over = Event()
     listener = listen("127.0.0.1", 0)
     with listener:
@@ -139,7 +139,7 @@ def test_store_process_may_begin_late_on_a_busy_machine(monkeypatch: pytest.Monk
 
 
 def test_job_store_lives_as_long_as_torch_asks_it(store: JobStore) -> None:
-    by_torch = PrefixStore("group", store.torch_store)  # nobody else has it
+    by_torch = PrefixStore("group", store.torch_store)  # no other object holds it
     gc.collect()
     by_torch.set("key", "value")
     assert store.get("group/key") == b"value"
@@ -216,7 +216,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loader's, which are forked after the rank has connected, and which nobody ends where it is killed."""
+    """Children such as a loader's: forked after the rank has connected, and left running when it is killed."""
     monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
     store = JobStore(line_to(port), seconds=60)
     killed = subprocess.run([sys.executable, "-c", FORKS.format(port=port, secret=SECRET)])
@@ -278,7 +278,7 @@ def test_job_store_is_reached_by_ipv6() -> None:
     assert store.add("count", 1) == 1
 
 
-# --- whom it lets in ---
+# --- which clients it accepts ---
 
 
 def is_closed(stream: socket.socket) -> bool:
@@ -423,7 +423,7 @@ def test_store_process_ends_with_a_rank_that_is_killed_though_it_is_stopped() ->
         os.kill(child, signal.SIGKILL)
 
 
-def test_store_process_ends_once_nobody_has_the_line() -> None:
+def test_store_process_ends_once_its_last_owner_has_ended() -> None:
     line = held()
     port = line.port
     del line

@@ -133,7 +133,7 @@ time.sleep(600)
 def test_watch_ends_the_job_where_the_flight_recorder_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=250)
     assert done.returncode == -signal.SIGALRM, done.stderr
-    assert may_go_on(128 + signal.SIGALRM, is_python=False), "nobody has to mend anything first"
+    assert may_go_on(128 + signal.SIGALRM, is_python=False), "it needs no repair first"
     assert "last_words" in done.stderr, "where each thread is"
 
 
@@ -196,7 +196,7 @@ def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
     mine = recorded(40, 41, 42)
     monkeypatch.setattr(last_words, "dump_flight", lambda: mine)
     assert end_of(first, monkeypatch) == [LOST]
-    parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 does not tell", tmp_path / "trace_0.json"
+    parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 did not answer", tmp_path / "trace_0.json"
     assert re.search(naming("no answer from rank 1 on node1", *parts), first.said[-1]), first.said[-1]
     assert (tmp_path / "trace_0.json").read_text() == mine
 

@@ -34,7 +34,7 @@ def test_plain_pickle_calls_nothing(value: Any, protocol: int) -> None:
     ("data", "reason"),
     [
         (b"", "it is empty"),
-        (pickle.dumps([1], protocol=0), "it is no pickle"),
+        (pickle.dumps([1], protocol=0), "it is not a pickle"),
         (pickle.dumps([b"bytes"]), "it holds more than plain data"),
         (pickle.dumps([2**80]), "it holds more than plain data"),
         (pickle.dumps([1])[:-1], "it is cut off"),

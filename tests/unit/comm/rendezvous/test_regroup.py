@@ -132,7 +132,7 @@ def test_ranks_whose_store_lives_go_on_there() -> None:
 
 
 def test_ranks_whose_store_is_lost_meet_at_the_next_and_miss_who_has_ended() -> None:
-    """Rank 1 has ended with rank 0, which nobody has said; rank 2 opens the store; a second loss finds it there."""
+    """Rank 1 has ended with rank 0, unnoticed; rank 2 opens the store, and a second loss finds it there."""
     job = Job(5, ended=frozenset({0, 1}))
     groups = job.after({rank: {0} for rank in (2, 3, 4)})
     found = [group for group in groups.values() if isinstance(group, Group)]
@@ -174,7 +174,7 @@ def test_holder_in_a_long_step_is_waited_for_after_the_end_of_its_store(monkeypa
 
 
 def test_rank_without_which_the_others_go_on_is_told() -> None:
-    """By the verdict, or, if it was the holder, by the list of members in the next store."""
+    """The verdict tells it, or, if it was the holder, the list of members in the next store."""
     job = Job(3, ended=frozenset())
     assert isinstance(job.after({1: {1}})[1], PeerLostError)
     module_seconds = module.HOLDER_SECONDS

@@ -57,5 +57,5 @@ def test_digest_is_of_all_sources_wherever_they_lie(tmp_path: Path, monkeypatch:
     (copy / "notes.txt").write_text("no code")
     (copy / ".ipynb_checkpoints").mkdir()
     (copy / ".ipynb_checkpoints/cli-checkpoint.py").write_text("print()")
-    (copy / "comm/.#reducer.py").symlink_to("somebody@host.1234")  # an editor's lock, which leads nowhere
+    (copy / "comm/.#reducer.py").symlink_to("user@host.1234")  # an editor's lock, which leads nowhere
     assert sources_digest() == last

@@ -18,13 +18,13 @@ def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def standing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes where a test says so: a busy machine makes nobody late."""
+    """Time passes only where a test says so, so a busy machine makes no rank late."""
     now = awake_seconds()
     monkeypatch.setattr(watch, "awake_seconds", lambda: now)
 
 
 def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the groups were late, and then others: each time who has not come is named anew."""
+    """Once the groups were late, and then others: each time who has not come is named again."""
     first, second = ranks(2)
     passed = [0.0]
     now = awake_seconds()
@@ -54,7 +54,7 @@ def test_watch_looks_at_the_queue_before_what_is_done_beside_it() -> None:
     assert first.watch._oldest() is None
 
 
-def test_watch_says_nothing_while_nobody_waits_long() -> None:
+def test_watch_prints_nothing_while_no_rank_waits_long() -> None:
     first, second = ranks(2)
     first.waits(3, seconds=3.9)
     for _ in range(3):
@@ -84,7 +84,7 @@ def assert_matches(text: str, pattern: str) -> None:
     assert re.match(pattern, text), text
 
 
-def test_watch_blames_nobody_where_all_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_blames_no_rank_if_all_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     both = ranks(2)
     for rank in both:
         rank.waits(1, seconds=5)
@@ -106,8 +106,8 @@ def test_rank_that_has_passed_the_operation_is_not_late() -> None:
     assert second.said == []
 
 
-def test_group_has_nobody_late_for_it_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 are in it, of which 1 is late; 2 and 3 have one of their own, and have not come so far either."""
+def test_ranks_outside_a_group_are_not_late_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 are in it, and 1 is late; 2 and 3 have a group of their own, and have not come so far either."""
     first, late, third, fourth = ranks(4)
     first.waits(3, seconds=5, group=(0, 1))
     late.waits(2, seconds=0.1)

@@ -43,7 +43,7 @@ def test_tuned_file_written_is_read(tmp_path: Path) -> None:
         assert read_tuned(path) == tuned
     assert [p.name for p in path.parent.iterdir()] == ["tuned.json"]  # nothing half-written beside it
     tuned.require_cluster(CLUSTER, path=path)
-    tuned.require_model(TENSORS[::-1], path=path)  # the order of parameters is no difference
+    tuned.require_model(TENSORS[::-1], path=path)  # the order of parameters is not a difference
 
 
 @pytest.mark.parametrize(
