@@ -37,11 +37,11 @@ INTEGERS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
-"""Whose order is that of floating-point numbers of their size, but for the sign."""
+"""Floating-point type -> integer type of the same size, whose order is the same for positive numbers."""
 DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
-"""By which any two numbers of a kind can be told apart."""
+"""Decimal digits that distinguish any two numbers of a type."""
 Value = Tensor | int | float | str
-"""What a checkpoint is made of."""
+"""Type of the values in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def describe_difference(a: Value, b: Value) -> str:
-    """Say how many elements differ in their bits, and which is the first; empty where none does."""
+    """Return how many elements differ in their bits, and which is the first; empty if none does."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return "" if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b else f"{a!r} and {b!r}"
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -81,7 +81,7 @@ class Evaluator:
 
 
 def reason_to_end(evaluations: Sequence[Mapping[str, Any]], run: RunConfig) -> str | None:
-    """Tell why a run with these evaluations, oldest first, is at its end; None if it goes on.
+    """Return why a run with these evaluations, oldest first, ends; None if it continues.
 
     Decided from the evaluations alone, so that all ranks decide alike.
     A metric must be better than the best so far; a mere repetition of it counts as none.

@@ -73,7 +73,7 @@ def lead(
     is_dry_run: bool = False,
     is_quiet: bool = False,
 ) -> dict[str, Any] | None:
-    """Do the run and leave the job; return its summary, empty for a dry run, None if stopped. Collective.
+    """Run the training and leave the job; return the summary: empty for a dry run, None if stopped. Collective.
 
     Raises: UserError, such as OutOfMemory; the job is not left then.
     """

@@ -205,7 +205,7 @@ class TrainingLoop:
         self.hooks.on_evaluation(record, self.parts.model)
 
     def save(self, done: int, top1: float | None) -> None:
-        """Begin to write a checkpoint of all as it is now, once the one before is on disk. Raises: as the saver."""
+        """Start to write a checkpoint of the current state, once the previous one is on disk. Raises: as the saver."""
         self.settle(wait=True)
         self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
         self.saved_step = done
@@ -241,7 +241,7 @@ class TrainingLoop:
             self._skip(done, replaced, split="train")
 
     def _record_timeline(self, step: int) -> None:
-        """Begin the record of comm.timeline_steps before the first of them; after the last, write it on rank 0."""
+        """Start to record comm.timeline_steps before the first of them; after the last, write the trace on rank 0."""
         communicator, steps = self.parts.communicator, self.config.comm.timeline_steps
         if steps is None:
             return

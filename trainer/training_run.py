@@ -347,7 +347,7 @@ class TrainingRun:
             self.loop.save(done, self.start.evaluations.get(done, {}).get("top1"))
 
     def _catch_up(self) -> dict[str, Any]:
-        """Do the evaluation of the resumed step that an input failure prevented. Collective."""
+        """Evaluate the resumed step, if an input failure prevented that before. Collective."""
         done = self.plan.first_step
         if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
             return {}

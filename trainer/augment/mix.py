@@ -73,7 +73,7 @@ class Mix:
     ) -> tuple[Tensor, Tensor]:
         """Return mixed images in the memory format of images_BCHW, and float32 class probabilities (B, num_classes).
 
-        Raises: ValueError if the batch is no whole number of ghost batches.
+        Raises: ValueError if the batch is not a whole number of ghost batches.
         """
         if len(indices_B) % self._bn_span:
             raise ValueError(f"batch of {len(indices_B)} samples is not a multiple of bn_span {self._bn_span}")

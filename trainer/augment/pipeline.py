@@ -46,7 +46,7 @@ class Augment:
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor:
         """Return new images in the memory format of images_BCHW, or images_BCHW itself without augmentations.
 
-        Raises: ValueError if images_BCHW are no uint8 RGB images, one per index.
+        Raises: ValueError if images_BCHW are not uint8 RGB images, one per index.
         """
         if images_BCHW.dtype != torch.uint8 or images_BCHW.shape[:2] != (len(indices_B), 3):
             shape = tuple(images_BCHW.shape)

@@ -84,7 +84,7 @@ def _build_model(config: Config, norm: NormFactory) -> nn.Module:
 
 
 def explain_refusal_(model: nn.Module, *, name: str) -> None:
-    """Let the first model(...) raise ConfigError if the forward fails, and then be as before. In place.
+    """Make the first model(...) raise ConfigError if the forward fails; later calls are unchanged. In place.
 
     Errors that are for a user already, of a lack of memory, or of a device stay as they are. model.forward must not be
     compiled yet, and the model not be copied before.

@@ -133,8 +133,8 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
     if not isinstance(whole, Tensor) or not whole.ndim or len(whole) != len(logits_BK):
         given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"type {type(whole).__name__}"
         raise ConfigError(
-            f"{key} gives what is of {given} for {shapes}, and not numbers for each image: without a mean or sum, "
-            "as those of torch.nn give them with the option reduction: none"
+            f"{key} returns a value of {given} for {shapes}, not numbers for each image: leave out mean or sum, "
+            "as losses of torch.nn do with the option reduction: none"
         )
     if not torch.allclose(whole.double(), torch.cat(halves).double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(

@@ -57,7 +57,7 @@ def parse_options(
         how = "state a key as --run.epochs 3"
         if "config" not in parsed:
             how = f"name an experiment with --config {others[0]}"
-        raise ConfigError(f"{' '.join(others)} is no option: {how}")
+        raise ConfigError(f"{' '.join(others)} is not an option: {how}")
     words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS, *options)}
     for old, new in MOVED.items():
         if hasattr(parsed, old):

@@ -150,9 +150,9 @@ class DataConfig:
     it."""
     cache_dir: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True)] = None
     """Folder on a disk of each node that keeps what was read from a root such as s3://bucket/imagenet; null to read it
-    anew in each epoch."""
+    again in each epoch."""
     cache_gb: Annotated[float, POSITIVE] = 200.0
-    """Most 1e9 bytes to keep in cache_dir for this root, a tenth of it for validation; what exceeds it is read anew."""
+    """Most GB (1e9 bytes) to keep in cache_dir for this root, a tenth for validation; the rest is read again."""
     bind_numa: bool = True
     """On nodes with several NUMA domains, bind each rank to the cores near its GPU, or else near its memory."""
     probe_seconds: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -174,7 +174,7 @@ class AugmentConfig:
     cutout_size: Annotated[int, NOT_NEGATIVE] = 0
     """Side of the square that is erased, in pixels."""
     erasing_probability: Annotated[float, SHARE] = 0.0
-    """Share of images of which a random rectangle is erased (random erasing)."""
+    """Share of images in which a random rectangle is erased (random erasing)."""
     mixup_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
     """Blend each image and its label with another of its ghost batch, by a weight from Beta(alpha, alpha)."""
     cutmix_alpha: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -162,7 +162,7 @@ def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBER
     """Yield the regular files of an archive, or of one within another, in the order in which they lie.
 
     Raises: DataError naming archive and member for a name that leads out of the archive, a link, a device, a
-    sparse file or a name that comes twice; naming the archive if it is no tar, cut off or damaged.
+    sparse file or a name that comes twice; naming the archive if it is not a tar, cut off or damaged.
     """
     origin, seen = str(archive), set()
     with _named_errors(origin), _open(archive) as tar:
@@ -203,7 +203,7 @@ def _problem(info: tarfile.TarInfo, parts: list[str]) -> str | None:
         "is a hard link": info.islnk(),
         "is a device or a pipe": info.isdev(),
         "is a sparse file": info.issparse(),
-        "is no file": not (info.isfile() or info.isdir()),
+        "is not a file": not (info.isfile() or info.isdir()),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
 

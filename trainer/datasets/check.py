@@ -102,7 +102,7 @@ def check_dataset(
 
     decode False reads all files and headers, so that only damage inside of an image remains unseen. An image of
     more than max_pixels is a fault, and not decoded.
-    Raises: DataError if root has neither split, or is no list of images; ConfigError for an impossible num_workers.
+    Raises: DataError if root has neither split, or is not a list of images; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
     data = DataRoot(root)
@@ -241,7 +241,7 @@ def left_out_findings(
     for kind, paths in left_out.items():
         todo = "save it as JPEG, PNG or WebP, or move it away"
         if not kind.startswith("."):
-            todo = "mend it, or move it into the folder of its class or away"
+            todo = "fix it, or move it into the folder of its class or away"
         meaning = "" if leave_out else todo
         findings.append(ImageFinding(f"image left out, {kind}", where, tuple(paths), not leave_out, meaning))
     return [*findings, ImageFinding("folder that cannot be listed", where, tuple(unlisted), is_problem=True)]

@@ -33,7 +33,7 @@ TRAITS = {
     "progressive JPEG": "decoded as any other, more slowly",
     "grayscale": "red, green and blue all get the one channel",
     "CMYK": "converted to RGB by the plain formula, without a colour profile",
-    "named as another format": "decoded by content, whatever the name says",
+    "named as another format": "decoded by content, whatever its name says",
     "EXIF rotation": "used as stored: the rotation is not applied, neither in training nor in evaluation",
     "16 bit": "reduced to 8 bits",
     "palette": "expanded to RGB",

@@ -41,7 +41,7 @@ from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset import find_shards
 
 UNFINISHED = ".unfinished"
-_NEW = "delete its folder to pack anew, or name another DST"
+_NEW = "delete its folder to pack again, or name another DST"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SplitPlan:
     """Positions of the images of each shard."""
     bytes_in: int
     source: str
-    """Changes when an image comes, goes, grows, is written anew or gets another label."""
+    """Changes when an image comes, goes, grows, is written again or gets another label."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def pack(
     num_done = num_packed = 0
     for plan in plans:
         stated: dict[str, Shard] = {}
-        with suppress(DataError):  # an index that is missing or broken is made anew
+        with suppress(DataError):  # an index that is missing or broken is made again
             stated = {shard.name: shard for shard in read_facts(plan.folder).shards}
             read_packed(plan.folder)
             num_done += len(plan.index)
@@ -228,7 +228,7 @@ def padded(num_bytes: int) -> int:
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Note in folder what is packed into it, and remove what earlier calls left that is of no use now.
+    """Record in folder what is packed into it, and remove unusable files of earlier calls.
 
     Raises: DataError.
     """
@@ -260,7 +260,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 def _make_shard(
     folder: Path, recipe: PackRecipe, stated: dict[str, Shard], task: tuple[int, list[tuple[int, str, int]]]
 ) -> tuple[ShardRecord, bool]:
-    """Take the shard that an earlier call left, if it is the stated one, or write it; tell whether it was written."""
+    """Keep the shard of an earlier call if it is the same, else write it; return whether it was written."""
     number, images = task
     path = folder / shard_name(number)
     if path.exists():

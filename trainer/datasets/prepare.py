@@ -157,7 +157,7 @@ def _only_run(root: Path, data_set: DataSet) -> Iterator[Path]:
                     with suppress(OSError):  # splits are there
                         root.rmdir()
     except OSError as error:
-        advice = "mend that and run the command again, it goes on where it stopped"
+        advice = "fix that and run the command again, it goes on where it stopped"
         path = error.filename2 or error.filename or unfinished
         raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
 
@@ -229,7 +229,7 @@ def _read_imagenet(data_set: DataSet, paths: Mapping[str, Path], split: str) -> 
     for archive in data_set.members(paths["train"]):
         wnid = archive.path.stem
         if archive.path.suffix != ".tar" or len(archive.path.parts) != 1 or wnid not in wnids:
-            raise DataError(f"{archive}: is no archive of a class; {_NOT_OFFICIAL}")
+            raise DataError(f"{archive}: is not an archive of a class; {_NOT_OFFICIAL}")
         for member in _flat(archive, data_set):
             yield f"train/{wnid}/{member.path.name}", member.read()
 
@@ -238,7 +238,7 @@ def _flat(archive: Path | ArchiveMember, data_set: DataSet) -> Iterator[ArchiveM
     """Yield the images of an archive without folders. Raises: DataError for anything else in it."""
     for member in data_set.members(archive):
         if len(member.path.parts) != 1 or not is_image(member.path.name):
-            raise DataError(f"{member}: is no image at the top of the archive; {_NOT_OFFICIAL}")
+            raise DataError(f"{member}: is not an image at the top of the archive; {_NOT_OFFICIAL}")
         yield member
 
 

@@ -35,7 +35,7 @@ CHECKED, IN_PART = b"checked and on disk\n", b"copied in part\n"
 MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(STAGED)}|\..*{UNFINISHED}")
 """Names of what stage writes into a split, beside index.json."""
 CHUNK_BYTES = 8 << 20
-_ANOTHER = "delete its folder to stage anew, or name another DST"
+_ANOTHER = "delete its folder to stage again, or name another DST"
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _is_complete(split: _Split) -> bool:
         if not is_ours or (split.target / STAGED).read_bytes() != CHECKED:
             return False
         read_packed(split.target)
-    except (OSError, DataError):  # what is missing or broken is made anew
+    except (OSError, DataError):  # what is missing or broken is made again
         return False
     return True
 
@@ -306,5 +306,5 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "mend that and run the same command again: what is copied is kept"
+        advice = "fix that and run the same command again: what is copied is kept"
         raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error

@@ -47,7 +47,7 @@ def find_tables(folder: Path) -> Tables | None:
     others = [name for name in found if name not in SPLIT_NAMES]
     if files.keys() == {"train", "val"}:
         return Tables(files, others)
-    if "train" in files:  # a test set is no validation set: it would have chosen the model
+    if "train" in files:  # a test set is not a validation set: it would have chosen the model
         return Tables({"": files["train"]}, others)
     if len(found) == 1:
         return Tables({"": next(iter(found.values()))})
@@ -162,7 +162,7 @@ def _is_plain(name: object) -> bool:
 
 
 def _parquet(folder: Path) -> dict[str, list[Path]]:
-    """Go by folders below, else by names such as train-00000-of-00002.parquet; data/ is no split."""
+    """Find splits by folders, else by names such as train-00000-of-00002.parquet; data/ is not a split."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted((*folder.glob("[!.]*.parquet"), *folder.glob("[!.]*/[!.]*.parquet"))):
         own = path.stem.partition("-")[0]
@@ -201,7 +201,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
                         lacking.append(f"{path.name}: row {row}: {what}, {label} {shortened(class_name)}")
                         continue
                     yield f"{class_name}/{number:06d}-{row:06d}{suffix}", data
-    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:  # text that is no UTF-8, an odd date
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:  # text that is not a UTF-8, an odd date
         raise DataError(f"{path}: is damaged, or no Arrow or Parquet file ({error}); fetch or save it again") from error
 
 

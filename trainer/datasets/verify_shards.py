@@ -69,7 +69,7 @@ def _verify_shard(stated: tuple[Path, ShardRecord]) -> None:
 def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
     """Return the facts that an index must state of a shard.
 
-    Raises: DataError if it is no shard of ours, other than expected, or cannot be read.
+    Raises: DataError if it is not a shard of ours, other than expected, or cannot be read.
     """
     try:
         shard = Shard(path.name, path.stat().st_size, sha256_of(path))

@@ -212,7 +212,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("seconds", "limit"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} {value:g} is no length of time; give some seconds")
+            raise ConfigError(f"--{name} {value:g} is not a length of time; give some seconds")
     if arguments.within is not None and not LEAST_WITHIN <= arguments.within < math.inf:
         raise ConfigError(f"--within {arguments.within:g} must be seconds from {LEAST_WITHIN:g} on")
     if read_process_env().world_size > 1:
@@ -221,7 +221,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--ranks {arguments.ranks} must be a number from 1 on")
     for name in arguments.only or ():
         if name not in SPEEDUPS:
-            raise ConfigError(f"--only {name} is no known speedup; choose from {', '.join(SPEEDUPS)}")
+            raise ConfigError(f"--only {name} is not a known speedup; choose from {', '.join(SPEEDUPS)}")
 
 
 def _parser() -> argparse.ArgumentParser:

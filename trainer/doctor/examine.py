@@ -161,7 +161,7 @@ class Examination:
             for each in candidates:
                 leave_out(each)
             return
-        self.say("measuring the noise: the config beside itself")
+        self.say("measuring the noise: the config against itself")
         again = self._start({})  # another process, with memory and threads of its own
         findings.noise = compare(base, again, turns=self.turns)
         again.close()

@@ -52,7 +52,7 @@ class Child:
         return self._answer(limit_seconds=limit_seconds)
 
     def close(self) -> None:
-        """Let it exit; kill it if it does not."""
+        """Ask it to exit; kill it if it does not."""
         append(self._folder / ORDERS, {"what": "end"})
         deadline = time.monotonic() + END_SECONDS
         while self._process.exit_code() is None:

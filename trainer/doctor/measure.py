@@ -1,4 +1,4 @@
-"""Measurements beside the step: options that are always on, the arithmetic of an image, the peak rate of the device."""
+"""Measurements outside of a step: options that are always on, operations of an image, the peak rate of the device."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -51,7 +51,7 @@ KEYS = (
     *("optimizer.precision", "optimizer.sharded", "optimizer.clip_norm", "optimizer.loss", "optimizer.loss_options"),
     *("optimizer.ema_decay", "comm.buffers"),
 )
-"""Keys on which the speed of a mode depends, beside those that are chosen."""
+"""Keys on which the speed of a mode depends, besides those that are chosen."""
 
 
 @dataclass(frozen=True)

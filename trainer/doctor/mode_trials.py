@@ -159,7 +159,7 @@ class TrialStep:
         self.gradients_N = torch.zeros(0)
 
     def look(self, parts: Parts, train_step: TrainStep) -> None:
-        """Take them from a step that was made, for run_steps."""
+        """Read loss and gradients after a step; run_steps calls it."""
         loss, _, num_images = train_step.window.sums_3.tolist()  # of all steps, which are alike
         self.loss = loss / num_images
         grads = grads_of(parts.precision.masters.values())

@@ -52,7 +52,7 @@ class Modes:
 
     @property
     def has_others(self) -> bool:
-        """Return whether there is a mode beside the stated one."""
+        """Return whether there is a mode other than the stated one."""
         return len(self.sizes) > 1 or self.can_capture or self.can_compile
 
     def __contains__(self, mode: Mode) -> bool:

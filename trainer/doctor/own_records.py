@@ -122,7 +122,7 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
 def limit_of(times: RunTimes) -> str:
     """Name the largest wait of 5% of a step or more, else compute: input, cores, network, straggler or uneven.
 
-    The last three are waits for sums. Where ranks have unequal shares of the batch, waiting is no sign of a slow rank.
+    The last three are waits for sums. Where ranks have unequal shares of the batch, waiting is no sign of a slow one.
     """
     images, sums = (times.shares[name] or 0.0 for name in SHARES)
     alone = {"input_alone": times.loader_images_per_second, "model_alone": times.compute_images_per_second}

@@ -20,9 +20,9 @@ class Turn:
 
 
 class Probes:
-    """Opens probes of configs. All stay in memory between turns until one fails beside others but works alone.
+    """Opens probes of configs. All stay in memory between turns, until one fails together with others but works alone.
 
-    From then on each probe is started anew and alone for its turn.
+    From then on each probe is started again and alone for its turn.
     """
 
     def __init__(self, start: Callable[[Mapping[str, Any]], Child], *, limit_seconds: Callable[[], float]) -> None:

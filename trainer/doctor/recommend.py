@@ -1,4 +1,4 @@
-"""Select speedups: measure each one beside the best so far, in alternating turns; its gain must exceed the noise."""
+"""Select speedups: measure each one against the best so far, in alternating turns; its gain must exceed the noise."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ class TriedSpeedup:
 
 
 def compare(base: Probe, other: Probe, *, turns: int) -> SpeedComparison:
-    """Give both equally many turns, and the first turn equally often. Raises: DoctorError."""
+    """Run both for the same number of turns; each is first equally often. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
         # turns about, so that a machine that grows slower favours neither

@@ -124,7 +124,7 @@ def _speedups(findings: ExaminationResults, config: Config) -> Iterator[Part]:
     yield table
     yield from failures
     yield (
-        f"gain: median of {findings.noise.turns} turns beside the best before it, and half of their range; counted "
+        f"gain: median of {findings.noise.turns} turns against the best before it, and half of their range; counted "
         f"above {findings.noise.noise:.1%}, by which the config differs from itself"
     )
     for name, note in dict.fromkeys((row.candidate.name, row.candidate.note) for row in findings.rows):
@@ -139,7 +139,7 @@ def _advice(findings: ExaminationResults, *, command: Sequence[str]) -> Iterator
     elif findings.advice:
         assert findings.verified is not None
         options = [word for key, value in findings.advice.items() for word in (f"--{key}", as_yaml(value))]
-        yield f"recommended: {_gain(findings.verified)} together, measured beside the config as it is:"
+        yield f"recommended: {_gain(findings.verified)} together, measured against the unchanged config:"
         yield f"  {shlex.join([*command, *options])}"
     elif findings.taken:
         beside = "it failed" if findings.verified is None else f"{_gain(findings.verified)}, within the noise"

@@ -63,7 +63,7 @@ def find_limit(rates: DoctorRates) -> str:
 
 def explain(rates: DoctorRates) -> list[str]:
     """Return the verdict as text: the limit, each part's rate alone, and the distance from the roofline."""
-    sums = "; how long for sums over ranks, a captured step does not tell"
+    sums = "; a captured step does not show the waits for sums over ranks"
     if rates.exposed_share is not None:
         sums = f", {rates.exposed_share:.1%} for sums over ranks"
     words = {

@@ -86,7 +86,7 @@ def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> 
         ours_BK, theirs_BK = model(images_BCHW), classify(images_BCHW)
     largest, difference = float(ours_BK.abs().max()), float((ours_BK - theirs_BK).abs().max())
     text = f"its logits differ from our model's by at most {difference:.2g}, the largest is {largest:.3g}"
-    # not ">": a NaN is no agreement
+    # not ">": a NaN is not agreement
     if not difference <= TOLERANCE * largest:
         raise ExportError(f"{text}: that is more than rounding, and nothing was written; please report it")
     print_line(f"{text} ({COMPARED_BATCH} random images)")

@@ -28,7 +28,7 @@ def for_inference(
     fold: bool = False,
     channels_last: bool = True,
 ) -> nn.Module:
-    """Copy a model in evaluation mode to the device: its weights, but for norms that were not folded, in dtype.
+    """Copy a model in evaluation mode to the device, with its weights in dtype, except norms that were not folded.
 
     It takes images in dtype. Folding goes before rounding, in fp32.
     """
@@ -96,7 +96,7 @@ def compile_(model: nn.Module, images_BCHW: Tensor) -> None:
     """
     model.compile(fullgraph=True, dynamic=False)
     if failure := compile_failure(lambda: model(images_BCHW)):
-        raise ComputeError(f"the model does not compile: {failure}; mend that, or leave out --compile")
+        raise ComputeError(f"the model does not compile: {failure}; fix that, or leave out --compile")
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def _read(path: Path) -> list[tuple[int, list[str]]]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its name and permissions") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: is no CSV in UTF-8 ({error}); save it as one") from error
+        raise DataError(f"{path}: is not a CSV in UTF-8 ({error}); save it as such a file") from error
     if not rows:
         raise DataError(f"{path}: is empty; give it a line for each image: its name, its class")
     return rows

@@ -50,7 +50,7 @@ def look(
     """List the images of folder, without reading any; labels names a CSV that is not the only one in it.
 
     columns: names of the two that hold images and labels, if not the first two. leave_out: an image without a label
-    or a label without an image is no problem. Raises: DataError if there is no way to list them.
+    or a label without an image is not a problem. Raises: DataError if there is no way to list them.
     """
     require_folder(folder)
     top = list_split(folder)
@@ -108,7 +108,7 @@ def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
 
 
 def _is_split(folder: Path) -> bool:
-    """Tell a split from a class of that name: images of trains lie in train/ directly."""
+    """Return whether it is a split, not a class of that name: images of trains lie in train/ directly."""
     return is_packed(folder) or bool(list_split(folder).folders)
 
 
@@ -149,7 +149,7 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
     by_class: dict[str, list[str]] = defaultdict(list)
     for path, label in table.labels.items():
         by_class[label].append(path)
-    meaning = "left out" if leave_out else "mend the table, or give --leave-out"
+    meaning = "left out" if leave_out else "fix the table, or give --leave-out"
     findings = [
         ImageFinding(kind, str(tables[0]), tuple(cases), is_problem=not leave_out, meaning=meaning)
         for kind, cases in table.faults.items()

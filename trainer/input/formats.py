@@ -24,7 +24,7 @@ class UnsupportedImageError(DataError):
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Read (height, width) from a JPEG's frame header in a few microseconds; None if it is no complete JPEG.
+    """Read (height, width) from a JPEG's frame header in a few microseconds; None if it is not a complete JPEG.
 
     Neither is one with two frame headers: decoders take different ones.
     """
@@ -48,7 +48,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def png_size(data: bytes) -> tuple[int, int] | None:
-    """Read (height, width) from a PNG's header; None if it is no complete PNG, or one of 16-bit grey."""
+    """Read (height, width) from a PNG's header; None if it is not a complete PNG, or one of 16-bit grey."""
     if not data.startswith(PNG_START) or data[12:16] != b"IHDR" or data.rfind(PNG_END, 33) < 0:
         return None
     depth_and_colour = data[24:26]
@@ -57,7 +57,7 @@ def png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def webp_size(data: bytes) -> tuple[int, int] | None:
-    """Read (height, width) from a WebP's header, lossy, lossless or extended; None if it is no complete WebP."""
+    """Read (height, width) from a WebP's header, lossy, lossless or extended; None if it is not a complete WebP."""
     kind = data[12:16]
     # the size in the RIFF header leaves out the eight bytes up to its own end
     if not is_webp(data) or len(data) < max(25, 8 + int.from_bytes(data[4:8], "little")):
@@ -74,7 +74,7 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
 
 
 def is_webp(data: bytes) -> bool:
-    """Tell by its first bytes whether a file is, or begins, a WebP."""
+    """Return whether these first bytes are those of a WebP."""
     return data[:4] == b"RIFF" and data[8:12] == b"WEBP"
 
 

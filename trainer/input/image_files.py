@@ -1,7 +1,7 @@
 """Define which files are images of a data set, for training, checking, packing and making data sets.
 
 An image is a visible file with a suffix of FORMATS, at any depth below the folder of its class. Hidden files and
-folders are no part of a data set; those that hold images are counted as left out. A link to a folder is followed,
+folders are not part of a data set; those that hold images are counted as left out. A link to a folder is followed,
 unless it leads back to a folder that contains it.
 """
 

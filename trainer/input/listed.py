@@ -20,7 +20,7 @@ from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_cl
 
 VERSION = 1
 SPLITS = ("train", "val")
-_ANEW = "let `bigbatch init --force` write it anew"
+_ANEW = "let `bigbatch init --force` write it again"
 
 ByClass = Mapping[str, Sequence[str]]
 """Class -> paths of its images below the folder, with / between names."""
@@ -46,7 +46,7 @@ def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None)
     if classes is not None:
         require_same_classes(Path(root), found=index.classes, expected=classes)
     if not os.path.isdir(folder):
-        raise DataError(f"{root}: its images are not there: {folder} is no folder; bring it back, or {_ANEW}")
+        raise DataError(f"{root}: its images are not there: {folder} is not a folder; bring it back, or {_ANEW}")
     if not index.paths:
         raise DataError(f"{root}: lists no image for {split}; {_ANEW}")
     return index
@@ -92,16 +92,16 @@ def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
         folder, splits = content["folder"], {split: content[split] for split in SPLITS}
         for paths in (paths for by_class in splits.values() for paths in by_class.values()):
             if not isinstance(paths, list):
-                raise TypeError("the images of a class are no list")
+                raise TypeError("the images of a class are not a list")
             for each in paths:
                 if not isinstance(each, str) or _leads_out(each):
-                    raise DataError(f"{path}: lists {shortened(each)}, which is no image below its folder; {_ANEW}")
+                    raise DataError(f"{path}: lists {shortened(each)}, which is not an image below its folder; {_ANEW}")
         require_one_spelling(path, _classes(splits))
         return os.path.normpath(path.parent / folder), splits
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: is no list of images ({shortened(error)}); name a folder, or {_ANEW}") from error
+        raise DataError(f"{path}: is not a list of images ({shortened(error)}); name a folder, or {_ANEW}") from error
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

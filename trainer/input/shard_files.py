@@ -77,7 +77,7 @@ class ShardFiles:
         """Read errors of each shard: after one it is opened again, and the others stay open."""
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
-        """Do as ShardReader does."""
+        """Do the same as ShardReader's method."""
         try:
             data = self._opened(shard).read(length, offset)
         except OSError as error:
@@ -104,7 +104,7 @@ class ShardFiles:
         return file
 
     def close(self) -> None:
-        """Do as ShardReader does."""
+        """Do the same as ShardReader's method."""
         self._open.cache_clear()
 
 

@@ -79,7 +79,7 @@ def parse_facts(text: str, *, path: Path | str) -> SplitIndex:
         found = parse_json(text)
         version = found["version"]
         if version != FORMAT_VERSION:
-            raise DataError(f"{path}: has format version {version}, this bigbatch reads {FORMAT_VERSION}; pack anew")
+            raise DataError(f"{path}: has format version {version}, this bigbatch reads {FORMAT_VERSION}; pack again")
         for number, shard in enumerate(found["shards"]):
             if shard["name"] != shard_name(number):
                 raise ValueError(f"shard {number} is named {shard['name']!r} and not {shard_name(number)}")
@@ -92,7 +92,7 @@ def parse_facts(text: str, *, path: Path | str) -> SplitIndex:
             made=dict(found["made"]),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}: is no index of packed shards ({error!r}); delete it and {AGAIN}") from error
+        raise DataError(f"{path}: is not an index of packed shards ({error!r}); delete it and {AGAIN}") from error
 
 
 def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "PackedIndex":

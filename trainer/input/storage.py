@@ -97,7 +97,7 @@ class Storage:
         except Exception as error:
             raise _plain(error) from None  # its text may hold what was sent
         if end is None and len(data) > MAX_INDEX_BYTES:
-            raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is no index; remove it")
+            raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is not an index; remove it")
         if len(data) > stop - start:
             raise StorageError(f"{url}: the server sends whole files, not ranges; name one that knows ranges")
         return data
@@ -111,7 +111,7 @@ class Storage:
         return bytes(parts)
 
     def fetch(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Do as read, and try again for a while: what is read before a run has no other retries."""
+        """Read like read(), and retry for a while: reads before a run have no other retries."""
         return _patiently(lambda: self.read(name, start, end))
 
     def shards(self, below: str) -> list[tuple[str, int, int]]:
@@ -189,7 +189,7 @@ class RemoteShards:
             self._kept = KeptBlocks(cache.folder, owner, content, num_blocks=min(most, self._first_blocks[-1]))
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
-        """Do as ShardReader does."""
+        """Do the same as ShardReader's method."""
         try:
             data = self._read(shard, offset, offset + length)
         except PermissionError as error:

@@ -66,7 +66,7 @@ class Window:
 def read_members(window: Window, *, path: str, num_bytes: int) -> Iterator[Member]:
     """Yield the plain files of a tar file of num_bytes, in order; folders are passed over.
 
-    Raises: DataError naming path, and the member where there is one, for what is no tar file, cut off or damaged, and
+    Raises: DataError naming path, and the member where there is one, if it is not a tar file, cut off or damaged, and
     for a link, a device, a sparse file, an unprintable name or one that leads out of the archive; OSError.
     """
     offset, num_headers, stated = 0, 0, dict[str, str]()
@@ -91,7 +91,7 @@ def read_members(window: Window, *, path: str, num_bytes: int) -> Iterator[Membe
         if kind in FILES and not name.endswith("/"):
             yield Member(name, data_offset, size, zlib.crc32(block))
         elif kind not in FOLDERS:
-            raise DataError(f"{path}: member {shortened(name)} is no file; {_REMEDY}")
+            raise DataError(f"{path}: member {shortened(name)} is not a file; {_REMEDY}")
         stated.clear()
     # a downloader that reserves space first leaves zeros; a block of zeros may also hide what follows
     behind = num_bytes - offset

@@ -103,7 +103,7 @@ def _remote_index(storage: Storage) -> Index:
         return _kept(places, shards) or _keep(make_index(storage.url, shards, storage=storage), storage.url, places)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{storage.url}/{INDEX}: is damaged ({shortened(error)}); remove it, or put it there anew"
+            f"{storage.url}/{INDEX}: is damaged ({shortened(error)}); remove it, or put it there again"
         ) from error
 
 
@@ -111,7 +111,7 @@ def _stamp(path: Path) -> Stamp:
     try:
         return stamp_of(path.stat())
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); mend the link, or remove it") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); fix the link, or remove it") from error
 
 
 def _own_place(root: Path | str) -> list[Path]:
@@ -157,7 +157,7 @@ def _keep(index: Index, root: Path | str, places: Sequence[Path]) -> Index:
 
 
 def _named(index: Index, read: Callable[[], bytes], path: str) -> Index:
-    """Give numbered classes the names that read, of path, returns, if there is such a file. Raises: DataError."""
+    """Name numbered classes by the file that read(path) returns, if there is one. Raises: DataError."""
     if not index.are_numbers:
         return index
     try:
@@ -187,7 +187,7 @@ class WebDatasetSplit:
         reopen: tuple[Any, ...],
         files: ShardReader | None = None,
     ) -> None:
-        """Open no shard yet. reopen: as of PackedIndex; files: of shards that are no local files."""
+        """Open no shard yet. reopen: as of PackedIndex; files: of shards that are not local files."""
         self._root, self._reopen = root, reopen
         self.classes = index.classes
         before = 0 if split == next(iter(index.shards)) else len(index.shards[next(iter(index.shards))])

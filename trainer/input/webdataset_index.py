@@ -155,7 +155,7 @@ def _window(path: str, num_bytes: int, storage: Storage | None) -> Iterator[Wind
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DataError(f"{path}: is no file; remove it")
+            raise DataError(f"{path}: is not a file; remove it")
         yield Window(lambda length, offset: os.pread(descriptor, length, offset))
     finally:
         os.close(descriptor)
@@ -231,7 +231,7 @@ def _label(path: str, image: Member, sample: Mapping[str, Member], window: Windo
     if isinstance(label, bool) or not isinstance(label, str | int):
         raise DataError(f"{where}: states no class, such as {{'label': 3}}, but {shortened(label)}; {_GET}")
     if not (text := str(label)).isprintable() or not 0 < len(text.encode()) < 200:
-        raise DataError(f"{where}: {shortened(text)} is no name of a class; {_GET}")
+        raise DataError(f"{where}: {shortened(text)} is not a name of a class; {_GET}")
     return text
 
 

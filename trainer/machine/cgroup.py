@@ -54,7 +54,7 @@ def cores_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgrou
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
         stated = " ".join(read_text(group / name) for name in names).split()
         quota, period = (leading_number(word) or 0 for word in (*stated, "", "")[:2])
-        if quota > 0 and period > 0:  # "max" and -1 are no quota
+        if quota > 0 and period > 0:  # "max" and -1 are not a quota
             found.append(quota / period)
     for group, is_first in own_groups("cpuset", proc, groups):
         with suppress(ValueError):

@@ -22,7 +22,7 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
     """Return a complete state_dict for model from state; ResNets share names with torchvision and timm.
 
     new_head: the last layer keeps the model's own weights; those in state are ignored.
-    source names the file in errors. Raises: CheckpointError if state is no state_dict, or another model's.
+    source names the file in errors. Raises: CheckpointError if state is not a state_dict, or another model's.
     """
     own = model.state_dict()
     tensors = _require_tensors(_unwrapped(state), source=source)
@@ -65,11 +65,11 @@ def partly_from_foreign(
             f"{source}: {odd[0]}, which model.partial_weights names, has shape {list(tensors[odd[0]].shape)} there and "
             f"{list(own[odd[0]].shape)} here: leave it out"
         )
-    anew = [name for name in own if name not in taken]
+    fresh = [name for name in own if name not in taken]
     unused = [name for name in tensors if name not in taken]
     told = (
-        f"model.partial_weights: {len(taken)} of {len(own)} tensors are from {source}; {len(anew)} start anew"
-        f"{_listed(anew)}; {len(unused)} of the file's are not used{_listed(unused)}"
+        f"model.partial_weights: {len(taken)} of {len(own)} tensors are from {source}; {len(fresh)} are initialized"
+        f"{_listed(fresh)}; {len(unused)} of the file's are not used{_listed(unused)}"
     )
     return own | {name: tensors[name] for name in taken}, told
 
@@ -138,7 +138,7 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{source} holds no state_dict, since {what}: {remedy}")
     if odd := [name for name, tensor in state.items() if not _is_plain(tensor)]:
         raise CheckpointError(
-            f"{source}: {odd[0]} is no dense tensor of real numbers of 16 bits or more: save it as it is used, such as "
+            f"{source}: {odd[0]} is not a dense tensor of real numbers of 16 bits or more: save it as used, such as "
             "by .to_dense() or .float()"
         )
     return dict(state)

@@ -122,7 +122,7 @@ def require_logits_(model: nn.Module, *, name: str, num_classes: int) -> None:
         if not isinstance(logits, Tensor) or logits.shape != wanted:
             given = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
             raise ConfigError(
-                f"model.name={name} gives what is of {given} for {wanted[0]} images, and not one tensor of shape "
+                f"model.name={name} returns a value of {given} for {wanted[0]} images, and not one tensor of shape "
                 f"{wanted}, a logit for each of data.num_classes: set model.options so that it does"
             )
 

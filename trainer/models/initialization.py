@@ -11,7 +11,7 @@ LAYERS = (nn.Conv2d, nn.Linear)
 
 
 def initialize_(model: nn.Module, name: str | None, *, linear_std: float | None) -> None:
-    """Draw weights anew from normal distributions around 0, and set the biases beside them to 0.
+    """Draw the weights from normal distributions around 0, and set the biases beside them to 0.
 
     name: fan_in or fan_out, of standard deviation sqrt(2 / fan) (He et al. 2015, arXiv 1502.01852); xavier, of
     sqrt(2 / (fan in + fan out)) (Glorot and Bengio 2010); None leaves them. linear_std: the standard deviation of

@@ -127,7 +127,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Normalise each ghost batch by itself; in eval mode, plain batch norm with running statistics.
 
-        Raises: ValueError if the batch is no multiple of this rank's part of bn_span, or runs over the end of the step.
+        Raises: ValueError if the batch is not a multiple of this rank's part of bn_span, or exceeds the step.
         """
         if not self.training:
             return super().forward(images_BCHW)

@@ -34,7 +34,7 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     """Compile each region of model with torch.compile: one graph without breaks for each of its shapes.
 
     Blocks of the same shape share their code. In place: modules, names and state_dict stay as they are. Compiles at the
-    first call with each shape. A model that is no DividedModel is one region.
+    first call with each shape. A model that is not a DividedModel is one region.
     """
     # Blocks share one forward: in training and in evaluation, at each size of the images, it meets every shape of a
     # block. Code for sizes in general would be slower.
@@ -55,7 +55,7 @@ def _regions(model: nn.Module) -> list[Region]:
 
 
 def recompute_(model: nn.Module, num_blocks: int) -> None:
-    """Let backward compute the activations of the first num_blocks residual blocks again. In place, as the above.
+    """Make backward recompute the activations of the first num_blocks residual blocks. In place, as above.
 
     The running statistics of batch norm must be such that a second forward changes nothing: see MicrobatchStatistics.
     """

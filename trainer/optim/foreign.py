@@ -18,7 +18,7 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
         known = [key for key, value in vars(module).items() if _is_optimizer(value)]
         raise ValueError(f"{module.__name__} has no {class_name}; its optimizers are {', '.join(known) or 'none'}")
     if not _is_optimizer(found):
-        raise ValueError(f"{name} is no torch.optim.Optimizer")
+        raise ValueError(f"{name} is not a torch.optim.Optimizer")
     return found
 
 

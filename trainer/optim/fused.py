@@ -129,7 +129,7 @@ def scaled(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
 
 
 def scaled_on_gpu(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
-    """Do it in as many launches for many tensors as for one, on copies, with zeros as large as the largest beside them.
+    """Return tensors, each times its own factor, as copies: in one launch, with zeros as large as the largest tensor.
 
     torch._foreach_mul_ would launch one a tensor: it has a kernel for numbers on the host only. _foreach_addcmul has
     one for numbers on the device (torch 2.11 and later), so the products are added to zeros.
@@ -181,7 +181,7 @@ def kept_like(optimizer: torch.optim.Optimizer, weights: list[Tensor], key: str)
     """Return this entry of the weights' state, laid out as they are; zeros where there is none yet."""
     for w in weights:
         kept = optimizer.state[w].get(key)
-        # laid out anew: a loaded state can have another memory format than the model
+        # laid out again: a loaded state can have another memory format than the model
         optimizer.state[w][key] = torch.zeros_like(w) if kept is None else laid_out_like(w, kept)
     return [optimizer.state[w][key] for w in weights]
 

@@ -117,7 +117,7 @@ class LARS(FusedOptimizer):
         )
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Do the same for portions that fit the cache: memory traffic limits a CPU, reading scales is free."""
+        """Make the same update in portions that fit the cache: memory traffic limits a CPU, reading scales is free."""
         overflow, writing = overflow_flag(self, weights[0].device), _writing(group)
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)

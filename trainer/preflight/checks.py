@@ -107,7 +107,7 @@ def _check(name: str, remedy: str, *, is_finding: bool = True, breaks_links: boo
     return add
 
 
-@_check("driver", "see nvidia-smi there; mend the driver, or reboot")
+@_check("driver", "see nvidia-smi there; fix the driver, or reboot")
 def _driver(host: Host) -> Iterator[str]:
     # a host without a GPU may have the program without the hardware
     if host.wants_gpus and host.driver.complaint and (host.on_gpus or host.gpus_on_bus):

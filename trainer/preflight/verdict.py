@@ -84,7 +84,7 @@ def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def shared(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Join findings of one kind: a finding on all of several nodes is no single node's fault."""
+    """Join findings of one kind: a finding on all of several nodes is not a single node's fault."""
     if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
     return found
@@ -124,7 +124,7 @@ def _addresses(nodes: Sequence[Node]) -> list[NodeFinding]:
         return []
     return [
         NodeFinding(
-            f"{node.host}: its address is {node.address}, which other nodes cannot reach: mend /etc/hosts there, or "
+            f"{node.host}: its address is {node.address}, which other nodes cannot reach: fix /etc/hosts there, or "
             "state --interface",
             (node.host,),
         )

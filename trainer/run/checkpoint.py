@@ -293,7 +293,7 @@ def _other(path: Path) -> str:
                 return f"; go on from another one with --run.resume {other.path}"
         except (OSError, ValueError, KeyError):
             continue
-    return "; there is no other one, start anew in another run.directory"
+    return "; there is no other one, start again in another run.directory"
 
 
 def _sha256(path: Path) -> str:

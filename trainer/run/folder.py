@@ -133,12 +133,12 @@ def read_summary(rundir: RunDir) -> dict[str, Any]:
         return dict(parse_json(read_plain(rundir.summary)))
     except (OSError, ValueError, TypeError) as error:
         raise RunFolderError(
-            f"{rundir.summary} is not readable ({first_line(error)}): remove it, and the same command writes it anew"
+            f"{rundir.summary} is not readable ({first_line(error)}): remove it, and the same command writes it again"
         ) from error
 
 
 def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
     """Load a run folder's config, with overrides. Raises: RunFolderError if there is none; errors of load_config."""
     if not rundir.config.is_file():
-        raise RunFolderError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
+        raise RunFolderError(f"{rundir.path} is not a run folder: it holds no {rundir.config.name}")
     return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True)

@@ -24,7 +24,7 @@ ALIKE = {"lamb", "adamw"}
 """Optimizers with the same state: one can resume from the other's."""
 
 OTHER_CLASSES = (
-    "Bring the classes back, or begin anew from its weights, with model.weights, model.new_head=true and another "
+    "Bring the classes back, or begin again from its weights, with model.weights, model.new_head=true and another "
     "run.directory"
 )
 
@@ -125,7 +125,7 @@ def _find_state(
         path, state, damaged = _load_newest_intact([each.path for each in checkpoints], control)
         if damaged and not path:
             raise CheckpointError(
-                f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start anew in another "
+                f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start again in another "
                 "run.directory"
             )
     elif config.run.resume != "never":
@@ -211,7 +211,7 @@ def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
     if there != name and {there, name} != ALIKE:
         raise CheckpointError(
             f"checkpoint {path} holds the state of optimizer.name={there}, which is not that of {name}: set it to "
-            f"{there}, or begin anew from its weights, with model.weights and another run.directory"
+            f"{there}, or begin again from its weights, with model.weights and another run.directory"
         )
 
 
@@ -223,7 +223,7 @@ def require_same_objective(old: str, config: Config, *, path: Path) -> None:
         if (there or None) != (here or None):
             raise CheckpointError(
                 f"checkpoint {path} is of a run with {key}={as_yaml(there)}, and it is {as_yaml(here)} here: set it as "
-                "it was, or begin anew from its weights, with model.weights and another run.directory"
+                "it was, or begin again from its weights, with model.weights and another run.directory"
             )
 
 

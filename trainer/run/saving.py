@@ -77,7 +77,7 @@ class BackgroundWrite:
     def __init__(
         self, state: Any, write: Callable[[Any, Callable[[], None]], object], *, name: str, started: float
     ) -> None:
-        """Begin. name: what is written. started: since when seconds count, by awake_seconds()."""
+        """Start. name: what is written, for messages. started: since when seconds count, by awake_seconds()."""
         self.started, self.seconds = started, 0.0
         """Duration after the end."""
         self.error: BaseException | None = None

@@ -102,7 +102,7 @@ def _read(path: Path) -> Any:
         return _read_file(path)
     if not (path / MANIFEST_FILE).is_file():
         raise CheckpointError(
-            f"{path} is no checkpoint, it holds no {MANIFEST_FILE}: name a folder such as "
+            f"{path} is not a checkpoint, it holds no {MANIFEST_FILE}: name a folder such as "
             "runs/quickstart/checkpoints/step-00000144, or a file"
         )
     return load_checkpoint(path)
@@ -110,7 +110,7 @@ def _read(path: Path) -> Any:
 
 def _read_file(path: Path) -> Any:
     if path.exists() and not path.is_file():  # a named pipe without a writer would never open
-        raise _unreadable(path, OSError(errno.EINVAL, "it is no plain file"))
+        raise _unreadable(path, OSError(errno.EINVAL, "it is not a regular file"))
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:

@@ -73,7 +73,7 @@ class GuessWatch:
         self._windows: deque[tuple[int, float]] = deque()  # steps of a report, and their mean loss
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """Take in a report of the training loop. Raises: TrainingDiverged, on all ranks alike."""
+        """Check a report of the training loop. Raises: TrainingDiverged, on all ranks alike."""
         start, self._last_step = self._last_step, record["step"]
         if start < self._warmup_steps:
             return

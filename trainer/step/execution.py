@@ -190,7 +190,7 @@ def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:
 
 @contextmanager
 def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """Give the optimizer's groups learning rates on the device inside, and their own numbers after.
+    """Within the block the optimizer's groups have their learning rates on the device; afterwards as numbers again.
 
     capturable: Adam of torch asks for it, fused as it is.
     """

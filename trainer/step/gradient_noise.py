@@ -41,7 +41,7 @@ class GradientNoise:
         """Per measured step since take(): a square per microbatch, 0 for those of other ranks, and the global one."""
 
     def before_step(self, step: int) -> None:
-        """Put hooks on in a step that is measured."""
+        """Register the hooks if this step is measured."""
         if self._every_steps == 0 or (step + 1) % self._every_steps:
             return
         parts = self._parts
@@ -62,7 +62,7 @@ class GradientNoise:
             self._norms = []
 
     def end_backward(self) -> None:
-        """Take the hooks off: what is computed from now on is not measured."""
+        """Remove the hooks: later computations are not measured."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -70,7 +70,7 @@ class GradientNoise:
 
     @torch.no_grad()
     def after_step(self, done: int) -> None:
-        """Take the hooks off, and the norm of the sum. Collective where the update is sharded."""
+        """Remove the hooks, and compute the norm of the summed gradient. Collective if the update is sharded."""
         self.end_backward()
         if not self._squares:
             return

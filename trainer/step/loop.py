@@ -119,7 +119,7 @@ class Steps:
         self.train_step(step, self.stream)
 
     def start_over(self) -> None:
-        """Begin to measure anew: what an evaluation or a checkpoint took is of no step."""
+        """Start measuring again: the time of an evaluation or a checkpoint belongs to no step."""
         self.train_step.window.start_over()
         self.parts.energy.take_joules()
 

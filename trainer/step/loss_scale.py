@@ -104,7 +104,7 @@ class LossScale:
         return {name: tensor.item() for name, tensor in asdict(self.state).items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over what state_dict gave, if anything; a static scale stays the config's. Raises: ValueError."""
+        """Load what state_dict returned, if anything; a static scale stays the config's. Raises: ValueError."""
         if not saved:
             return
         if saved.keys() != asdict(self.state).keys():

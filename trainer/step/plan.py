@@ -54,7 +54,7 @@ class Plan:
         return self.is_evaluation(done) or self.is_checkpoint(done) or done % self.log_every_steps == 0
 
     def ending_at_once(self) -> "Plan":
-        """Return the plan of a run that its evaluations have ended before: no step is left."""
+        """Return the plan of a run that its earlier evaluations have ended: no step is left."""
         return replace(self, num_steps=self.first_step)
 
 

@@ -48,7 +48,7 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     """Return a digest (int64) of the bits of each tensor (N), on their device; no host sync.
 
     Element i, read as an integer x[i] of up to 64 bits, adds x[i] * (2 i + 1) modulo 2**64. One that changes changes
-    the digest: the difference times an odd number is no multiple of 2**64. So do two different ones of up to 32 bits
+    the digest: the difference times an odd number is not a multiple of 2**64. So do two different ones of up to 32 bits
     that change places, in a tensor of up to 2**31: (x[i] - x[j]) * 2 (i - j) is below 2**64 and not 0.
     """
     bits = map(_bits, tensors)
@@ -73,7 +73,7 @@ def _by_products(bits_N: Tensor) -> Tensor:
 
 
 def _by_dots(bits_N: Tensor) -> Tensor:
-    """Return the same, in half the time: by dot products of what a cache holds, which GPUs do not have of integers."""
+    """Return the same digest in half the time, by dot products of cache-sized pieces; GPUs have none for int64."""
     factors = torch.arange(1, 1 + 2 * min(CACHED, len(bits_N)), 2)
     total = torch.zeros((), dtype=torch.int64)
     for index, piece in enumerate(bits_N.split(CACHED)):

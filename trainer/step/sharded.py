@@ -127,7 +127,7 @@ class ShardedWeights:
         self.load_(masters)
 
     def _view(self, name: str, buffers: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        """Show a tensor whole, in whole buffers, with its parameter's strides."""
+        """Return a view of a whole tensor in whole buffers, with its parameter's strides."""
         parameter = self._parameters[name]
         piece = self._pieces[name]
         return buffers[piece.buffer][piece.first :].as_strided(parameter.size(), dense_strides(parameter))
@@ -245,7 +245,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def load_(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the own parts, and publish them. Collective."""
+        """Copy this rank's parts into the masters, and publish them. Collective."""
         for name, master in self.masters.items():
             master.copy_(self._piece_of(name, state[name]))
         self.publish_()
@@ -262,7 +262,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def _gather(self, parts: list[Tensor]) -> dict[str, Tensor]:
-        """Put whole tensors together out of one part of each rank, a buffer at a time, on the host."""
+        """Assemble whole tensors from one part of each rank, a buffer at a time, on the host."""
         tensors = {}
         for index, (part_M, buffer) in enumerate(zip(parts, self._plan.buffers, strict=True)):
             whole_N = part_M.new_empty(part_M.numel() * self._communicator.world_size)
@@ -275,7 +275,7 @@ class ShardedWeights:
         return tensors
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer over the masters know whole norms or matrices, and have the state of whole tensors.
+        """Give an optimizer over the masters whole norms or matrices, and the state_dict of whole tensors.
 
         Its state_dict() and load_state_dict(), which are collective then, give and take that. No copy of it can update.
         Raises: TypeError for one that adapts, but takes no norms: its own would be those of shares.

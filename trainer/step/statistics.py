@@ -38,7 +38,7 @@ class StepStatistics:
 
     @property
     def input_failed_1(self) -> Tensor:
-        """Show the flag, as a view: 1 on a rank that has no batch for this step; summed, above 0 where any has none."""
+        """Return a view of the flag: 1 if this rank has no batch for the step; summed: above 0 if any lacks one."""
         return self._sums_N[-NUM_FLAGS:]
 
     def tell_(self, *, input_failed: bool) -> None:
@@ -88,7 +88,7 @@ class GridStatistics(StepStatistics):
 
     def average_(self) -> Tensor:
         """Move the running statistics as StepStatistics does, and count what was beyond the grid."""
-        # before the sums begin anew; a step that does not count has none
+        # before the sums begin again; a step that does not count has none
         num_beyond_1 = torch.where(self.input_failed_1 > 0, 0, self._sums_N[-NUM_FLAGS - 1 : -NUM_FLAGS])
         self._num_beyond_1 += num_beyond_1
         return super().average_()

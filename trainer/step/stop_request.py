@@ -36,7 +36,7 @@ def leave_stopped(env: ProcessEnv) -> int:
 
 @cache
 def _leave_children_out() -> None:
-    """Forked processes have the same handlers, but their signals are not for this process."""
+    """Let forked children, which inherit the handlers, not report their signals to this process."""
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 

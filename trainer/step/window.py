@@ -38,7 +38,7 @@ class Window:
         self.sums_3[2] += labels_B.numel()
 
     def end_step(self) -> None:
-        """Note whether the loss is finite, after all microbatches of a step were counted."""
+        """Record whether the loss is finite, after all microbatches of a step."""
         self.finite_steps += self.sums_3[0].isfinite()  # a sum that is not finite stays so
 
 
@@ -167,7 +167,7 @@ class Totals:
         self.exposed_seconds += window.mean_exposed_seconds
         self.num_lost += window.num_lost
         self.num_nonzero += window.num_nonzero
-        # what happens once in a run takes ranks differently long, and is no straggling
+        # what happens once in a run takes ranks differently long, and is not straggling
         if not self.first_report_seconds:
             self.first_report_seconds, self.lag_seconds_P = seconds, [0.0] * len(window.waited_P)
             return

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return _tune_ddp(argv)
     arguments, overrides = _parser().parse_known_args(argv)
     if not 0 < arguments.budget_seconds < float("inf"):
-        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is no length of time; give some seconds")
+        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is not a length of time; give some seconds")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
     communicator, _ = join_job(without_choices(config, world_size=env.world_size), env)
@@ -93,7 +93,7 @@ def _tune_ddp(argv: Sequence[str]) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} must be at least 1")
     if not arguments.ddp.is_file():
-        raise ConfigError(f"--ddp {arguments.ddp} is no file: name a Python script")
+        raise ConfigError(f"--ddp {arguments.ddp} is not a file: name a Python script")
     for line in tune_script(arguments.ddp, argv[split + 1 :], steps=arguments.steps, say=print_line):
         print_line(line)
     return 0

@@ -35,7 +35,7 @@ def make_image_loader(
     Raises: ConfigError for another name, or if DALI is wanted and not installed.
     """
     if name not in IMAGE_LOADERS:
-        raise ConfigError(f"{name!r} is no loader of images: name one of {', '.join(IMAGE_LOADERS)}")
+        raise ConfigError(f"{name!r} is not a loader of images: name one of {', '.join(IMAGE_LOADERS)}")
     decoder: Decoder
     if name == "dali":
         decoder = DaliDecoder(

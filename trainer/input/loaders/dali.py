@@ -255,9 +255,9 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
         open_image(row.images[0], path=name, max_pixels=row.max_pixels)
     except DataError as error:
         raise UndecodableError(str(error), position=position) from error
-    # a GPU's failure is no image's
+    # a GPU's failure is not an image's
     if device_id is None or _first_refused([row], device_id=None) is not None:
-        text = f"{name}: DALI cannot decode it, though Pillow can; save it anew, or remove it"
+        text = f"{name}: DALI cannot decode it, though Pillow can; save it again, or remove it"
         raise UndecodableError(text, position=position)
 
 

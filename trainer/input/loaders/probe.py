@@ -46,7 +46,7 @@ def probe_input(
 ) -> ProbedInput | None:
     """Measure for about that many seconds; None on a bad image, which training meets again later.
 
-    requests: makes the run's own, at least one; they begin anew where they are too few. num_fill: batches that
+    requests: makes the run's own, at least one; they begin again where they are too few. num_fill: batches that
     fill queues. Leaves loader as it was. Longer only where a batch takes long: each part makes two.
     """
 

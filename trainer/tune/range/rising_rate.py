@@ -98,7 +98,7 @@ class _Curve:
             print_line(text)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take a report of the loop, the same on all ranks, so that all end together. Raises: TrainingDiverged."""
+        """Add a report of the loop, equal on all ranks, so that all end together. Raises: TrainingDiverged."""
         mean = self._mean.add(record["loss"])
         if self._mean.has_exploded(mean):
             raise TrainingDiverged(f"the loss is {EXPLODED:g} times its lowest at step {record['step']}")

@@ -27,7 +27,7 @@ def make(**alphas):
 
 
 def beta(first, second, alpha):
-    """By the t distribution in its textbook steps, in Python floats. Source: Bailey 1994."""
+    """Draw from Beta by the t distribution in its textbook steps, in Python floats. Source: Bailey 1994."""
     freedom = 2 * alpha
     student = math.sqrt(freedom * ((1 - first) ** (-2 / freedom) - 1)) * math.cos(2 * math.pi * second)
     return 0.5 + student / (2 * math.sqrt(freedom + student**2))

@@ -163,7 +163,7 @@ def test_rand_augment_ops_and_signs_are_uniform_and_independent(monkeypatch):
 
 
 def assert_uniform(table, *, bins):
-    """By a chi-square test, at 40 expected draws a cell: mean k, variance 2k."""
+    """Chi-square test with 40 expected draws a cell: mean k, variance 2k."""
     cells = np.histogramdd(table, bins=bins)[0]
     degrees = cells.size - 1
     assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)

@@ -183,7 +183,7 @@ def test_optimizer_keeps_no_trace_of_an_overflow(name: str, first: int, unscale_
 
 
 def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, poison: Any = None, **how: Any) -> None:
-    """As scaled_step, for optimizers that write into gradients, too."""
+    """Make a scaled step, also with optimizers that write into gradients."""
     own = isinstance(optimizer, FusedOptimizer)
     if own:
         scaled_step(scaler, optimizer, weights, seed=seed, poison=poison, **how)

@@ -134,7 +134,7 @@ def test_make_plan_refuses_a_run_without_a_step(
 
 @pytest.mark.parametrize(("decay", "num_decaying"), [("4.5", 36), ("null", 176)])
 def test_make_schedule_may_end_its_decay_before_the_run(decay: str, num_decaying: int, tmp_path: Path) -> None:
-    """24 epochs of 8 steps, of which 2 warm up; then a straight line down, and end_lr from there on."""
+    """24 epochs of 8 steps, with 2 epochs of warm-up; then a straight line down, and end_lr from there on."""
     config = cifar10(tmp_path)
     line = {"name": "polynomial", "base_lr": 0.5, "warmup_epochs": 2.0, "end_lr": 0.1, "options": {"power": 1.0}}
     decay_epochs = None if decay == "null" else float(decay)
@@ -290,7 +290,7 @@ def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> 
 
 
 def test_start_of_the_weights_is_the_one_that_the_config_names() -> None:
-    """Of the resnet9: a convolution of 3 x 3 from 32 channels to 64, and the classifier."""
+    """Checks two layers of resnet9: a convolution of 3 x 3 from 32 channels to 64, and the classifier."""
     words = ["model.options.width=16", "model.init=xavier", "model.linear_std=0.5", "data.num_classes=100"]
     model = make_model(load_config(["--config", "quickstart", *(f"--{word}" for word in words)]), one_rank())
     convolution = next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.weight.shape[:2] == (64, 32))
@@ -421,7 +421,7 @@ def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
 
 
 def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
+    """A job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
     made: list[dict[str, object]] = []
     monkeypatch.setattr(build_model, "make_group_gather", lambda communicator, **facts: made.append(facts))
     config = quickstart("batch.global_batch_size=256", "batch.microbatch_size=64", "batch.bn_span=128")

@@ -58,7 +58,7 @@ class NotCalled:
 
 
 class Share:
-    """Of two sums."""
+    """A metric: the quotient of two sums."""
 
     def __call__(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
         return torch.stack([labels_B, torch.ones_like(labels_B)], dim=1)

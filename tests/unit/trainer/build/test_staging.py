@@ -1,4 +1,4 @@
-"""Staging before a run: all ranks go on together, or none does, and nobody waits for a copy in vain."""
+"""Staging before a run: all ranks continue together or none does, and no rank waits for a copy that has failed."""
 
 import json
 import threading
@@ -159,7 +159,7 @@ def test_stage_data_tells_of_the_node_furthest_behind(
 
 @pytest.mark.long
 def test_stage_data_ends_a_copy_that_gets_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lives as long as files grow, whoever writes them, or whole ones are found right."""
+    """A copy counts as alive while files grow, also by another process, or finished files are verified."""
     may_end, target = threading.Event(), tmp_path / "local"
     growing = target / "train" / ".shard-000000.tar.unfinished"
     growing.parent.mkdir(parents=True)

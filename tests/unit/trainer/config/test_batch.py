@@ -33,16 +33,16 @@ def test_bn_span_names_a_legal_one():
 
 
 def test_global_batch_size_names_a_microbatch():
-    """96 is no multiple of 64, but of 32, the largest multiple of bn_span that divides it."""
+    """96 is not a multiple of 64, but of 32, the largest multiple of bn_span that divides it."""
     message = refusal({"batch.global_batch_size": 96})
     assert re.search(naming("batch.global_batch_size=96 ", "batch.microbatch_size=64: "), message)
     assert message.endswith("batch.microbatch_size to 32")
-    # 100 is no multiple of bn_span: no microbatch helps alone
+    # 100 is not a multiple of bn_span: no microbatch helps alone
     for size, others, together in ((100, "64 or 128", 25), (16, "64", 16)):
         message = refusal({"batch.global_batch_size": size})
         assert message.endswith(f"to {others}, or batch.microbatch_size and batch.bn_span to {together}")
         make_config({"batch.global_batch_size": size, "batch.microbatch_size": together, "batch.bn_span": together})
-    # batch norm of fewer than 8 images is no remedy
+    # batch norm of fewer than 8 images is not a remedy
     assert refusal({"batch.global_batch_size": 101}).endswith("set batch.global_batch_size to 64 or 128")
     # nor of the ghost batch that two ranks share
     assert refusal({"batch.global_batch_size": 320, "batch.bn_span": 128}).endswith(
@@ -222,7 +222,7 @@ def test_batch_remedies_are_all_legal(span, microbatch_size, global_batch_size, 
     world_size=st.integers(1, 40),
 )
 def test_batch_remedy_that_is_the_second_is_legal_too(span, microbatch_size, global_batch_size, world_size):
-    """The one for whom nothing mixes images: ranks share ghost batches, and the update stays the same."""
+    """The remedy without mixing of images: ranks share ghost batches, and the update stays the same."""
     batch: Batch = {
         "batch.global_batch_size": global_batch_size,
         "batch.bn_span": span,

@@ -193,7 +193,7 @@ def test_load_config_refuses_an_unknown_option(key, nearest):
         ("--config=quickstart --num_train_epochs=3", "run.epochs"),
         ("--config=quickstart --batch.bn_span=--", "--batch.bn_span=--: state a value behind ="),
         ("--config=quickstart --run={epochs:3}", " run;"),  # there is one way to state a key
-        ("--config=quickstart extra", "extra is no option"),
+        ("--config=quickstart extra", "extra is not an option"),
         ("quickstart", "--config quickstart"),
         ("--config=quickstart --run.epochs", " --run.epochs: "),
         ("--run.epochs=3", "--config is missing: name a YAML file or one of cifar10, "),

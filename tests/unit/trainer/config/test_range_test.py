@@ -29,7 +29,7 @@ def write_test(folder: Path, *overrides: str, rate: float | None = 2.5) -> Path:
 
 @pytest.mark.parametrize("place", ["", "range.json"])
 def test_the_peak_is_what_the_range_test_suggests(place: str, tmp_path: Path) -> None:
-    # where it runs and how it is scheduled is no part of what a rate does
+    # where it runs and how it is scheduled is not part of what a rate does
     folder = write_test(tmp_path / "test", "--data.num_threads=3", "--batch.microbatch_size=256", "--run.seed=4")
     found = resolve([*ONE_CYCLE, f"--schedule.range_test={folder / place}"])
     assert found.config.schedule.base_lr == 2.5
@@ -112,7 +112,7 @@ def test_a_rate_that_is_none_is_refused(rate: Any, tmp_path: Path) -> None:
         load_config([*ONE_CYCLE, f"--schedule.range_test={write_test(tmp_path / 'test', rate=rate)}"])
 
 
-def test_a_pipe_that_nobody_writes_to_is_no_range_test(tmp_path: Path) -> None:
+def test_a_pipe_without_writer_is_not_a_range_test(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "range.json")
     with pytest.raises(ConfigError, match=naming("schedule.range_test=", "range test")):
         load_config([*ONE_CYCLE, f"--schedule.range_test={tmp_path}"])

@@ -8,7 +8,7 @@ from bigbatch.trainer.config.schedule import schedule_notes
 
 @pytest.mark.parametrize(("epochs", "is_told"), [(12, False), (3, False), (2, True)])
 def test_schedule_of_a_run_that_ends_with_its_warm_up_is_told(epochs: int, is_told: bool) -> None:
-    """Of quickstart's, 2 epochs: the example of what is refused from 1 on, and was taken in silence at 2."""
+    """quickstart's warm-up is 2 epochs: a run of 1 epoch is refused, and one of 2 was accepted silently."""
     config = load_config(["--config", "quickstart", f"--run.epochs={epochs}"])
     notes = schedule_notes(config.schedule, epochs=config.run.epochs)
     assert bool(notes) == is_told

@@ -118,7 +118,7 @@ def test_python_takes_code_of_a_run_folder_only_if_told(folder: Path) -> None:
     run = write(folder, stated("run.metrics", "planted.Net"))
     with pytest.raises(ConfigError, match=naming("planted.Net")):
         train(run, {"run.epochs": 20})
-    with pytest.raises(DataError):  # it goes on to the images, of which there are none
+    with pytest.raises(DataError):  # it continues with the images, and there are none
         train(run, trust_code=True)
 
 

@@ -145,7 +145,7 @@ def test_check_traits_are_remarks(tmp_path, decode):
 
 
 def test_check_exif_that_pillow_cannot_parse_is_no_fault(monkeypatch):
-    """As older versions of it do."""
+    """Older versions of Pillow raise for such EXIF data."""
 
     def getexif(self):
         raise SyntaxError("not a TIFF file")

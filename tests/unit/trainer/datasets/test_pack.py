@@ -74,7 +74,7 @@ def contents(root, *, but=("pack.json",)):
 
 
 def identities(root):
-    """Changes when a file is written anew, even with the same bytes."""
+    """Changes when a file is written again, even with the same bytes."""
     return {str(p.relative_to(root)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*.tar")}
 
 
@@ -135,7 +135,7 @@ def test_cut_into_shards_fills_in_order_and_not_over(sizes, shard_bytes):
         assert size + 512 + -(-sizes[following[0]] // 512) * 512 + 1024 > shard_bytes
 
 
-@pytest.mark.parametrize("name", ["7-a.jpg", "n" * 150, "ü.jpg", "\udcff.jpg"])  # the last is no text
+@pytest.mark.parametrize("name", ["7-a.jpg", "n" * 150, "ü.jpg", "\udcff.jpg"])  # the last is not text
 def test_tar_member_is_read_by_tarfile(name):
     header, block = tar_member(name, b"content")
     with tarfile.open(fileobj=io.BytesIO(header + block + bytes(1024))) as tar:
@@ -145,7 +145,7 @@ def test_tar_member_is_read_by_tarfile(name):
 
 
 def test_shrink_is_antialiased():
-    """Of a board of single black and white pixels a quarter of the size leaves an even grey."""
+    """A board of single black and white pixels, shrunk to a quarter, is an even grey."""
     board = Image.fromarray((np.indices((400, 600)).sum(axis=0) % 2 * 255).astype(np.uint8))
     buffer = io.BytesIO()
     board.save(buffer, "PNG")
@@ -243,7 +243,7 @@ def test_pack_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
     with pytest.raises(DataError, match=naming(f"packed/{split}", "index.json", "`bigbatch data pack`")):
         open_split(target, split)
     assert pack(source, target, recipe=RECIPE).num_packed < (15 if before else 16)
-    assert identities(target).items() >= before.items(), "a finished shard was written anew"
+    assert identities(target).items() >= before.items(), "a finished shard was written again"
     pack(source, tmp_path / "at-once", recipe=RECIPE)
     assert contents(target) == contents(tmp_path / "at-once")
 
@@ -290,7 +290,7 @@ def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
     ids=["cut", "overwritten", "the first again"],
 )
 def test_pack_a_shard_that_was_damaged_before_the_end_is_packed_again(source, tmp_path, damage):
-    """As after a kill: index.json is not there yet, so only the shard itself tells."""
+    """After a kill index.json is missing, so only the shard itself shows the damage."""
     pack(source, tmp_path / "packed", recipe=RECIPE)
     train, whole = tmp_path / "packed/train", contents(tmp_path / "packed")
     (train / "index.json").unlink()
@@ -525,7 +525,7 @@ def relabel(train):
 
 
 def restated(edit):
-    """As edit, with the sum of index.npy that fits it: only the shard itself tells."""
+    """Return edit with the hash of index.npy corrected: only the shard itself shows it."""
 
     def edit_both(train):
         edit(train)

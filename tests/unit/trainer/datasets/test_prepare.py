@@ -72,7 +72,7 @@ def run(root, official, *, on_progress=lambda *_: None, data_set=TINY, **options
 
 
 def assert_heals(root, official):
-    """With whole archives the next run gives exactly the data set, whatever the last one left."""
+    """With complete archives the next run makes exactly the data set, whatever the last run left."""
     write_official(official)
     run(root, official)
     assert images_below(root) == EXPECTED
@@ -137,7 +137,7 @@ def test_prepare_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at)
 
 
 def with_holes(data):
-    """A download of the full length of which the image of the first class never came."""
+    """A download of the full length in which the image of the first class is missing."""
     return data.replace(content("n01440764_1.JPEG"), bytes(len(content("n01440764_1.JPEG"))))
 
 
@@ -370,7 +370,7 @@ WRONG = {
     ),
     "short truth": (KIT, lambda: devkit(truth=(1, 2, 3)), ("3 classes", "3 validation")),
     "truth is a group": (KIT, lambda: devkit(truth=(1, 2, 3, 4, 1)), (KIT, "classes (4)")),
-    "truth is no number": (KIT, lambda: devkit(truth=("tench",)), (KIT, "tench")),
+    "truth is not a number": (KIT, lambda: devkit(truth=("tench",)), (KIT, "tench")),
     "class called otherwise": (
         KIT,
         lambda: devkit(ids={**KIT_IDS, "../../evil": 1}),

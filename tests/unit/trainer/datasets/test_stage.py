@@ -402,7 +402,7 @@ def test_stage_class_folders_are_to_be_packed_first(made, source, target):
 
 
 def test_stage_one_split_will_do(source, target):
-    """As of ImageNet-V2."""
+    """A data set with one split, such as ImageNet-V2."""
     shutil.rmtree(source / "train")
     assert stage(source, target).num_images == 8
     assert sorted(p.name for p in target.iterdir()) == [".stage.lock", "val"]

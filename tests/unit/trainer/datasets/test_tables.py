@@ -41,7 +41,7 @@ def table(*numbers: int, features: object = FEATURES) -> pa.Table:
 
 
 def save(folder: Path, *tables: pa.Table) -> None:
-    """As Dataset.save_to_disk does."""
+    """Write tables as Dataset.save_to_disk does."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(tables):05d}.arrow" for number in range(len(tables))]
     for name, rows in zip(names, tables, strict=True):

@@ -74,7 +74,7 @@ def test_verdict_in_words() -> None:
     assert "4 times as fast as the model" in verdict.explain(replace(RATES, wait_share=0.06))[0]
     assert "compute.cpu_threads" in verdict.explain(replace(RATES, wait_share=0.06))[0]
     untold = verdict.explain(replace(RATES, exposed_share=None))[0]
-    assert "waits for images; how long for sums over ranks, a captured step does not tell" in untold
+    assert "waits for images; a captured step does not show the waits for sums over ranks" in untold
     assert "the GPU works 40% of the time" in verdict.explain(replace(RATES, busy_share=0.4))[0]
 
 
@@ -469,7 +469,7 @@ def test_doctor_refuses_options(options: list[str], error: type[Exception], name
 
 
 def test_doctor_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it finds nothing to write it takes out what it has made, and not /dev/null, which is as empty."""
+    """Without results it removes the empty file that it made, and not /dev/null, which is empty, too."""
 
     def fails(*_: object, **__: object) -> int:
         raise DoctorError("nothing can be measured")

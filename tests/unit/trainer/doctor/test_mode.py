@@ -74,7 +74,7 @@ def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list
 
 
 def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
-    """58,880 = 256 x 230; a third of that many ranks has 3 microbatches, of which 2 do not divide it."""
+    """58,880 = 256 x 230; a third of that many ranks has 3 microbatches, and 2 do not divide it."""
     modes = find_modes(config_of(name="imagenet/resnet50_58880"), world_size=64, can_capture=False)
     assert (modes.sizes, modes.num_images, modes.can_capture) == ((230, 460), 920, False)
     three = find_modes(quickstart("--batch.global_batch_size=24"), world_size=1, can_capture=False)
@@ -579,7 +579,7 @@ def test_mode_of_a_larger_microbatch_is_the_same_step(size: int, eager: TrialSte
 
 
 def test_mode_that_computes_another_update_is_refused(eager: TrialStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the wrong code of a compiler would: logits that are 1% too large, which trains just as well."""
+    """Simulates wrong code of a compiler: logits that are 1% too large, with which training works as well."""
 
     def compile_wrong_(model: nn.Module, *, mode: str | None) -> None:
         model.register_forward_hook(lambda module, images, logits_BK: 1.01 * logits_BK)

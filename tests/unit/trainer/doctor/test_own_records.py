@@ -89,4 +89,4 @@ def test_command_prints_the_verdict_or_one_line(tmp_path: Path, capsys: pytest.C
     assert main(["doctor", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["limit"] == "input"
     assert main(["doctor", str(tmp_path / "none")]) == 1
-    assert "no run folder" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err

@@ -56,7 +56,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a config with 40 generated images, of which a step takes 16."""
+    """Probe of a config with 40 generated images and 16 images a step."""
     root = tmp_path_factory.mktemp("shapes") / "set"
     write_dataset(root, train_per_class=4, val_per_class=1, side_pixels=(32, 40))
     return ["--config", "quickstart", f"--data.root={root}", *(f"--{key}={value}" for key, value in SMALL.items())]
@@ -128,7 +128,7 @@ def test_sync_in_a_hook_of_backward_is_found_and_plain_work_is_not() -> None:
 def test_syncs_are_copies_that_a_gpu_makes_the_host_wait_for(
     work: Callable[[Tensor, Tensor], object], words: str | None
 ) -> None:
-    """By tensors that have a device and no values, so that no GPU is needed."""
+    """Uses tensors with a device and no values, so that no GPU is needed."""
     with FakeTensorMode():
         there, here = torch.zeros(3, device="cuda"), torch.zeros(3)
         with FindSyncs(torch.device("cuda")) as syncs:

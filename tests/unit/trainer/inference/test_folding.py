@@ -35,7 +35,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
 
 
 def trained(name: str) -> nn.Module:
-    """With norms that are no identity, some of their scales negative."""
+    """With norms that are not the identity, some of their scales negative."""
     torch.manual_seed(0)
     model, options, _, _ = FORMS[name]
     built = MODELS[model](num_classes=10, **options).eval()
@@ -70,7 +70,7 @@ def test_folding_leaves_the_function_as_it_is(name: str) -> None:
     want_BK, got_BK = logits(model, images_BCHW), logits(folded, images_BCHW)
     largest = float(want_BK.abs().max())
     assert float(want_BK.std()) > 1e-3
-    # each convolution's weights and sums are rounded anew
+    # each convolution's weights and sums are rounded again
     assert float((got_BK - want_BK).abs().max()) <= (norms + 1) * torch.finfo(torch.float32).eps * largest
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items()), "the model was changed"
 
@@ -123,7 +123,7 @@ def test_folding_half_precision_holds_all_weights_but_norms(name: str, dtype: to
 
 @pytest.mark.long
 def test_folding_what_compiles_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By dynamo alone, whole: a graph that breaks would be an error."""
+    """Compiles with dynamo alone, as one graph: a graph break would be an error."""
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda *a, **k: compile_module(*a, **k, backend="eager"))
     for name in ("bag of tricks", "blurred"):

@@ -1,4 +1,4 @@
-"""Where others may stand in for bad images: which, where, how many; the oracle is torchvision's resized_crop."""
+"""Replacement of bad images: which image, at which place, how many; the oracle is torchvision's resized_crop."""
 
 import errno
 import os

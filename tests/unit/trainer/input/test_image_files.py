@@ -40,7 +40,7 @@ def test_contents_are_sorted_by_kind(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_but_in_no_circle(tmp_path: Path) -> None:
-    """As torchvision and timm do, which take a circle until the system refuses the path."""
+    """torchvision and timm follow links, too, and a circle until the system refuses the path."""
     touch(tmp_path, "set/a/1.jpg", "set/a/in/2.jpg", "set/b/3.jpg", "elsewhere/4.jpg", "file.jpg")
     for link, target in {
         "a/file.jpg": "../../file.jpg",

@@ -85,9 +85,9 @@ def test_listed_class_with_two_spellings_is_refused(listed: Path) -> None:
     [
         ({"version": 2}, "version 2"),
         ({"version": True}, "version True"),
-        ({"train": {"a": "1.jpg"}}, "no list"),
-        ({"train": ["1.jpg"]}, "no list"),
-        ({"folder": 3}, "no list"),
+        ({"train": {"a": "1.jpg"}}, "not a list"),
+        ({"train": ["1.jpg"]}, "not a list"),
+        ({"folder": 3}, "not a list"),
         ({"folder": "gone"}, "gone"),
         ({"val": {"a": []}}, "no image for val"),
     ],
@@ -101,7 +101,7 @@ def test_listed_wrongly_says_how(listed: Path, change: dict[str, Any], says: str
 @pytest.mark.parametrize("text", ["", "[]", "{}", "\xff", pytest.param("[" * 200_000, id="deep")])
 def test_listed_nothing_at_all(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=naming("mine.json", "no list of images")):
+    with pytest.raises(DataError, match=naming("mine.json", "not a list of images")):
         open_split(tmp_path / "mine.json", "train")
 
 

@@ -1,4 +1,4 @@
-"""An image that states too many pixels is never decoded, whoever reads it; other formats are not opened."""
+"""An image that states too many pixels is never decoded, by any reader; other formats are not opened."""
 
 import struct
 
@@ -21,7 +21,7 @@ from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.shards import read_packed
 
 PIXELS = 150 * 110
-"""Of a smooth_image; small limits show who has them."""
+"""Pixels of a smooth_image; small limits show which code applies them."""
 SETTINGS = COMMON_SETTINGS | {"crop": center_crop(), "image_size": 32, "microbatch_size": 1}
 
 

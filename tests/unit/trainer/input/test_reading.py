@@ -68,7 +68,7 @@ class Clock:
                 self._reading.remove(position)
 
     def sleep(self, seconds):
-        """Let time pass in steps, each of which is seen by who waits for the reads."""
+        """Advance the clock in steps; the thread that waits for the reads sees each step."""
         while seconds > 0 and not self.is_over:
             with self._changed:
                 step, seen = min(seconds, STEP_SECONDS), self._num_looks
@@ -161,7 +161,7 @@ def brisk(monkeypatch):
 
 @pytest.fixture(params=["torchvision", "dali"])
 def make(request):
-    """As of the other tests; before the loaders are closed, silent storage answers."""
+    """Make a reader as in the other tests; silent storage answers before the loaders are closed."""
     storages = []
     with made_loaders(request.param, SETTINGS, slack_seconds=SLACK_SECONDS) as make_loader:
 
@@ -219,8 +219,8 @@ def test_reading_what_the_system_did_not_refuse_is_not_tried_again(make, capsys,
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("end", ["close the loader", "load anew", "close the iterator"])
-def test_reading_nobody_waits_for_storage_whose_images_nobody_wants(make, end):
+@pytest.mark.parametrize("end", ["close the loader", "load again", "close the iterator"])
+def test_reading_an_unused_batch_never_blocks_on_storage(make, end):
     storage = Storage(failures={5: FOREVER})
     # DALI hands out a batch when it has been fed as many more as it works ahead
     loader = make(storage, patience_seconds=200.0, prefetch_batches=1)
@@ -229,7 +229,7 @@ def test_reading_nobody_waits_for_storage_whose_images_nobody_wants(make, end):
     while not storage.num_reads[5]:
         time.sleep(0.01)
     start = time.monotonic()
-    if end == "load anew":
+    if end == "load again":
         assert len(list(loader.load([ask(0, 1, 2, 3)]))) == 1
     else:
         {"close the loader": loader, "close the iterator": batches}[end].close()
@@ -329,7 +329,7 @@ def test_reading_the_time_of_all_that_a_batch_waits_for_counts(clock):
 
 
 @pytest.mark.long
-def test_reading_what_nobody_waits_for_may_be_slow(clock):
+def test_reading_ahead_may_be_slow_while_no_step_waits(clock):
     storage = Storage(8, seconds=0.2, clock=clock)
     loader = slow(storage, 4, prefetch_batches=1)
     batches = loader.load([ask(*range(4)), ask(*range(4, 8)), ask(*range(4))])
@@ -344,7 +344,7 @@ def test_reading_what_nobody_waits_for_may_be_slow(clock):
 
 
 class Down(Storage):
-    """From the first read of image 8 on, all fail or never return."""
+    """All reads fail or never return, from the first read of image 8 on."""
 
     def __init__(self, *, is_silent, clock):
         super().__init__(16, clock=clock)
@@ -414,7 +414,7 @@ def test_reading_a_file_that_does_not_open_is_named(make, clock, tmp_path, monke
     answer(silent)
 
 
-def test_reading_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closing(make, clock, tmp_path):
+def test_reading_a_shard_that_does_not_open_is_named_and_blocks_no_close(make, clock, tmp_path):
     files = {f"{split}/a/{n}.jpg": encoded(smooth_image(n)) for split in ("train", "val") for n in range(4)}
     pack(write(tmp_path / "folder", files), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
     index = open_split(tmp_path / "packed", "train")
@@ -428,7 +428,7 @@ def test_reading_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closi
 
 
 def as_pipe(path):
-    """In place of path, what blocks whoever opens it."""
+    """Replace path by a pipe that blocks the thread that opens it."""
     path.unlink()
     os.mkfifo(path)
     return path

@@ -180,7 +180,7 @@ def swap_entries(split):
 
 
 def restated(edit):
-    """As edit, with the sum of index.npy that fits it."""
+    """Return edit with the hash of index.npy corrected."""
 
     def edit_both(split):
         edit(split)
@@ -217,11 +217,11 @@ DAMAGE = {
         lambda split: ((split / "index.json").unlink(), (split / "index.json").mkdir()),
         r"index.json: cannot be read",
     ),
-    "facts are no text": (replace("index.json", b"\xff"), r"index.json: cannot be read"),
-    "facts are no JSON": (replace("index.json", b"{"), r"index.json: is no index of packed shards"),
-    "facts are too deep": (replace("index.json", b"[" * 100_000), r"index.json: is no index of packed shards"),
-    "facts lack a key": (replace("index.json", b'{"version": 1}'), r"index.json: is no index of packed shards"),
-    "another version": (edit_facts(version=2), r"index.json: has format version 2, this bigbatch reads 1; pack anew"),
+    "facts are not text": (replace("index.json", b"\xff"), r"index.json: cannot be read"),
+    "facts are not JSON": (replace("index.json", b"{"), r"index.json: is not an index of packed shards"),
+    "facts are too deep": (replace("index.json", b"[" * 100_000), r"index.json: is not an index of packed shards"),
+    "facts lack a key": (replace("index.json", b'{"version": 1}'), r"index.json: is not an index of packed shards"),
+    "another version": (edit_facts(version=2), r"index.json: has format version 2, this bigbatch reads 1; pack again"),
     "classes not in order": (edit_facts(classes=["b", "a"]), r"index.npy: does not fit .*classes are not in order"),
     "another number": (edit_facts(num_pictures=12), r"index.npy: does not fit index.json \(\(11,\) entries"),
     "fewer shards": (edit_facts(shards=[]), r"index.npy: does not fit .*in none of 0 shards"),
@@ -258,7 +258,7 @@ def test_open_split_messages_of_damage(own, kind):
     with pytest.raises(DataError, match=message) as caught:
         open_split(own, "train")
     assert "\n" not in str(caught.value)
-    assert "pack` again" in str(caught.value) or "pack anew" in str(caught.value)
+    assert "pack` again" in str(caught.value) or "pack again" in str(caught.value)
 
 
 def in_shard(index, *, number):
@@ -321,7 +321,7 @@ def test_shards_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make
 
 
 def test_shards_a_handle_that_went_stale_is_opened_anew(packed):
-    """As after ESTALE: the descriptor fails for good, the path is fine."""
+    """After ESTALE the descriptor fails for good, and the path is fine."""
     index, (expected, _) = open_split(packed, "train"), stored(packed / "train")[0]
     assert index.read(0) == expected
     (mine,) = shard_descriptors(packed)

@@ -287,9 +287,9 @@ def test_storage_cache_of_a_replaced_set_makes_room(own_bucket, folder, tmp_path
     held(open_split(own_bucket, "train", cache=cache))
     (before,) = (tmp_path / "cache").iterdir()
     write(folder, {})
-    pack(folder, tmp_path / "anew", recipe=PackRecipe(shard_bytes=40_000))
+    pack(folder, tmp_path / "again", recipe=PackRecipe(shard_bytes=40_000))
     fs = s3fs.S3FileSystem()
-    fs.put(f"{tmp_path}/anew/train/", f"{own_bucket.name}/train/", recursive=True)
+    fs.put(f"{tmp_path}/again/train/", f"{own_bucket.name}/train/", recursive=True)
     fs.invalidate_cache()
     assert held(open_split(own_bucket, "train", cache=cache)) == held(read_index(folder, "train"))
     (after,) = (tmp_path / "cache").iterdir()
@@ -451,7 +451,7 @@ class Endless(http.server.BaseHTTPRequestHandler):
 
 def test_storage_an_index_without_an_end_is_refused(monkeypatch):
     monkeypatch.setattr(storage, "MAX_INDEX_BYTES", 1 << 20)
-    message = naming("/train/index.json", "1,048,576 bytes", "no index")
+    message = naming("/train/index.json", "1,048,576 bytes", "not an index")
     with web_server(Endless) as url, pytest.raises(StorageError, match=message):
         open_split(Path(url), "train")
 
@@ -464,7 +464,7 @@ def test_storage_of_an_index_that_is_too_long_is_refused(bucket, monkeypatch):
 
 @pytest.mark.long
 def test_storage_trains_the_quick_start(packed, bucket, tmp_path, capsys):
-    """As typed, from S3 and from the folder: the same losses."""
+    """Training by the command line from S3 and from the folder has the same losses."""
     words = ["train", "--config", "quickstart", "--data.num_classes", "2", "--run.epochs", "1"]
     words += ["--schedule.warmup_epochs", "0", "--batch.global_batch_size", "8", "--batch.microbatch_size", "8"]
     words += ["--batch.bn_span", "8", "--data.probe_seconds", "0", "--model.options.width", "4"]

@@ -254,7 +254,7 @@ def evaluate_beside(other: OtherRank, batches: Iterator[Batch], *, num_samples: 
 
 @pytest.mark.parametrize(("num_batches", "num_exchanges"), [(0, 1), (1, 2), (7, 2), (8, 2), (9, 3), (16, 3)])
 def test_stream_evaluation_exchanges_failures_at_the_same_batches(num_batches: int, num_exchanges: int) -> None:
-    """Of n batches the first of every eight and the end; a rank that fails comes to the next of these."""
+    """Exchanges come before every eighth batch and at the end; a rank that fails comes to the next of these."""
     whole = OtherRank([""] * num_exchanges)
     if num_batches:
         record = evaluate_beside(whole, iter(make_batches(num_batches)), num_samples=num_batches * SPAN)

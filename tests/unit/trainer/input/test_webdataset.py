@@ -233,7 +233,7 @@ DAMAGE = {
         [A, *special("b.jpg", b"0", pax_headers={"size": "5"})],
         "b.jpg' states a size in a header of its own",
     ),
-    "unknown kind": ([A, CLS, *special("b.jpg", b"V")], "b.jpg' is no file"),
+    "unknown kind": ([A, CLS, *special("b.jpg", b"V")], "b.jpg' is not a file"),
     "absolute": ([("/etc/a.jpg", b"")], "/etc/a.jpg' has an absolute name"),
     "leads out": ([("x/../../a.jpg", b"")], "a.jpg' leads out of the archive"),
     "unprintable": ([("a\x1b[31m.jpg", b"")], "a\\x1b[31m.jpg' has an unprintable name"),
@@ -242,8 +242,8 @@ DAMAGE = {
     "a member twice": ([A, A, CLS], "a.jpg' comes twice"),
     "a sample twice": ([A, CLS, ("b.txt", b""), A, CLS], "a.jpg': its sample comes twice"),
     "no name": ([A, ("a.cls", b"\xff")], r"a.cls': states no class"),
-    "empty": ([A, ("a.cls", b" ")], "a.cls': '' is no name of a class"),
-    "long": ([A, ("a.cls", b"x" * 300)], "is no name of a class"),
+    "empty": ([A, ("a.cls", b" ")], "a.cls': '' is not a name of a class"),
+    "long": ([A, ("a.cls", b"x" * 300)], "is not a name of a class"),
     "bytes": ([A, ("a.cls", b"x" * 70_000)], "a.cls': claims 70,000 bytes"),
     "a JSON of none": ([A, ("a.json", b'{"width": 1}')], "a.json': states no class, such as {'label': 3}, but None"),
     "no JSON": ([A, ("a.json", b"[" * 60_000)], "a.json': states no class"),
@@ -272,8 +272,8 @@ DAMAGE = {
         lambda path: path.write_bytes(tar(path, sample(0)).read_bytes() + bytes(1 << 20)),
         "with zeros behind; fetch the tar again",
     ),
-    "a pipe": (os.mkfifo, "0.tar: is no file; remove it"),
-    "a link to nothing": (lambda path: path.symlink_to("1.tar"), "cannot be read (No such file or directory); mend"),
+    "a pipe": (os.mkfifo, "0.tar: is not a file; remove it"),
+    "a link to nothing": (lambda path: path.symlink_to("1.tar"), "cannot be read (No such file or directory); fix"),
     "empty file": (lambda path: path.write_bytes(b""), "is cut off or damaged"),
     "no tar": (lambda path: path.write_bytes(b"<html>" * 999), "is cut off or damaged"),
     "a flipped bit": (flipped, "is cut off or damaged"),
@@ -383,7 +383,7 @@ def test_webdataset_keeps_the_index_in_the_cache_if_the_folder_cannot_be_written
 
 
 def other_bytes(path):
-    """As long as before, and another time of change."""
+    """Write other bytes of the same length, with another time of change."""
     data = tar(path.with_name("other"), [each for n in (4, 5, 6, 7) for each in sample(n, key="x{}")]).read_bytes()
     with open(path, "r+b") as file:
         file.write(data.ljust(path.stat().st_size, b"\0")[: path.stat().st_size])

@@ -17,7 +17,7 @@ def proc(tmp_path: Path) -> Path:
 
 
 def group(folder: Path, limit: object, usage: int, **stat: int) -> None:
-    """Of version 1 where the names of stat begin with total."""
+    """Write a group; it is one of version 1 if the names of stat begin with total."""
     folder.mkdir(parents=True, exist_ok=True)
     is_first = any(name.startswith("total") for name in stat)
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_first else ("memory.max", "memory.current")

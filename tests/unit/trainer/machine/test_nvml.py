@@ -71,7 +71,7 @@ def test_a_clock_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> No
         nvml.reasons = reasons
         assert read_clock(gpu) == Clock(1980.0, slowed_by)
     nvml.reasons = None
-    assert read_clock(gpu) is None, "an old driver does not tell"
+    assert read_clock(gpu) is None, "an old driver does not report it"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_clock(gpu) is None
     assert read_clock(torch.device("cpu")) is None

@@ -29,7 +29,7 @@ from bigbatch.trainer.step.execution import Cut
 
 CPU = torch.device("cpu")
 M_ARENA_MAX = -8
-"""Of glibc's malloc.h."""
+"""From glibc's malloc.h."""
 OF_CPU = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "67108864 bytes. Error code 12 (Cannot allocate memory)"
@@ -142,7 +142,7 @@ def test_out_of_memory_tries_are_captured_where_the_run_is(
 
 @pytest.mark.slow
 def test_out_of_memory_a_try_that_fails_early_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks of a reducer that nobody closes would keep the model, and the next try find less memory."""
+    """Hooks of a reducer that is not closed would keep the model, and leave the next try less memory."""
 
     def fail(*args: object) -> None:
         raise MemoryError

@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 
 
 def of_matrices(kind, params, **settings):
-    """Put whatever is no matrix into a group that is none."""
+    """Put whatever is not a matrix into a group that is none."""
     groups = params if isinstance(params[0], dict) else [{"params": params}]
     parts = [
         {**group, "params": [p for p in group["params"] if (p.dim() > 1) is is_matrix], "adapt": is_matrix}
@@ -291,7 +291,7 @@ def test_fused_gpu_step_of_shampoo_syncs_where_roots_are_due_alone(is_scaled):
 
 
 def test_fused_launches_of_a_loop_are_seen():
-    """By what torch has no kernel for: as many numbers on the device, other dtypes, other strides."""
+    """Cases without a foreach kernel in torch: factors on the device, other dtypes, other strides."""
     with FakeTensorMode():
         tensors = [torch.empty(2, 3, device="cuda") for _ in range(7)]
         with Launches() as seen:

@@ -92,7 +92,7 @@ def test_orthogonalised_takes_a_transposed_matrix_and_other_shapes_beside_it():
 
 
 def test_orthogonalised_divides_what_is_next_to_nothing_by_the_smallest_norm():
-    """Of norm 1e-9, a hundredth of that of the source, 1e-7; of norm 1e-6 by its own."""
+    """Norm 1e-9 is divided by the source's least norm, 1e-7: a hundredth; norm 1e-6 by itself."""
     small, own = (norm * torch.eye(1, dtype=torch.float64) for norm in (1e-9, 1e-6))
     found = orthogonalised([small, own], steps=1, dtype=torch.float64)
     assert float(found[0]) == pytest.approx(polynomial(0.01), rel=1e-9)

@@ -41,7 +41,7 @@ def test_param_groups_decay_nothing_of_a_normalisation_layer(norm):
 
 
 class WithTokens(nn.Module):
-    """As timm's ViT and ConvNeXt: a token and a layer scale beside the weights."""
+    """Has a token and a layer scale besides weights, as timm's ViT and ConvNeXt."""
 
     def __init__(self) -> None:
         super().__init__()

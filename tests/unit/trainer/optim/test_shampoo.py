@@ -94,7 +94,7 @@ def test_inverse_fourth_root_of_a_matrix_without_full_rank_has_a_floor():
 
 
 def test_inverse_fourth_root_of_what_sees_padding_alone():
-    """Of 9 places of a kernel one has gradients: in fp32 LAPACK's eigenvalues do not converge."""
+    """One of 9 places of a kernel has gradients: in fp32 LAPACK's eigenvalues do not converge."""
     generator = torch.Generator().manual_seed(0)
     grad_MN = torch.randn(64, 64, 9, generator=generator)
     grad_MN[:, :, 1:] = 0
@@ -106,7 +106,7 @@ def test_inverse_fourth_root_of_what_sees_padding_alone():
 
 
 def test_inverse_fourth_root_where_lapack_does_not_converge(monkeypatch):
-    """By chance, with rows of zeros: which, another LAPACK decides, so that it is played."""
+    """LAPACK sometimes fails on rows of zeros, depending on its version, so the failure is simulated."""
     decompose, calls = torch.linalg.eigh, []
 
     def eigh(matrices):

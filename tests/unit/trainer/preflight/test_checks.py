@@ -75,7 +75,7 @@ def with_health(**changes: str) -> dict[str, Any]:
         replace(GPUS, world_size=1, num_ranks=1, **with_health(mig_mode_current="Enabled")),  # one rank, one slice
         replace(CPUS, link_gbit_per_second=0.94, is_interface_stated=True),  # on the card of 1 Gbit/s by choice
         replace(CPUS, link_gbit_per_second=0.1, cards=()),  # a virtual network, which states no rate
-        replace(CPUS, link_gbit_per_second=0.1, interface="ib0", is_interface_stated=True),  # of which none is known
+        replace(CPUS, link_gbit_per_second=0.1, interface="ib0", is_interface_stated=True),  # and no rate is known
         replace(GPUS, link_gbit_per_second=None),  # one node alone
         replace(GPUS, errors={"mlx5_0/1 link_downed": 3.0}, errors_after={"mlx5_0/1 link_downed": 3.0}),
     ],
@@ -215,7 +215,7 @@ def test_every_check_has_a_trouble_here() -> None:
 
 def test_page_shows_the_checks_in_order() -> None:
     page = (ROOT / "docs/preflight.md").read_text().splitlines()
-    first = page.index("| of each node by itself | it tells, as a | what to do |") + 2
+    first = page.index("| each node alone | reported as | what to do |") + 2
     rows = [row.split(" | ") for row in page[first : page.index("", first)]]
     shown = [(told.partition(":")[0], remedy.removesuffix(" |")) for _, told, remedy in rows]
     assert shown == [("finding" if check.is_finding else "remark", check.remedy) for check in CHECKS]

@@ -27,7 +27,7 @@ from bigbatch.trainer.preflight.rates import Rates, measure_rates
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 13])
-def test_pairs_all_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
+def test_pairs_all_meet_once_and_no_node_twice_in_a_round(count: int) -> None:
     rounds = links.rounds_of_pairs(count)
     pairs = [pair for each in rounds for pair in each]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
@@ -98,7 +98,7 @@ def test_folder_that_the_system_refuses_is_told(tmp_path: Path) -> None:
 
 
 def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two folders and the images at the same time."""
+    """Two folders and the images hang at the same time."""
     end, usage = threading.Event(), facts.shutil.disk_usage
 
     def hangs(place: Path) -> Any:
@@ -133,7 +133,7 @@ def test_drivers_words() -> None:
 
 
 def test_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one that nobody asked for; the command's own word goes before it."""
+    """Only if --interface states one; the command's own option takes precedence."""
     monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
     for words, name in (([], "ib7"), (["--interface", "ib8"], "ib8")):
         with pytest.raises(CommError, match=f"^interface '{name}': "):

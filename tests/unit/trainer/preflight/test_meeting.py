@@ -1,4 +1,4 @@
-"""Who meets whom in preflight: nodes that lack a GPU, share a name, or do not come."""
+"""The nodes of a preflight: some lack a GPU, share a name, or do not answer."""
 
 from types import SimpleNamespace
 

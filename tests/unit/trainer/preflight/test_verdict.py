@@ -97,13 +97,13 @@ def test_what_all_nodes_have_is_no_nodes_fault(shared: dict[str, Any]) -> None:
     assert blamed(nodes) == []
 
 
-def test_data_that_nobody_sees_are_no_nodes_fault() -> None:
+def test_data_missing_on_all_nodes_are_no_nodes_fault() -> None:
     nodes = [node(f"n{i}", complaint="data/train: no such folder", images={}) for i in range(3)]
     assert texts(nodes) == ["data/train: no such folder"]
     assert blamed(nodes) == []
 
 
-def test_node_that_nobody_reaches_is_named_once() -> None:
+def test_node_that_no_other_node_reaches_is_named_once() -> None:
     nodes = [replace(each, unreachable=("n1",)) for each in cluster()]
     nodes[1] = replace(nodes[1], unreachable=())
     (text,) = texts(nodes)
@@ -111,7 +111,7 @@ def test_node_that_nobody_reaches_is_named_once() -> None:
     assert blamed(nodes) == ["n1"]
 
 
-def test_node_that_reaches_nobody_is_named_once() -> None:
+def test_node_that_reaches_no_other_node_is_named_once() -> None:
     (text,) = texts(cluster(unreachable=("n0", "n2", "n3")))
     assert "n1: 0 of 3 nodes cannot connect" in text
     assert "it cannot connect to 3" in text

@@ -340,7 +340,7 @@ def test_checkpoint_that_fails_is_told_to_all_ranks_in_the_same_words(kind: type
     assert ranks_that_write(write, limit=60) == [f"{kind.__name__}: {words}", f"CheckpointError: {words}"]
 
 
-def test_checkpoint_that_fails_as_nobody_expected_names_its_rank_to_the_others() -> None:
+def test_checkpoint_with_an_unexpected_error_names_its_rank_to_the_others() -> None:
     """Who reads the words of a defect alone does not know where it was."""
 
     def write(ended: Event) -> None:

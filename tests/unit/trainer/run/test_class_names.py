@@ -88,7 +88,7 @@ def newest(run: Path) -> Path:
 
 
 def renamed(shapes: Path, root: Path) -> Path:
-    """The same images, of which one class has another name, and so nearly all another label."""
+    """The same images; one class has another name, so nearly all have another label."""
     for split in ("train", "val"):
         shutil.copytree(shapes / split, root / split)
         (root / split / "checkerboard").rename(root / split / "z")

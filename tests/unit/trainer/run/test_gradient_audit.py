@@ -121,7 +121,7 @@ def test_microbatch_computed_again_has_the_bits_of_the_step_and_leaves_all_as_it
 
 
 class Alone:
-    """Four steps of a run of one rank, of which each even one is audited."""
+    """Four steps of a run of one rank; each even one is audited."""
 
     def __init__(self, parts: Parts, *, change: Callable[[list[Batch]], list[Batch]] = lambda batches: batches) -> None:
         config = quickstart("--run.audit_every_steps=2", "--run.reproducible=true")
@@ -132,7 +132,7 @@ class Alone:
         self.is_audited = False
 
     def in_order(self, batches: list[Batch]) -> list[Batch]:
-        """As the loader gives them: what is computed again follows its step."""
+        """Return the batches in the loader's order: the recomputed one follows those of its step."""
         found = []
         for step in range(PLAN.num_steps):
             own = batches[step * ACCUMULATION : (step + 1) * ACCUMULATION]

@@ -160,8 +160,8 @@ def test_loggers_wandb_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
         said = send(rundir, from_step=from_step)
         assert len(said) == 1
         assert naming_all(said[0], "wandb sync", rundir.path / "wandb/run-1")
-    first, resumed, anew = played.inits
-    assert first["id"] == resumed["id"] != anew["id"]
+    first, resumed, fresh = played.inits
+    assert first["id"] == resumed["id"] != fresh["id"]
     for call in played.inits:
         assert call["project"] == "imagenet"
         assert (call["name"], call["config"], call["resume"]) == ("night", {"run": {"seed": 3}}, "allow")

@@ -18,7 +18,7 @@ from bigbatch.trainer.step.replicas import digest
 
 
 class Small(nn.Module):
-    """Two layers, of which backward computes the first again, and one that nothing uses."""
+    """Two layers; backward recomputes the first one; a third one is unused."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -119,7 +119,7 @@ def test_figures_are_told_in_words() -> None:
 
 
 class Told:
-    """A control channel of two ranks, of which the first one's text is kept for the other."""
+    """A control channel of two ranks; the first one's text is kept for the other."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -24,7 +24,7 @@ ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot"
 
 
 class Clock:
-    """Time that passes only while somebody sleeps, and what happens meanwhile."""
+    """A clock that advances only in sleep(), and events at stated times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def lay(folder: Path, claim: Claim, *, number: int = 1) -> Path:
-    """The file of an owner that nobody here feeds with beats."""
+    """The file of an owner without heartbeats."""
     path = folder / f".owner-{number}"
     path.write_bytes(replace(claim, folder=folder.stat().st_ino).text())
     return path
@@ -79,7 +79,7 @@ def may_take(folder: Path, claim: Claim = HERE) -> None:
     take(folder, claim).release()
 
 
-def test_owner_is_refused_nothing_in_a_folder_of_nobody(clock: Clock, tmp_path: Path) -> None:
+def test_folder_without_owner_is_taken(clock: Clock, tmp_path: Path) -> None:
     for _ in range(3):
         may_take(tmp_path / "new" / "run")
     assert clock.now == 100
@@ -104,7 +104,7 @@ def test_owner_that_is_dead_here_is_replaced_at_once(clock: Clock, tmp_path: Pat
 
 
 def test_owner_that_dies_while_it_is_waited_for_is_replaced(clock: Clock, tmp_path: Path) -> None:
-    """As the first rank of a job that has lost another one, and says so before it ends."""
+    """The owner is the first rank of a job that has lost another one, and records that before it ends."""
     held = take(tmp_path, HERE)
     clock.events.append(lambda now: held.release() if now > 105 else None)
     may_take(tmp_path)
@@ -148,7 +148,7 @@ def test_owner_elsewhere_that_beats_is_refused_to_others(clock: Clock, tmp_path:
 
 @pytest.mark.parametrize("last_beat", [0.0, 104.0, 109.0])
 def test_owner_elsewhere_that_misses_its_beats_is_replaced(last_beat: float, clock: Clock, tmp_path: Path) -> None:
-    """It is no reason to refuse that it still beat after we had come, as a job that crashed just now did."""
+    """It is not a reason to refuse that it still beat after we had come, as a job that crashed just now did."""
     clock.events.append(beating(lay(tmp_path, ELSEWHERE), until=last_beat))
     if last_beat > 105:
         with pytest.raises(RunFolderError):
@@ -166,7 +166,7 @@ def test_owner_whose_file_is_no_claim_is_judged_by_its_beats(clock: Clock, tmp_p
         take(tmp_path, HERE)
     clock.events.clear()
     path.unlink()
-    os.mkfifo(path)  # nobody writes to it: it is not waited for without end
+    os.mkfifo(path)  # no process writes to it; the reader must not wait for ever
     before = clock.now
     may_take(tmp_path)
     assert clock.now >= before + 30
@@ -196,7 +196,7 @@ def test_owner_that_was_replaced_while_it_stood_still_writes_no_more(clock: Cloc
 
 
 def test_owner_that_lives_is_succeeded_once(clock: Clock, tmp_path: Path) -> None:
-    """By the first rank of the group that goes on; not by that of another one, which takes itself for the only one."""
+    """Only the first rank of the continuing group succeeds it, not that of another group that believes to be alone."""
     first = take(tmp_path, HERE)
     second = succeed(tmp_path, number=first.number, store=("n1", 4711))
     assert newest_claim(tmp_path) == replace(own_claim(store=("n1", 4711)), folder=tmp_path.stat().st_ino)
@@ -289,7 +289,7 @@ def test_claim_that_finds_no_space_leaves_nothing(tmp_path: Path, monkeypatch: p
 def test_owner_whose_link_was_made_and_whose_answer_was_lost_owns(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As over NFS, whose client asks again."""
+    """Over NFS the client repeats such a request."""
 
     def link_twice(one: Path, other: Path) -> None:
         link(one, other)

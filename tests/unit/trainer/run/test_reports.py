@@ -115,7 +115,7 @@ def test_report_a_resumed_run_drops_records_that_it_cannot_have_written(tmp_path
 def test_records_that_have_no_end_are_refused(kind: str, tmp_path: Path) -> None:
     path = RunDir(tmp_path).metrics
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises(RunFolderError, match=naming(path, "no plain file")):
+    with pytest.raises(RunFolderError, match=naming(path, "not a regular file")):
         list(read_records(path))
 
 
@@ -206,7 +206,7 @@ def test_report_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_ste
 
 
 def after_the_first() -> Totals:
-    """Of a run of four ranks that has reported once."""
+    """Return the totals of a run of four ranks that has reported once."""
     return Totals(first_report_seconds=40.0, lag_seconds_P=[0.0] * 4)
 
 
@@ -542,7 +542,7 @@ def test_report_plain_lines_say_how_long_the_rest_takes(capsys: pytest.CaptureFi
     for step in (10, 20, 30, 100):
         lines.advance({**TRAIN_RECORD, "step": step})
     ends = [line.partition("exposed communication")[2] for line in capsys.readouterr().out.splitlines()]
-    # 80 steps at 30 s / 10; 70 at 90 s / 20; none: what came before the first report, warm-up, is no rate
+    # 80 steps at 30 s / 10; 70 at 90 s / 20; none: what came before the first report, warm-up, is not a rate
     lefts = [left for _, _, left in (end.partition("  left ") for end in ends)]
     assert lefts == ["", "0:04:00", "0:05:15", ""]
 

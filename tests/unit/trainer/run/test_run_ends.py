@@ -114,7 +114,7 @@ def test_run_dry_says_what_it_would_be_and_writes_nothing(
 
 
 @pytest.mark.slow
-def test_run_whose_output_nobody_reads_saves_and_stops(
+def test_run_whose_output_has_no_reader_saves_and_stops(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
@@ -232,7 +232,7 @@ def test_run_in_the_folder_of_a_living_job_is_refused_and_writes_nothing(
 
 
 def test_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that a debugger, or storage that hung, had stopped for longer than others wait."""
+    """The run was stopped, as by a debugger or hanging storage, for longer than other jobs wait."""
 
     def save_and_lose(*arguments: Any, **settings: Any) -> Path:
         path = save_checkpoint(*arguments, **settings)

@@ -69,7 +69,7 @@ def test_copy_takes_no_more_memory_than_the_state() -> None:
     assert copied[0].untyped_storage().nbytes() == 4000
 
 
-# --- ranks of which the first one writes ---
+# --- several ranks; the first one writes ---
 
 
 class Storage:

@@ -47,7 +47,7 @@ def end(values: list[float], *, metric: str, after: int) -> int | None:
     ("values", "after", "expected"),
     [
         ([1, 2, 3, 4, 5], 1, None),
-        ([1, 2, 2, 3], 1, 3),  # a repetition is no progress
+        ([1, 2, 2, 3], 1, 3),  # a repetition is not progress
         ([1, 2, 2, 3, 3, 3], 2, 6),
         ([5, 4, 3, 2, 1], 3, 4),
         ([1, 3, 2, 2.5], 2, 4),

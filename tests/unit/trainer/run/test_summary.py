@@ -12,7 +12,7 @@ from bigbatch.trainer.run.summary import rounding_notes
 
 
 def parts_of(algorithm: str, *, table: HybridTable | None = None) -> Any:
-    """Of 512 ranks on 64 nodes, whose bf16 gradients are rounded at each hop."""
+    """Return parts of a job of 512 ranks on 64 nodes, whose bf16 gradients are rounded at each hop."""
     backend = SimpleNamespace(name="some", world_size=512, capabilities=Capabilities(("cpu",), sums_half_in_fp32=False))
     communicator = SimpleNamespace(
         algorithm=algorithm,

@@ -83,11 +83,11 @@ def test_tensors_that_are_no_numbers_of_16_bits_or_more_are_refused_by_name(
     said = refusal(tmp_path / "a.pt", config)
     torch.save({**state, "prep.0.weight": state["prep.0.weight"].to("meta")}, tmp_path / "b.pt")
     assert "b.pt: prep.0.weight is a shape without values" in refusal(tmp_path / "b.pt", config)
-    assert "a.pt: prep.0.weight is no dense tensor of real numbers of 16 bits or more" in said
+    assert "a.pt: prep.0.weight is not a dense tensor of real numbers of 16 bits or more" in said
 
 
 def test_file_whose_nests_hold_each_other_is_refused(tmp_path: Path) -> None:
-    """Whoever looked into each nest would not come to an end."""
+    """A search through every level of nesting would not end."""
     inner: dict[str, object] = {}
     outer = {"state_dict": inner}
     inner["model"] = outer
@@ -96,9 +96,9 @@ def test_file_whose_nests_hold_each_other_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_pipe_that_nobody_writes_to_is_refused(name: str, tmp_path: Path) -> None:
+def test_pipe_without_writer_is_refused(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    assert f"{name} is not readable as weights (it is no plain file)" in refusal(tmp_path / name, small())
+    assert f"{name} is not readable as weights (it is not a regular file)" in refusal(tmp_path / name, small())
 
 
 def refusal(path: Path, config: Config) -> str:
@@ -145,7 +145,7 @@ def test_weights_checkpoint_of_another_model(tmp_path: Path) -> None:
 def test_weights_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) -> None:
     config = config_of(*RESNET)
     lines = [line for line in dump_config(config).splitlines() if "blurpool" not in line and "zero_gamma" not in line]
-    other_start = config_of(*RESNET, "model.options.zero_gamma=false")  # which is no part of the model
+    other_start = config_of(*RESNET, "model.options.zero_gamma=false")  # which is not part of the model
     weights = random_model(config).state_dict()
     state = {"step": 3, "config": "\n".join(lines), "model": weights}
     assert_equal(loaded(save_checkpoint(tmp_path, state, step=3, top1=None, keep=1), config), weights)
@@ -287,7 +287,7 @@ def test_part_of_a_shallow_networks_weights_starts_a_deeper_one(tmp_path: Path) 
     rest = found.keys() - shared
     assert_equal({name: found[name] for name in rest}, {name: before[name] for name in rest})
     assert f"{len(shared)} of {len(found)} tensors are from {path}" in told
-    assert f"{len(rest)} start anew (layer1.2.conv1.weight, " in told
+    assert f"{len(rest)} are initialized (layer1.2.conv1.weight, " in told
     assert "2 of the file's are not used (fc.weight, fc.bias)" in told
 
 
@@ -329,4 +329,4 @@ def test_run_tells_which_weights_are_from_a_file(tmp_path: Path) -> None:
             config, communicator, plan=make_plan(config, communicator, num_samples=512, first_step=0), tuned=None
         )
         parts.reducer.close()
-    assert re.search(naming("model.partial_weights", "6 of ", "start anew"), parts.notes[0])
+    assert re.search(naming("model.partial_weights", "6 of ", "are initialized"), parts.notes[0])

@@ -22,7 +22,7 @@ def ends(loss: float, finite_steps: list[int]) -> str:
     return str(caught.value)
 
 
-def test_require_finite_asks_nobody_about_a_number() -> None:
+def test_require_finite_asks_no_other_rank_about_a_finite_loss() -> None:
     def gather(text: str) -> list[str]:
         raise AssertionError(text)
 
@@ -68,7 +68,7 @@ def test_guess_watch_ends_the_run_after_so_many_steps() -> None:
 
 
 def test_guess_watch_lets_a_run_go_on_whose_loss_falls_from_above_a_guess() -> None:
-    """As after the warm-up of a small batch: 3.0, then 2.0, which are 2.5 in the mean."""
+    """After the warm-up of a small batch: losses of 3.0, then 2.0, with mean 2.5."""
     assert watch(every(1, [3.0] * 5 + [2.0] * 5 + [1.5] * 30)) is None
     assert watch(every(4, [3.5, 3.0, 2.1, 2.0, 1.9, 1.8]), steps=20) is None
     assert watch(every(1, [9.0] * 5 + [GUESS] * 5)) == 10, "it fell to a guess, and not below"

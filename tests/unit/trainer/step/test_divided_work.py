@@ -10,7 +10,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.step.divided_work import DividedWork, gathered_elements, share_out
 
 
-def test_share_out_gives_the_dearest_first_to_whoever_has_least() -> None:
+def test_share_out_gives_the_most_expensive_to_the_rank_with_least_work() -> None:
     shares = share_out([1.0, 5.0, 4.0, 2.0], [10, 50, 40, 20], world_size=2)
     assert shares.owners == (0, 0, 1, 1)
     assert shares.offsets == (50, 0, 0, 40)

@@ -124,7 +124,7 @@ def with_average(precision: str) -> Parts:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_average_of_the_loop_stops_at_a_failed_input(precision: str) -> None:
-    """Of five steps the last has no image: the average is that after four, and an evaluation has its numbers."""
+    """The last of five steps has no image: the average is that after four, and an evaluation has its numbers."""
 
     def batches(count: int):
         yield from make_batches(count * ACCUMULATION)

@@ -13,7 +13,7 @@ MOST_ELEMENTS = 2**22 - 1
 
 
 def norms_by_ranks(tensors: list[Tensor], *, cuts: list[int]) -> Tensor:
-    """As ranks find them that have each tensor from one of these places to the next."""
+    """Return the norms of ranks that each hold the tensors from one of these places to the next."""
     shares = [[tensor[low:high] for tensor in tensors] for low, high in zip([0, *cuts], [*cuts, None], strict=True)]
     said: dict[str, list[Tensor]] = {"maxima": [], "sums": []}
 

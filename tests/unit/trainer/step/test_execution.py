@@ -264,7 +264,7 @@ def test_cuda_graph_draws_dropout_anew_in_each_replay(tmp_path: Path) -> None:
 
 
 def test_cuda_graph_is_captured_for_each_size_of_images(tmp_path: Path) -> None:
-    """data.train_sizes; and back again, when nothing is captured anew."""
+    """data.train_sizes; and back again, when nothing is captured again."""
     sizes = (*(16,) * 4, *(24,) * 5, 16, 24, 16)
 
     def source() -> Iterator[Batch]:

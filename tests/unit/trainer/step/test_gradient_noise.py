@@ -33,7 +33,7 @@ from bigbatch.trainer.step.statistics import StepStatistics
 
 DIM, MICROBATCH, NOISE = 8, 4, 1.0
 OFF = torch.full((DIM,), 1 / math.sqrt(DIM))
-"""Of length 1."""
+"""A vector of length 1."""
 SIGNAL = 1.0
 TRACE = (DIM + 1) * SIGNAL + DIM * NOISE**2
 

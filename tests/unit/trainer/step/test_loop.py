@@ -60,7 +60,7 @@ def test_train_steps_equal_plain_pytorch() -> None:
 
 
 def test_train_waits_for_no_gpu_to_draw_a_batch() -> None:
-    """By a flag that has a device and no value, so that no GPU is needed."""
+    """Uses a flag with a device and no value, so that no GPU is needed."""
     with FakeTensorMode():
         statistics = StepStatistics(torch.zeros(2, device="cuda"), microbatches=1)
     parts, stream = replace(make_parts(), statistics=statistics), InputStream(iter(make_batches()))

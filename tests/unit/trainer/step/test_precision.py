@@ -26,7 +26,7 @@ def small_model() -> nn.Module:
 
 
 def make_precision(model: nn.Module, *, name: str) -> Precision:
-    """As the config builds it: where there is fp16, there is a loss scale."""
+    """Make the precision as the config does: fp16 has a loss scale."""
     scaling = Scaling(initial=65536.0, growth_steps=2) if name in SCALED else None
     return Precision(model, name=name, device=CPU, scaling=scaling)
 
@@ -193,7 +193,7 @@ def test_underflow_is_counted_by_hand(name: str) -> None:
 
 
 def test_precision_figures_of_a_step_by_hand() -> None:
-    """Loss 2 * w * x with x = 3 and 2**-30: gradients 6 and 2**-29, of which fp16 holds the first; scaled, both."""
+    """Loss 2 * w * x with x = 3 and 2**-30: gradients 6 and 2**-29; fp16 holds the first, scaled both."""
     for name, expected in (("fp32", None), ("bf16", 0.0), ("fp16", 0.5)):
         model = nn.Linear(2, 1, bias=False)
         precision = Precision(model, name=name, device=CPU)
@@ -259,7 +259,7 @@ def test_ghost_batch_norm_keeps_its_statistics_in_fp32_under_autocast(name: str)
 
 
 def test_tf32_is_allowed_and_forbidden_for_every_reader() -> None:
-    """By torch's old way and by its new one, neither of which may complain of the other."""
+    """Sets it through torch's old and new interface, and neither may complain about the other."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         for is_allowed in (True, False, True):

@@ -17,7 +17,7 @@ def make_statistics(microbatches: int, *, kind: type[StepStatistics] = GridStati
 
 
 def moved(statistics: StepStatistics, gathered: tuple[Tensor, ...], *, num_failed: int = 0) -> Tensor:
-    """By one step of as many ranks as there are terms."""
+    """Return the running statistics after one step of as many ranks as there are terms."""
     for each_N in gathered:
         statistics.take_(each_N, MOMENTUM)
     statistics.tell_(input_failed=False)

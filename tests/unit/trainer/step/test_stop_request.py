@@ -93,7 +93,7 @@ def test_ranks_that_want_to_join_end_the_run_at_a_boundary_and_nothing_says_that
 
 
 def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest) -> None:
-    """As mpirun does, which ends all ranks after one was killed: no checkpoint will be saved."""
+    """mpirun ends all ranks after one was killed, so no checkpoint will be saved."""
     said: SimpleQueue[str] = SimpleQueue()
     control = alone()
     control.world_size = 2  # the other one writes nothing
@@ -104,7 +104,7 @@ def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest) -> Non
 
 
 def test_stop_is_asked_for_by_the_end_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a torchrun that is killed: its ranks would train on unseen."""
+    """If torchrun is killed, its ranks would otherwise train on unnoticed."""
     monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
     said: SimpleQueue[str] = SimpleQueue()
     stop = StopRequest(launcher=os.getppid())
@@ -139,7 +139,7 @@ def test_stop_of_a_forked_process_is_its_own(stop: StopRequest) -> None:
     assert said.empty()
 
 
-def test_stop_that_nobody_can_be_told_of_is_agreed_on_all_the_same(stop: StopRequest) -> None:
+def test_stop_is_agreed_on_even_if_it_cannot_be_announced(stop: StopRequest) -> None:
     def lost(asked_by: str) -> None:
         raise BrokenPipeError
 

@@ -27,7 +27,7 @@ RANK_SIZE = 4
 
 
 def batches() -> Iterator[Batch]:
-    """As a loader decodes them: into memory that is locked for the GPU."""
+    """Yield batches in page-locked memory, as a loader does."""
     while True:
         images = torch.empty((RANK_SIZE, 16, 16, 3), dtype=torch.uint8, pin_memory=True)
         images.numpy().fill(7)

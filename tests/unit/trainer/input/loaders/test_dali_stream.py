@@ -21,7 +21,7 @@ SIZE, DEPTH = 4, 2
 
 
 class PlayedPipeline:
-    """As DALI's: it decodes as many batches ahead as its queue holds, on a stream of its own.
+    """Imitates DALI's pipeline: it decodes as many batches ahead as its queue holds, on a separate stream.
 
     The memory of a batch is bound to the stream for which it is asked.
     """
@@ -98,7 +98,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """With the GPU in use by this thread."""
+    """Yield a Bench with the GPU in use by this thread."""
     made = Bench(monkeypatch)
     with made.gpu.running():
         yield made

@@ -109,7 +109,7 @@ def test_suggested_search_is_of_the_experiment_as_it_was_overridden():
 
 
 class Reached(Exception):
-    """Where the ranks would meet."""
+    """Raised at the point where the ranks would meet."""
 
 
 @pytest.mark.parametrize("words", [[], ["--schedule.range_test", "runs/older"], ["--schedule.range_test=runs/older"]])
