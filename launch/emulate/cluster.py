@@ -56,7 +56,7 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: i
         said = _start_keeper(plan, folder=folder, environ=dict(environ) | {"PATH": path}, lifeline=lifeline)
         cluster = load(folder)
         if said != "ok" or cluster is None:
-            raise EmulationError(f"this machine lets us emulate no cluster ({said}); it {WHY_NOT}")
+            raise EmulationError(f"this machine cannot emulate a cluster ({said}); it {WHY_NOT}")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # `down` may have been faster
         raise
@@ -143,7 +143,7 @@ def end(cluster: EmulatedCluster) -> None:
             if not poll.poll(END_SECONDS * 1000):
                 raise EmulationError(
                     f"{cluster.plan.name} does not end: a stopped process waits outside; kill -9 what `bigbatch "
-                    f"launch emulate run` runs, and say down again"
+                    f"launch emulate run` runs, and repeat this command"
                 )
         finally:
             os.close(keeper)

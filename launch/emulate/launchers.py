@@ -24,7 +24,7 @@ AGENT = "bigbatch.launch.emulate.agent"
 
 @dataclass(frozen=True)
 class Site:
-    """Facts that the starts of a job depend on, beside the job and the plan."""
+    """Facts that the starts of a job depend on, besides the job and the plan."""
 
     order: str = "block"
     """Order in which ranks are placed on nodes: one of ORDERS."""

@@ -20,7 +20,7 @@ from bigbatch.launch.emulate.state import EmulatedCluster
 KINDS = {
     "kill": ("killed", "kill all processes of a node, like a power failure"),
     "stop": ("stopped", "stop all processes of a node (SIGSTOP), like a frozen host"),
-    "cut": ("cut off", "drop all packets from and to a node, like a dead switch; `shape` mends the link"),
+    "cut": ("cut off", "drop all packets from and to a node, like a dead switch; `shape` fixes the link"),
 }
 """Option -> what was done to the node, and its help."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -73,7 +73,7 @@ class Rehearsal:
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
         with suppress(FileNotFoundError), self._metrics.open("rb") as file:
             file.seek(max(0, self._offset - 1))
-            # the rest of a line, if the file has grown anew past the place of the last look
+            # the rest of a line, if the file has grown again past the place of the last look
             is_begun = self._offset > 0 and file.read(1) != b"\n"
             for line in file:
                 if not line.endswith(b"\n"):

@@ -59,7 +59,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         return _up(plan, root=root, environ=environ, dry_run=arguments.dry_run)
     if arguments.action == "exec":
         if not command:
-            raise LaunchOptionError("nothing to run: put a command behind --, such as -- sbatch job.sh")
+            raise LaunchOptionError("nothing to run: put a command after --, such as -- sbatch job.sh")
         found = clusters.find(arguments.name, root=root)
         return run_on_login_node(command, cluster=found, root=root, environ=environ)
     if arguments.action == "run":
@@ -153,9 +153,7 @@ def _describe(plan: ClusterPlan) -> str:
 
 def _run(arguments: argparse.Namespace, command: tuple[str, ...], *, root: Path, environ: Mapping[str, str]) -> int:
     if not command:
-        raise LaunchOptionError(
-            "nothing to run: put a bigbatch command behind --, such as -- train --config quickstart"
-        )
+        raise LaunchOptionError("nothing to run: put a bigbatch command after --, such as -- train --config quickstart")
     if arguments.nodes is None and arguments.ranks_per_node is None:
         if arguments.link or arguments.delay:
             raise LaunchOptionError(

@@ -146,7 +146,7 @@ def read_dump(path: Path) -> Recording:
     try:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):
-            raise ValueError("it is no file")  # recorders are asked for dumps by pipes, which would never end
+            raise ValueError("it is not a file")  # recorders are asked for dumps by pipes, which would never end
         if facts.st_size > MOST_BYTES:
             raise ValueError(f"it is longer than {MOST_BYTES} bytes")
         return read_recording(path.read_bytes())

@@ -59,7 +59,7 @@ def check_command(job: JobSpec) -> None:
         word = job.command[0] if job.command else "-m"
         if word.startswith("-") and (word != "-m" or len(job.command) == 1):
             raise LaunchOptionError(
-                f"--python: {' '.join(job.command[:1])!r} is no script: put one behind --, or -m and a module, then "
+                f"--python: {' '.join(job.command[:1])!r} is not a script: put one after --, or -m and a module, then "
                 "its options"
             )
     elif job.command and (unknown := find_unknown(job.command)):
@@ -213,7 +213,7 @@ def _check_writable(folder: Path) -> None:
     path = folder.absolute()
     there = next(each for each in (path, *path.parents) if os.path.exists(each))
     if there != Path(there.anchor) and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        reason = "you may not write there" if there.is_dir() else "it is no folder"
+        reason = "you may not write there" if there.is_dir() else "it is not a folder"
         raise LaunchOptionError(f"--run.directory {folder}: {there}: {reason}; name another folder")
 
 

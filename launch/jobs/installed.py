@@ -20,7 +20,7 @@ def count_gpus() -> int:
     count, complaint = list_gpus()
     if complaint:
         tell(
-            f"warning: nvidia-smi fails here ({complaint}), and {count} GPU(s) are counted: mend the driver, "
+            f"warning: nvidia-smi fails here ({complaint}), and {count} GPU(s) are counted: fix the driver, "
             "or state how many ranks by --ranks, or --device cpu"
         )
     return count

@@ -220,7 +220,7 @@ def make_job(
     """
     if not command:
         raise LaunchOptionError(
-            "nothing to start: put a bigbatch command behind --, such as -- train --config quickstart"
+            "nothing to start: put a bigbatch command after --, such as -- train --config quickstart"
         )
     if hosts and (num_nodes is not None or ranks_per_node is not None):
         raise LaunchOptionError("--hosts states nodes and ranks by itself: leave out --nodes and --ranks-per-node")

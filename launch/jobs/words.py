@@ -144,7 +144,7 @@ def _check_exclude(value: str) -> None:
         raise LaunchOptionError(f"--exclude {error}") from error
     for host in hosts:
         if not re.fullmatch(NAME, host, re.ASCII):
-            raise LaunchOptionError(f"--exclude {shortened(value)}: {shortened(host)} is no name of a node")
+            raise LaunchOptionError(f"--exclude {shortened(value)}: {shortened(host)} is not a name of a node")
 
 
 def _check_command(words: tuple[str, ...]) -> None:
@@ -167,7 +167,7 @@ def _check_taken(pairs: tuple[tuple[str, str | None], ...]) -> None:
         _refuse_rank(name)
         if secret is not None and not re.fullmatch(SUBDOMAIN, secret, re.ASCII):
             raise LaunchOptionError(
-                f"--env {name}@{secret}: {secret!r} is no name of a Secret, such as {name}@bigbatch"
+                f"--env {name}@{secret}: {secret!r} is not a name of a Secret, such as {name}@bigbatch"
             )
 
 
@@ -281,7 +281,7 @@ def parse_minutes(text: str, *, option: str = "--time") -> int:
         hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
     total = int(days or 0) * 1440 + hours * 60 + minutes + math.ceil(seconds / 60)
     if not total:
-        raise LaunchOptionError(f"{option} {text!r} is no time; leave it out for the limit of the partition")
+        raise LaunchOptionError(f"{option} {text!r} is not a time; leave it out for the limit of the partition")
     return total
 
 

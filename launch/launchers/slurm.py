@@ -74,7 +74,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     if job.gpus_per_node and job.cpus_per_rank is None and not {"exclusive", "cpus-per-gpu"} & dict(job.sbatch).keys():
-        tell("warning: no --cpus-per-rank: Slurm gives each GPU's rank one CPU, which decodes its images, too")
+        tell("warning: no --cpus-per-rank: Slurm gives each GPU's rank one CPU, which also decodes its images")
     if (job.image or "").removeprefix("docker://").startswith("nvcr.io/nvidia/"):
         tell(
             f"warning: --image {job.image}: it must contain bigbatch, which images of NVIDIA do not: docs/container.md"

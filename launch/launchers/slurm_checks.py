@@ -38,7 +38,7 @@ if [ -n "$bad" ] && [ "$(cat "$logs/excluded" 2>/dev/null | wc -l)" -lt {MOST_EX
       && scontrol release "$SLURM_JOB_ID" && exit "$fit"
     sleep 1
   done
-  echo "bigbatch: Slurm does not take that; mend it by scontrol update and scontrol release"
+  echo "bigbatch: Slurm does not take that; fix it by scontrol update and scontrol release"
   exit "$fit"
 fi
 """

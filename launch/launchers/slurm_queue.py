@@ -135,7 +135,7 @@ def find_jobs(number: str) -> list[QueuedJob]:
     """
     if not re.fullmatch(r"\d+(?:_\d+)?", number, re.ASCII):
         raise LaunchOptionError(
-            f"{number!r} is no job of Slurm's; bigbatch launch slurm prints its number, such as 1234"
+            f"{number!r} is not a job of Slurm's; bigbatch launch slurm prints its number, such as 1234"
         )
     try:
         shown = run_slurm(["scontrol", "show", "job", "--oneliner", number])

@@ -123,7 +123,9 @@ def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
     names = cluster_names()
     path = FOLDER / f"{name}.yaml" if name in names else Path(name)
     if not path.is_file():
-        raise SimulationError(f"--cluster {name} is no file{or_nearest(name, names)}; packaged are {', '.join(names)}")
+        raise SimulationError(
+            f"--cluster {name} is not a file{or_nearest(name, names)}; packaged are {', '.join(names)}"
+        )
     try:
         stated = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -140,10 +142,10 @@ def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
 def _read_cluster(name: str, stated: object) -> Cluster:
     """Read a file's content. Raises: SimulationError, which load_cluster completes by the file's name."""
     if not isinstance(stated, dict) or not all(isinstance(key, str) for key in stated):
-        raise SimulationError(f"it is no cluster: it must state {', '.join(NEEDED)}")
+        raise SimulationError(f"it is not a cluster: it must state {', '.join(NEEDED)}")
     for key in stated:
         if key not in (*KNOWN, *WITHOUT_EFFECT):
-            raise SimulationError(f"{key} is no key of a cluster{or_nearest(key, KNOWN)}")
+            raise SimulationError(f"{key} is not a key of a cluster{or_nearest(key, KNOWN)}")
     for key in NEEDED:
         if key not in stated:
             raise SimulationError(f"{key} is missing")

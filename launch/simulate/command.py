@@ -114,7 +114,7 @@ def _comparisons(
         for name in names:
             if name not in CHOICES:
                 choice = f"{or_nearest(name, CHOICES)}; choose among {', '.join(CHOICES)}"
-                raise LaunchOptionError(f"--compare {name} is no algorithm{choice}")
+                raise LaunchOptionError(f"--compare {name} is not an algorithm{choice}")
         tables["A step, by algorithm"] = {
             name: simulate_scaling(replace(question, algorithm=name), counts)[0] for name in names
         }
@@ -165,7 +165,7 @@ def read_counts(text: str, *, per_node: int) -> list[int]:
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last <= MOST_DEVICES:
             raise LaunchOptionError(
-                f"--gpus {word} is no number from 1 to {MOST_DEVICES:,}, nor a range such as 8..2048"
+                f"--gpus {word} is not a number from 1 to {MOST_DEVICES:,}, nor a range such as 8..2048"
             )
         while first < last:
             counts.append(first)
@@ -185,7 +185,7 @@ def read_hours(text: str) -> float:
     if several := None if found else DURATION.fullmatch(text):
         hours = sum(int(several[place] or 0) * UNITS[unit] for place, unit in enumerate("dhm", 1))
     if not 0 < hours < 1e6:
-        raise LaunchOptionError(f"--deadline {text} is no time: write 90s, 30m, 1h, 2h30 or 2d")
+        raise LaunchOptionError(f"--deadline {text} is not a time: write 90s, 30m, 1h, 2h30 or 2d")
     return hours
 
 
@@ -199,7 +199,7 @@ def read_factors(text: str) -> Factors:
             raise LaunchOptionError(f"--what-if {name} is none of {', '.join(names)}{or_nearest(name, names)}")
         number = re.fullmatch(r"(\d+(?:\.\d+)?)x?", factor)
         if not number or not 0 < float(number[1]) < 1e6:
-            raise LaunchOptionError(f"--what-if {name}={factor} is no factor above 0, such as 2x or 0.5x")
+            raise LaunchOptionError(f"--what-if {name}={factor} is not a factor above 0, such as 2x or 0.5x")
         found[name] = float(number[1])
     return Factors(**found)
 

@@ -11,7 +11,7 @@ RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
 LINK_FACTOR, UNKNOWN_LINK_FACTOR = 1.8, 3.0
 """Factor by which sums may be slower or faster: over links with a stated rate, and without. ASSUMED."""
 UNCHECKED_CARRIERS = ("servers", "sockets")
-"""Carriers of which published rows across nodes come from fewer than three systems."""
+"""Carriers with published rows across nodes from fewer than three systems."""
 UNCHECKED_SPREAD = 0.12
 """Standard deviation of a step of a carrier or framework that hardly any published row has checked. ASSUMED."""
 FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0

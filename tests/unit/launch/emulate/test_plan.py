@@ -238,7 +238,7 @@ def test_switch_sends_packets_where_they_are_addressed(target: str, ports: list[
     assert list(destinations(packet, source=1, addresses=addresses)) == ports
 
 
-def test_switch_bounds_the_age_of_a_packet_should_somebody_set_the_clock() -> None:
+def test_switch_bounds_the_age_of_a_packet_if_the_clock_is_set() -> None:
     def stamp(seconds_ago: float) -> list[tuple[int, int, bytes]]:
         return [(1, 35, TIME.pack(*divmod(time.time_ns() - round(seconds_ago * 1e9), 10**9)))]
 

@@ -128,7 +128,7 @@ def test_first_mismatch_is_named_where_it_ended_and_a_later_collective_hangs(exp
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_of_two_ranks_that_differ_groups_of_the_same_kind_say_who_is_wrong(explain: Explain, is_over: bool) -> None:
-    """As tensor-parallel pairs do, of which one rank leaves its part out."""
+    """Tensor-parallel pairs; one rank of a pair skips its part."""
     ranks = play(6, {"1": [0, 1], "2": [2, 3], "3": [4, 5]})
     for each in ranks:
         each.descriptions |= dict.fromkeys("123", "mesh_tp")
@@ -233,7 +233,7 @@ def test_nothing_is_wrong(explain: Explain) -> None:
     assert explain([], "--json").code == 0
 
 
-def test_rank_behind_for_whom_nobody_waits_is_named(explain: Explain) -> None:
+def test_late_rank_without_waiting_ranks_is_named(explain: Explain) -> None:
     ranks = play(3)
     for each in ranks:
         each.call(times=4 if each.rank == 1 else 6)
@@ -244,7 +244,7 @@ def test_rank_behind_for_whom_nobody_waits_is_named(explain: Explain) -> None:
 
 @pytest.mark.parametrize("is_member", [True, False])
 def test_chain_over_groups_ends_at_its_last_rank(explain: Explain, is_member: bool) -> None:
-    """Rank 2 is late in the group of all since it waits for rank 5 in another, who waits for nobody."""
+    """Rank 2 is late in the group of all since it waits for rank 5 in another, which waits for no rank."""
     ranks = play(6, {"1": [2, 5], "2": [0, 1, 2, 3]})
     of_all = "0" if is_member else "2"
     for each in ranks:
@@ -305,7 +305,7 @@ def test_messages_of_two_ranks(explain: Explain) -> None:
 
 
 def test_group_whose_ranks_are_not_told_has_those_that_used_it(explain: Explain) -> None:
-    """As in gloo's dumps, whose operations have no state, and are retired as they end."""
+    """In gloo's dumps operations have no state, and are retired as they end."""
     ranks = play(4, {"1": [0, 1]})
     for each in ranks:
         each.call(times=3)
@@ -338,7 +338,7 @@ def test_groups_that_are_queued_in_another_order_are_a_circle(explain: Explain) 
     )
 
 
-def test_circle_is_shown_where_somebody_has_not_begun(explain: Explain) -> None:
+def test_circle_is_shown_if_a_rank_has_not_begun(explain: Explain) -> None:
     """Rank 2 has left out its part of a pair, and goes on to messages around a ring, in which all others wait, too."""
     ranks = play(4, {"1": [0, 1], "2": [2, 3]})
     for each in ranks:

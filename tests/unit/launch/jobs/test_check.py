@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of a job of which nothing was started."""
+    """The messages about a job that was refused before its start."""
     assert main(["launch", *words]) == 2
     said = capsys.readouterr()
     assert not Path("submitted").exists()
@@ -60,7 +60,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("slurm", "--mount", "/:/data", *TRAIN), ("--mount without --image",)),
         (("slurm", "--container", "pyxis", *TRAIN), ("--container without --image",)),
         (("slurm", "--image", "none.sif", *TRAIN), ("--image none.sif", "no such file")),
-        (("local", *TRAIN, "--run.directory", "/dev/null/run"), ("--run.directory /dev/null/run", "no folder")),
+        (("local", *TRAIN, "--run.directory", "/dev/null/run"), ("--run.directory /dev/null/run", "not a folder")),
         (("local", "--python", "--", "/none/train.py"), ("/none/train.py",)),
         (("torchrun", "--", "comm", "tune", "--ddp", "/none/t.py"), ("--ddp /none/t.py", "no such file")),
         (("slurm", "--image", "bb", "--mount", "none:/d", *TRAIN), ("--mount none", "no such file or folder")),
@@ -68,7 +68,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("torchrun", "--dry-run", *TRAIN, "--batch.bn_spam", "3"), ("batch.bn_spam", "batch.bn_span")),
         ((*FEW_GPUS, *TRAIN, "--batch.microbatch_size", "64"), ("8 ranks", "--gpus-per-node 4", "--device cpu")),
         (("slurm", "--time", "2h", *TRAIN), ("--time '2h'", "2:00:00")),
-        (("local", *TRAIN, "--run.directory", "bin/sbatch/run"), ("--run.directory bin/sbatch/run", "no folder")),
+        (("local", *TRAIN, "--run.directory", "bin/sbatch/run"), ("--run.directory bin/sbatch/run", "not a folder")),
         (("local", "--python", "--", "trian.py"), ("trian.py", "train.py")),
         (("slurm", "--python", "--", "-m", "no_such_module.main"), ("no_such_module.main",)),
         (("torchrun", "--python", "--", "--rate", "3"), ("--rate", "script")),

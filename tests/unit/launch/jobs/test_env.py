@@ -1,4 +1,4 @@
-"""Variables of --env: a value that somebody keeps to himself is seen by the ranks alone."""
+"""Variables of --env: only the ranks see the value of a secret."""
 
 import stat
 import sys

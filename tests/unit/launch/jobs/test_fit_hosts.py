@@ -129,10 +129,10 @@ HOSTS = ("--hosts", "n0:2,n1:2,n2:2", "--ranks", "4")
         ("exclude", 4, "n1\\n", 0, "n0:2,n2:2"),
         ("stop", 4, "n1\\n", 4, None),
         ("exclude", 4, "", 4, None),  # a pair, or the data: no host is to blame
-        ("exclude", 1, "", 1, None),  # a rank did not come, and nobody knows from where
+        ("exclude", 1, "", 1, None),  # a rank is missing, and its host is unknown
         ("exclude", 137, "n1\\n", 0, "n0:2,n2:2"),  # what hung there had to be killed
         ("exclude", 4, "n1\\nn2\\n", 1, None),  # too few are left
-        ("exclude", 4, "n9\\n", 1, None),  # of which nobody knows which one it is
+        ("exclude", 4, "n9\\n", 1, None),  # no host has this name
         ("warn", 137, "n1\\n", 0, "n0:2,n1:2,n2:2"),
     ],
 )
@@ -202,7 +202,7 @@ def test_preflight_dry_runs_show_both(calls: Path, capsys: pytest.CaptureFixture
     assert not calls.exists()
 
 
-def test_preflight_alone_excludes_nobody(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_alone_excludes_no_host(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "preflight", *HOSTS, "--preflight", "exclude"]) == 1
     assert capsys.readouterr().err.startswith("bigbatch: --preflight: bigbatch launch preflight ")
     assert not calls.exists()

@@ -22,7 +22,7 @@ def in_foreground(argv: list[str]) -> int:
 def test_foreground_ends_a_launcher_that_its_ranks_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As mpirun waits, deaf, for a host that is gone: no job that heals would start again before it has ended."""
+    """mpirun waits for a lost host and ignores signals; a healing job could not restart before it ends."""
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(foreground, "END_SECONDS", 0.2)
     deaf = f"trap '' TERM; touch {tmp_path}/deaf; while :; do sleep 1; done"

@@ -33,7 +33,7 @@ def fail(folder: Path) -> None:
 def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start: str) -> None:
     """The other ranks may take theirs to end."""
     has_left = RunLeft(str(tmp_path / "run"), start=start)
-    assert not any(look(has_left) for _ in range(9)), "nobody has the folder yet"
+    assert not any(look(has_left) for _ in range(9)), "no process owns the folder yet"
     with owning(tmp_path / "run"):
         assert not any(look(has_left) for _ in range(9))
     fail(tmp_path / "run")
@@ -53,7 +53,7 @@ def test_job_without_a_run_folder_is_left_after_its_first_rank_recorded_a_failur
 def test_run_is_not_left_for_the_failure_of_another_job(
     tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that had the folder, and ended, while this one's ranks still import."""
+    """The other job owned the folder, and ended while this job's ranks still import."""
     has_left = RunLeft(str(tmp_path), start=start)
     for other in ("start 2", ""):
         monkeypatch.setenv(STOPPED_VARIABLE, other)

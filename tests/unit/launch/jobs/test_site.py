@@ -1,4 +1,4 @@
-"""Settings of a site, in bigbatch.toml: which file counts, for whom, and what is said of it."""
+"""Settings of a site, in bigbatch.toml: which file applies to which launcher, and what is printed about it."""
 
 import json
 import re

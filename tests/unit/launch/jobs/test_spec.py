@@ -201,7 +201,7 @@ def test_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixt
 
 
 def test_hosts_that_are_empty_are_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
-    """As where the shell's variable for it is empty."""
+    """A shell variable for --hosts may be empty."""
     with pytest.raises(LaunchOptionError, match=naming("--hosts ''", "HOST:RANKS")):
         main(["mpirun", "--hosts", "", "--dry-run", *("--", *TRAIN)])
     assert capsys.readouterr().out == ""

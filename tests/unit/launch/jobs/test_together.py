@@ -137,7 +137,7 @@ def test_run_together_ends_what_was_started_where_one_cannot_enter() -> None:
 
 
 def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
-    """Whoever is being started in this moment could not have been asked."""
+    """A process that is starting at this moment could not have been asked."""
 
     def enter(node: int) -> None:
         if node == 1:

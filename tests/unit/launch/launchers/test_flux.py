@@ -40,7 +40,7 @@ raise SystemExit(env.rank)
 
 
 def start(job: JobSpec, environ: dict[str, str]) -> int:
-    """By the launcher's own function."""
+    """Start the job by the launcher's own function."""
     return LAUNCHERS["flux"].start(job, environ=environ, options=argparse.Namespace())
 
 

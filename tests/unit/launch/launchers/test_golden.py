@@ -1,4 +1,4 @@
-"""What the launchers write, line by line against files; to write them anew, run this file."""
+"""What the launchers write, line by line against files; to write them again, run this file."""
 
 import io
 import re
@@ -81,7 +81,7 @@ def dry_run(words: tuple[str, ...]) -> str:
     output = io.StringIO()
     with redirect_stdout(output):
         assert main([words[0], "--dry-run", *words[1:]]) == 0
-    # drawn anew: a name's end, and a port that was free
+    # drawn again: a name's end, and a port that was free
     text = re.sub(r"(bigbatch|resnet50-32k)-[a-z0-9]{5}(?=$|[ .:'-])", r"\1-DRAWN", output.getvalue(), flags=re.M)
     text = re.sub(r"(MASTER_PORT|127\.0\.0\.1 --master-port)=\d+", r"\1=PORT", text)
     return text.replace(" ".join(python_argv()), "PYTHON").replace(sys.executable, "PYTHON")

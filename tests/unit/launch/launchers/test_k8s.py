@@ -36,7 +36,7 @@ def jobset(*, command: tuple[str, ...] = (*TRAIN, *FOLDERS), ranks: int = 16, **
 
 
 def misfits(value: Any, fields: Any, *, where: str = "") -> list[str]:
-    """Where a manifest has what k8s-fields.yaml does not; Kubernetes may drop unknown fields in silence."""
+    """Return the places of a manifest with fields that k8s-fields.yaml lacks; Kubernetes may drop these silently."""
     if fields in ("job", "pod"):
         return core_misfits(value, kind=fields, where=where)
     if isinstance(fields, str):
@@ -53,7 +53,7 @@ def misfits(value: Any, fields: Any, *, where: str = "") -> list[str]:
 
 
 def core_misfits(spec: dict[str, Any], *, kind: str, where: str) -> list[str]:
-    """By Kubernetes' own schemas."""
+    """Return the violations of Kubernetes' own schemas."""
     import kubernetes_validate
 
     version = {"job": "batch/v1", "pod": "v1"}[kind]
@@ -123,7 +123,7 @@ def test_k8s_jobset_restarts_by_the_exit_codes_of_the_failure_model(is_python: b
             codes[code] = ("PodFailurePolicy", f"{said}{number}")
 
     def action(reason: str, message: str) -> str:
-        """As JobSet's controller finds it: the first rule whose reason and message fit."""
+        """Return the action of the first rule whose reason and message match, as JobSet's controller does."""
         for rule in policy["rules"]:
             patterns = rule.get("onJobFailureMessagePatterns", [""])
             if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):

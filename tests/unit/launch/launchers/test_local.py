@@ -67,7 +67,7 @@ if rank == "3":
 
 
 def test_local_starts_one_nodes_part_of_a_job(tmp_path: Path) -> None:
-    """With the secret that all nodes were given, and the exit code of its own ranks."""
+    """It uses the secret that all nodes were given, and exits with the code of its own ranks."""
     (tmp_path / "part.py").write_text(PART)
     for node, code in ((0, 0), (1, 6)):
         argv = [sys.executable, "-m", "bigbatch", "launch", "local", "--nodes", "2", "--node-rank", str(node)]

@@ -1,4 +1,4 @@
-"""What every launcher is for the commands, and a launcher that nobody knows of but by the registry."""
+"""What every launcher is for the commands, and a launcher that is known only by the registry."""
 
 import argparse
 import shlex

@@ -40,7 +40,7 @@ def look(
 
 
 def calls(stubs: Stubs, program: str, word: str) -> int:
-    """Of a program, with that word."""
+    """Return the number of calls of a program with that word."""
     path = stubs.folder / f"{program}.calls"
     return sum(word in line.split() for line in path.read_text().splitlines()) if path.exists() else 0
 

@@ -141,7 +141,7 @@ def test_slurm_job_around_the_shell_does_not_leak_into_the_next(
     seen = dict(line.partition("=")[::2] for line in (cluster.folder / "sbatch.env").read_text().splitlines())
     assert not set(of_a_job) & seen.keys()
     assert kept.items() <= seen.items()
-    assert "SBATCH_PARTITION" in capsys.readouterr().err, "somebody set it on purpose"
+    assert "SBATCH_PARTITION" in capsys.readouterr().err, "a user set it on purpose"
 
 
 @pytest.mark.usefixtures("bare")
@@ -255,7 +255,7 @@ def test_slurm_job_number_that_is_none_is_refused(number: str) -> None:
 
 @pytest.fixture
 def array(cluster: Cluster) -> Cluster:
-    """Of whose jobs one has ended, one runs, and four wait, at most two at a time."""
+    """An array: one job has ended, one runs, and four wait, at most two at a time."""
     states = {"0": "COMPLETED", "1": "RUNNING", "2-5%2": "PENDING"}
     shown = SHOWN.replace("ArrayTaskId=3", "ArrayTaskId={task}")
     lines = [shown.format(state=state, code="0:0", folder="/x\ny", task=task) for task, state in states.items()]

@@ -190,7 +190,7 @@ OWN = sbatch_script(JobSpec(("my train.py", "-m"), 2, is_python=True), python="/
         *((SCRIPT, asked, "130", 130, False, "130") for asked in ((CANCEL,), (LIMIT, CANCEL), (CANCEL, LIMIT))),
         (SCRIPT, (CANCEL,), None, 130, False, "130"),
         (OWN, (LIMIT,), "130", 0, True, "time limit"),
-        (OWN, (LIMIT,), None, 138, False, "138"),  # it would begin anew at each time limit
+        (OWN, (LIMIT,), None, 138, False, "138"),  # it would begin again at each time limit
         (TORCHRUN, (LIMIT,), "1", 0, True, ""),
         (TORCHRUN, (CANCEL,), "1", 130, False, ""),
         (TORCHRUN, (LIMIT,), "0", 0, False, ""),
@@ -250,7 +250,7 @@ def test_slurm_script_that_never_saves_does_not_go_back_for_ever(stubs: Stubs, f
     is_requeued, code, output = goes_back(stubs, script, restart=1)
     assert (is_requeued, code) == (False, 138)
     assert re.search(naming("2 starts", "no newer checkpoint", f"logs/bigbatch-{JOB}", "submit"), output)
-    assert goes_back(stubs, script, restart=2)[0], "whoever requeues it by hand has mended something"
+    assert goes_back(stubs, script, restart=2)[0], "a user who requeues it by hand has fixed something"
 
 
 def test_slurm_script_that_saves_goes_back_however_often(stubs: Stubs) -> None:
@@ -274,7 +274,7 @@ def test_slurm_script_of_an_image_is_judged_by_the_run_folder_that_is_there(stub
 
 
 def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> None:
-    """As where it breaks its node each time: its shell does not live to count."""
+    """The job breaks its node each time, so its shell does not live to count its starts."""
     script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=RUN))
     for restart in range(2):
         process = stubs.start(script, SLURM_RESTART_COUNT=str(restart), STUB_WAITS="1")
@@ -320,7 +320,7 @@ SHRINKING = sbatch_script(JobSpec(TRAIN, 8, num_nodes=4, restarts=2), folder=RUN
 
 
 def place(stubs: Stubs) -> list[str]:
-    """Where srun was told to start the ranks."""
+    """Return srun's options that place the ranks."""
     return [word for word in stubs.argv() if word.startswith(("--nodes=", "--ntasks=", "--nodelist="))]
 
 

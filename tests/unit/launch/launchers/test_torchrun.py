@@ -18,7 +18,7 @@ TRAIN = ("train", "--config", "quickstart")
 @pytest.mark.parametrize("name", [("train.py",), ("-m", "my.train")])
 @pytest.mark.parametrize("words", [(), ("--",), ("--", "--", "-x"), ("-x", "--", "y"), ("x", "--")])
 def test_torchrun_hands_on_every_word_of_a_script(name: tuple[str, ...], words: tuple[str, ...]) -> None:
-    """By torchrun's own parser."""
+    """The words are parsed by torchrun's own parser."""
     argv = torchrun_argv(JobSpec((*name, *words), 2, is_python=True), port=1)
     read = get_args_parser().parse_args(argv[argv.index("torch.distributed.run") + 1 :])
     assert (read.training_script, tuple(read.training_script_args), read.module) == (name[-1], words, len(name) == 2)
@@ -34,7 +34,7 @@ def test_torchrun_hands_on_every_word_of_a_script(name: tuple[str, ...], words: 
 def test_ranks_of_a_host_share_its_cores(
     launcher: str, ranks: int, stated: dict[str, str], threads: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As torchrun has it, which need not explain it in five lines then."""
+    """One thread per rank, as torchrun sets it, without its warning of five lines."""
     script = tmp_path / "threads.py"
     # one write for the line and its end: torchrun's ranks do not buffer, and print would write them apart
     script.write_text(r"import os; print(os.environ.get('OMP_NUM_THREADS', '0') + '\n', end='')")

@@ -95,7 +95,7 @@ def test_search_finds_the_best_of_all_sizes(seed: int) -> None:
 
 
 def test_search_takes_as_few_buffers_as_will_do() -> None:
-    """Where all communication is hidden, one buffer is as good as many, and simpler."""
+    """If all communication is hidden, one buffer is as good as many, and simpler."""
     tensors = specs(400, 400, 400, 400)
     choice = search_plan(tensors, backward(1.0, 2.0, 3.0, 4.0, seconds=100.0), lambda n: 1.0)
     assert len(choice.plan.buffers) == 1

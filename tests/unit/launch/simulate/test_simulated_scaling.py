@@ -106,7 +106,7 @@ def test_bytes_and_messages_of_a_step_are_the_closed_forms():
 @pytest.mark.parametrize("cluster", ["dgx_a100", "v100_cloud_tcp"])  # NCCL's own links, and sockets
 def test_a_library_s_own_sums_of_halves_take_the_time_of_fp32(cluster):
     def communication(precision: str, reduce_dtype: str) -> float:
-        """Of one buffer, whatever its bytes."""
+        """Return the communication of one buffer, whatever its bytes."""
         words = (f"--optimizer.precision={precision}", f"--comm.reduce_dtype={reduce_dtype}")
         one_buffer = "--comm.buffer_bytes=1000000000"
         config = load_config(["--config", "imagenet/resnet50_64k", *NO_SCALE, *words, one_buffer])
@@ -200,7 +200,7 @@ def test_over_subscribed_switch_takes_its_share_of_links(tmp_path):
     more = "switch_nodes: {value: 2, source: test}\noversubscription: {value: 4, source: test}\nrates:"
     path.write_text(CLUSTER.replace("rates:", more))
     rates = [load_cluster(str(path)).of_devices(count).across_bytes_per_second for count in (4, 8, 12)]
-    assert rates == [1e9, 1e9, 0.25e9]  # 10 Gbit/s, of which four fifths are reached
+    assert rates == [1e9, 1e9, 0.25e9]  # four fifths of 10 Gbit/s are reached
 
 
 def test_advice_is_worth_what_it_says(tmp_path):

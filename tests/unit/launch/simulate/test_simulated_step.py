@@ -166,7 +166,7 @@ def test_plan_search_of_comm_tune_sees_what_the_step_exposes():
 
 
 def test_latest_of_exponential_delays_is_drawn_as_its_quantile_says():
-    """By sampling: of 64 nodes each late by an exponential delay, and of one."""
+    """Checked by sampling 64 nodes with an exponential delay each, and one."""
     draw = random.Random(0)
     for num_nodes in (1, 64):
         latest = sorted(max(draw.expovariate(1.0) for _ in range(num_nodes)) for _ in range(10_000))
