@@ -28,7 +28,7 @@ def parse_launch(text: str) -> Launch:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--launch {text!r} is no command line: {error}") from error
+        raise ConfigError(f"--launch {text!r} is not a command line: {error}") from error
     if not words:
         return Launch()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

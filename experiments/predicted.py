@@ -37,7 +37,7 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
         rows.append(_row(point, question, measured.get(point.number), base=base))
     head = ("point", "ranks", "nodes", "measured", "predicted", "90% interval", "error", "in doubt for")
     width = len(head) if any(row[-1] for row in rows) else len(head) - 1
-    title = "Predicted beside measured" + (f"; by point {base.number}'s speed" if base else "")
+    title = "Predicted and measured" + (f"; by point {base.number}'s speed" if base else "")
     return Table(title, head[:width], tuple(row[:width] for row in rows))
 
 

@@ -26,7 +26,7 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Cost of a batch, beside the fewest steps and the fewest images that are possible."""
+    """Cost of a batch, relative to the fewest possible steps and images."""
 
     global_batch_size: int
     steps: float

@@ -38,14 +38,16 @@ def main(argv: Sequence[str]) -> int:
         raise TuneError(f"bigbatch tune batch is one process, not {size}: start it alone, and give --launch")
     arguments, overrides = _parser().parse_known_args(argv)
     if (arguments.epochs is None) != (arguments.out is None):
-        raise ConfigError("--epochs and --out go together: both to train first, none to read a run that there is")
+        raise ConfigError("--epochs and --out go together: both to train first, neither to read an existing run")
     if arguments.out is None:
         if overrides or arguments.launch:
             what = " ".join([*overrides, *(["--launch"] if arguments.launch else [])])
-            raise ConfigError(f"{what}: a run that there is cannot be changed; give --epochs N --out FOLDER to train")
+            raise ConfigError(f"{what}: an existing run cannot be changed; give --epochs N --out FOLDER to train")
         run = RunDir(Path(arguments.what))
         if not run.config.is_file():
-            raise RunFolderError(f"{run.path} is no run folder: to train a config first, give --epochs N --out FOLDER")
+            raise RunFolderError(
+                f"{run.path} is not a run folder: to train a config first, give --epochs N --out FOLDER"
+            )
     else:
         run = RunDir(arguments.out)
         if code := _train(short_run(arguments, overrides)):
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_answer(run: RunDir) -> Answer:
-    """Read a run's measurements. Raises: RunFolderError if it is no run, or measured nothing; TuneError: too little."""
+    """Read a run's measurements. Raises: RunFolderError: not a run, or nothing measured; TuneError: too little."""
     config = load_run_config(run, [TRUST], prog="bigbatch tune batch")  # nothing is imported
     pairs = list(measured(read_records(run.metrics)))
     if not pairs:
@@ -115,7 +117,7 @@ def _train(command: list[str]) -> int:
         tell("stopped before it trained; the same command starts it")
         return INTERRUPTED
     if ended.code not in (0, INTERRUPTED):
-        raise TuneError(f"the training ended with exit code {ended.code}; what it said stands above")
+        raise TuneError(f"the training ended with exit code {ended.code}; its output is above")
     return ended.code
 
 

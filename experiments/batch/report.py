@@ -91,8 +91,8 @@ def explain(answer: Answer) -> Iterator[str]:
         f"measurements at a global batch of {own}"
     )
     if answer.thirds:
-        course = zip(("early", "in the middle", "late"), answer.thirds, strict=False)
-        yield "noise scale " + "; ".join(f"{when} {describe_noise_scale(each.record())}" for when, each in course)
+        thirds = zip(("early", "in the middle", "late"), answer.thirds, strict=False)
+        yield "noise scale " + "; ".join(f"{when} {describe_noise_scale(each.record())}" for when, each in thirds)
     if best is not None:
         yield (
             f"recommended: a global batch of {best}, --batch.global_batch_size {best}; a larger one trades images for "
@@ -123,7 +123,7 @@ def explain(answer: Answer) -> Iterator[str]:
 
 
 def plot_answer(answer: Answer, path: Path) -> None:
-    """Plot steps and images over the batch, beside the fewest of each, with the critical batch's band, as a PNG."""
+    """Plot steps and images over the batch, relative to the fewest, with the critical batch's band, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

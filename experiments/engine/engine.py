@@ -105,7 +105,7 @@ class _Engine:
     def _start(self, point: Point, slot: int) -> _Running:
         folder, number = self.folder, point.number
         if self.plan.steps is None and folder.state_of(number) == MISSING:
-            require_nobody(folder, number)
+            require_idle(folder, number)
         else:
             start_over(folder, number)
         folder.write_config(point)
@@ -158,7 +158,7 @@ def seen_gpus(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
 
 def start_over(folder: SweepFolder, number: int) -> None:
     """Remove the results of an earlier try, which would count as measured. Raises: RunFolderError."""
-    require_nobody(folder, number)
+    require_idle(folder, number)
     path = folder.run(number).path
     with writing(path):
         if path.exists():
@@ -167,7 +167,7 @@ def start_over(folder: SweepFolder, number: int) -> None:
             folder.log(number).unlink()
 
 
-def require_nobody(folder: SweepFolder, number: int) -> None:
+def require_idle(folder: SweepFolder, number: int) -> None:
     """Check that no earlier try still trains, as after its sweep was killed: it would slow the next one.
 
     Raises: RunFolderError.

@@ -25,7 +25,7 @@ MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
 """Keys of a plan that may change without a new folder; seeds may only grow."""
 MODES = ("compute.mode", "compute.mode_keeps")
 
-EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train anew"
+EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train again"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SweepFolder:
             if state["state"] not in STATES or state["number"] != number:
                 raise ValueError(f"state {state['state']} of point {state['number']}")
             if not isinstance(state.get("reason"), str | None) or not isinstance(state["values"], dict):
-                raise TypeError("a reason that is no text, or values that are none")
+                raise TypeError("a reason that is not text, or values that are none")
             return state
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise LaunchOptionError(f"{self.state(number)} is not readable: remove {self.point(number)}") from error

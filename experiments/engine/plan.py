@@ -140,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
     kinds, wrong, held = get_type_hints(SweepPlan), [], {}
     if isinstance(content.get("steps"), dict):
-        wrong.append("steps: an ablation's steps are cases: today, beside cumulative: true")
+        wrong.append("steps: an ablation's steps are cases today, with cumulative: true")
         content.pop("steps")
     if isinstance(content.get("cases"), list):
         content["cases"] = _with_names(content["cases"])
@@ -215,7 +215,7 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
             special = (RANKS,) if where != "options" else ()
             yield from _check_value(plan, str(key), value, where=where, special=special)
     if isinstance(plan.cases, dict) and (odd := [name for name in plan.cases if not name.strip()]):
-        yield f"cases: {odd[0]!r} is no name"
+        yield f"cases: {odd[0]!r} is not a name"
 
 
 def _check_launch(plan: SweepPlan) -> Iterator[str]:

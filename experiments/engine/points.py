@@ -142,7 +142,7 @@ class _Maker:
         return Point(number, values, seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
 
     def repeat(self, first: Point, number: int, *, repeat: int) -> Point:
-        """Return a point again with a later seed, without building its config anew. Raises: ConfigError."""
+        """Return a point again with a later seed, without building its config again. Raises: ConfigError."""
         seed = first.seed + repeat
         run = dataclasses.replace(first.config.run, seed=seed, directory=self._directory(number))
         return dataclasses.replace(first, number=number, seed=seed, config=dataclasses.replace(first.config, run=run))

@@ -149,6 +149,6 @@ def queued(jobs: Collection[str]) -> set[tuple[str, int]]:
         if number not in jobs:
             continue
         if not task.isdigit():
-            raise LaunchOptionError(f"squeue shows {word!r}, which is no job of an array")
+            raise LaunchOptionError(f"squeue shows {word!r}, which is not a job of an array")
         found.add((number, int(task)))
     return found

@@ -220,7 +220,7 @@ class _PointRun:
 def _read_point(
     folder: SweepFolder, number: int, state: dict[str, Any], *, target: float | None, is_scaling: bool
 ) -> _PointRun:
-    """Raises: RunFolderError; errors of reading damaged files."""
+    """Read the results of one point. Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
     config = _mapping(run.config if run.config.is_file() else folder.config(number), parse_yaml)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
@@ -238,7 +238,7 @@ def _read_point(
 def _trained(
     name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
 ) -> TrainedRun:
-    """Raises: errors of reading damaged files."""
+    """Compute a run's results from its records. Raises: errors of reading damaged files."""
     flat = spread(flatten(config))
     is_generated = flat["data.loader"] == "synthetic"
     size = flat["batch.global_batch_size"]

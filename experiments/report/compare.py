@@ -35,7 +35,7 @@ class Figures:
     evaluation_seconds: float | None
     """Seconds of the last evaluation; None if its record does not state them."""
     resumed: int
-    """Number of resumes from a checkpoint; each start warms up anew, and its seconds include that."""
+    """Number of resumes from a checkpoint; each start warms up again, and its seconds include that."""
 
 
 @dataclass(frozen=True)

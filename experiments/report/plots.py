@@ -33,7 +33,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_ylim(0, max(105, *(104 * each.efficiency for each in shown)))
-    title = "Images per second and rank, beside the fewest ranks"
+    title = "Images per second and rank, relative to the fewest ranks"
     if left_out := len(found) - len(shown):
         title += f" (without {count(left_out, 'point')} in doubt)"
     axes.set(xlabel="ranks", ylabel="scaling efficiency (%)", title=_title(title, name))

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXPLAINED = (
-    "Efficiency: images per second and rank, beside the fewest ranks. A step is computing, waiting for the wire, for "
-    "images and for slower ranks; what each takes beyond its share of the ideal step adds up to what efficiency "
+    "Efficiency: images per second and rank, relative to the fewest ranks. A step is computing, waiting for the wire, "
+    "for images and for slower ranks; what each takes beyond its share of the ideal step adds up to what efficiency "
     "lacks. Medians over a run's reports but the first."
 )
 

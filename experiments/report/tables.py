@@ -70,7 +70,7 @@ def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
         compared = [each for each in points if each.point != each.base]
         if not compared:
             ranks = count(points[-1].point.ranks, "rank")
-            lines.append(f"{label}: measured on {ranks} alone, which says nothing of scaling.")
+            lines.append(f"{label}: measured on {ranks} alone, which says nothing about scaling.")
             continue
         stated = [each for each in compared if not doubts(each)]
         if stated:
@@ -91,8 +91,8 @@ def _headline(each: Efficiency) -> str:
     if each.unsplit is not None:
         text += f" {NOT_MEASURED}: the parts of steps that are replayed as CUDA graphs, but for input."
     if each.lacks_base:
-        beside, fewest = count(each.base.ranks, "rank"), each.base.fewest_ranks
-        text += f" Efficiency is beside {beside}: the point with {fewest} has no figures."
+        base, fewest = count(each.base.ranks, "rank"), each.base.fewest_ranks
+        text += f" Efficiency is relative to {base}: the point with {fewest} has no figures."
     return text
 
 
@@ -107,7 +107,7 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool
         "lowest to highest": [f"{min(point.rates):,.1f} to {max(point.rates):,.1f}" for point in points],
         "reports": [str(len(point.rates)) for point in points],
         "efficiency": [_efficiency(each) for each in found],
-        "beside": [
+        "relative to": [
             count(each.base.ranks, "rank") + (f", not {each.base.fewest_ranks}" if each.lacks_base else "")
             for each in found
         ],

@@ -184,7 +184,7 @@ def search(stated: Search) -> list[TrialRecord] | None:
 
 
 def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRecord]:
-    """Raises: Interrupted."""
+    """Run the rounds that are left. Raises: Interrupted."""
     records: list[TrialRecord] = []
     axes, sizes = stated.axes, stated.round_sizes()
     gpus = visible_gpus(count_gpus()) if stated.parallel > 1 and stated.launch.hosts is None else []
@@ -291,7 +291,7 @@ def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord])
         kind, count = Counter(kinds).most_common(1)[0]
         raise TuneError(
             f"all {len(records)} trials in {folder.path} failed, {count} of them so: "
-            f"{records[kinds.index(kind)].reason}. Mend that, or search other values, in another --study"
+            f"{records[kinds.index(kind)].reason}. Fix that, or search other values, in another --study"
         )
     report_on([folder.path])
     for axis in stated.axes:

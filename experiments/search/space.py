@@ -117,7 +117,7 @@ def parse_axis(text: str) -> Axis:
     if kind == "choice":
         return ValueList(key, _choices(values, text), is_ordered=False)
     if kind not in ("log", "linear", "log2"):
-        raise ConfigError(f"--space {text}: {kind!r} is no kind of range; the forms are {FORMS}")
+        raise ConfigError(f"--space {text}: {kind!r} is not a kind of range; the forms are {FORMS}")
     low, high = _limits(values, text)
     known = key_of(key)
     numbers = set() if known is None else {int, float} & {known.kind, *get_args(known.kind)}

@@ -38,7 +38,7 @@ def test_sweep_points_have_the_same_threads_per_rank(
 def test_sweep_goes_on_with_the_threads_it_was_begun_with(
     file: Path, monkeypatch: pytest.MonkeyPatch, cores_of_then: int | None
 ) -> None:
-    """As one of before points had the same, or on other cores: what its points state is what they are trained with."""
+    """A sweep begun before this rule, or on other cores, keeps the threads that its points state."""
     sweep, folder = read_plan(file), SweepFolder(Path("out"))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
     points = make_points(sweep, folder=folder.path)
@@ -96,7 +96,7 @@ def test_sweep_points_weak_and_strong_by_hand(file: Path) -> None:
 def test_sweep_nodes_are_those_on_which_ranks_run(
     where: str, launch: dict[str, Any], nodes: list[int], file: Path
 ) -> None:
-    """Of 1, 2 and 4 ranks."""
+    """For points of 1, 2 and 4 ranks."""
     file.with_name("hosts").write_text("a slots=3\nb slots=3\n")
     write(file, where=where, launch=launch, grid={"ranks": [1, 2, 4]})
     assert [point.nodes for point in make_points(read_plan(file), folder=Path("out"))] == nodes

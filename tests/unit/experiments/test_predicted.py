@@ -74,7 +74,7 @@ def test_done_point_gives_the_speed_of_the_others(file, tmp_path):
 def test_dry_run_predicts_by_the_cluster_s_rates(file, tmp_path, capsys):
     assert main(["sweep", str(file), "--folder", str(tmp_path / "out"), "--dry-run", "--predict", "dgx_a100"]) == 0
     shown = capsys.readouterr().out
-    assert "Predicted beside measured" in shown
+    assert "Predicted and measured" in shown
     assert not (tmp_path / "out").exists()
     assert main(["sweep", str(file), "--dry-run", "--predict", "nowhere"]) == 1
     assert "nowhere" in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_a_run_is_read_and_its_answer_left_beside_it(tmp_path: Path, capsys: pyt
 
 
 def test_answer_is_told_where_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of somebody else's run, whose folder can only be read."""
+    """The folder of another user's run can only be read."""
     run = make_run(tmp_path / "run", pairs_of([1000.0] * 200))
     (run.path / "batch.json").mkdir()  # root can write into any folder
     with pytest.raises(RunFolderError, match=naming("batch.json: Is a directory")):
@@ -199,7 +199,7 @@ def test_measurements_that_no_run_can_have_made_are_left_out(tmp_path: Path) -> 
         (["{run}"], RunFolderError, ("has no noise scale", "--run.noise_scale_every_steps 1", "bigbatch tune batch")),
         (["{few}"], TuneError, ("has 4 measurements", "5 are the fewest")),
         (["{flat}"], TuneError, ("gradients of zero", "look at its loss")),
-        (["quickstart"], RunFolderError, ("quickstart is no run folder", "--epochs N --out FOLDER")),
+        (["quickstart"], RunFolderError, ("quickstart is not a run folder", "--epochs N --out FOLDER")),
         (["quickstart", "--epochs", "2"], ConfigError, ("--epochs and --out go together",)),
         (["{run}", "--run.seed=1"], ConfigError, ("--run.seed=1", "--epochs N --out FOLDER")),
         (["{run}", "--launch", "mpirun --ranks 2"], ConfigError, ("--launch", "cannot be changed")),
@@ -236,7 +236,7 @@ def test_tune_batch_passes_on_what_asks_it_to_stop(number: signal.Signals, tmp_p
 
 
 def test_training_that_was_stopped_before_it_could_answer_has_not_failed(tmp_path: Path) -> None:
-    """As while it imports torch."""
+    """It is stopped while it imports torch."""
     code, told = stop_the_training(signal.SIGTERM, answer="", mark=tmp_path / "mark")
     assert code == 130
     assert told.endswith("bigbatch: stopped before it trained; the same command starts it\n")

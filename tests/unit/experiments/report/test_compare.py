@@ -47,7 +47,7 @@ def test_seconds_are_of_training_until_the_evaluation() -> None:
 
 
 def test_run_that_went_on_from_a_checkpoint_has_each_step_once_and_says_so() -> None:
-    """10 steps at 500/s are 2 s; then stopped after step 13, of which step 15's rate tells."""
+    """10 steps at 500/s are 2 s; the run stopped after step 13, whose rate is that of step 15."""
     records = [
         {"kind": "start", "step": 0},
         {"kind": "train", "step": 10, "epoch": 1.0, "images_per_second": 500.0},
@@ -103,7 +103,7 @@ RUNS = [
 
 def test_cells_are_over_seeds_and_sorted_by_accuracy() -> None:
     found = compare_runs("t", RUNS)
-    assert found.keys == ("case", "batch.global_batch_size"), "what is the same in all is no label"
+    assert found.keys == ("case", "batch.global_batch_size"), "what is the same in all is not a label"
     first, last = found.cells[0], found.cells[-1]
     assert (first.values["case"], len(first.runs), last.values["case"], len(last.runs)) == ("lars", 3, "sgd", 2)
     assert first.mean("top1") == pytest.approx(0.91)

@@ -76,7 +76,7 @@ def write_point(sweep: Path, number: int, values: dict[str, Any], *, state: str 
 
 
 def make_sweep(folder: Path) -> Path:
-    """One rank takes 1 s for 100 images, of which 0.9 s computing and 0.1 s waiting for them."""
+    """One rank takes 1 s for 100 images: 0.9 s of computing and 0.1 s of waiting for them."""
     folder.mkdir()
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"name": NAME, "config": "quickstart", "where": "local"}))
     none = {"wire": 0.0, "wait": 0.1, "stragglers": 0.0}
@@ -130,7 +130,7 @@ def test_report_efficiency_and_its_causes_by_hand(told: tuple[Path, dict[str, An
             "stragglers": 0.0625 / 1.25,
         }
     )
-    # strong: the ideal step takes 0.25 s, of which 0.225 computing and 0.025 input; it takes 0.5
+    # strong: the ideal step takes 0.25 s, 0.225 computing and 0.025 input; the real one takes 0.5
     strong = found["strong", 4]
     assert strong["efficiency"] == pytest.approx(0.5)
     assert strong["losses"] == pytest.approx(
@@ -189,11 +189,11 @@ def test_report_share_of_nearly_nothing_has_no_sign() -> None:
     assert [percent(share) for share in (-0.0004, 0.0004, -0.0006, 0.923)] == ["0.0%", "0.0%", "-0.1%", "92.3%"]
 
 
-# --- efficiencies that are no headline ---
+# --- efficiencies that are not a headline ---
 
 
 def measured(ranks: int, rates: tuple[float, ...], *, device: str = "cpu (1 thread per rank)") -> MeasuredPoint:
-    """Return a point of 100 images a rank, of which all time is computing."""
+    """Return a point of 100 images a rank that only computes."""
     seconds = 100 * ranks / statistics.median(rates)
     parts = {"computing": seconds, "communication": 0.0, "input": 0.0, "stragglers": 0.0}
     return MeasuredPoint((), ranks, ranks, 100 * ranks, Step(seconds, parts), rates, 1, None, device)
@@ -270,7 +270,7 @@ def test_report_numbers_are_aligned_to_the_right() -> None:
         ("resnet50", "6c72049", "8,192", "75.0% ?", "1.5 ms", "90.0 to 110.0", "2 ranks"),
         ("7", "2026-11-22", "64", "not measured", "", "1.0 to 2.0", "1 rank"),
     )
-    table = Table("x", ("run", "commit", "batch", "efficiency", "step", "lowest to highest", "beside"), rows)
+    table = Table("x", ("run", "commit", "batch", "efficiency", "step", "lowest to highest", "relative to"), rows)
     assert table.is_number == (False, False, True, True, True, True, True)
     assert markdown(table).splitlines()[3] == "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
 
@@ -338,7 +338,7 @@ def test_report_tells_of_a_base_that_failed(sweep: Path, capsys: pytest.CaptureF
     (rows,) = report(sweep)["sweeps"].values()
     bases = {(row["values"]["scaling"], row["ranks"]): (row["base_ranks"], row["fewest_ranks"]) for row in rows}
     assert bases == {("weak", 1): (1, 1), ("weak", 4): (1, 1), ("strong", 4): (4, 1), ("strong", 8): (4, 1)}
-    told = "Efficiency is beside 4 ranks: the point with 1 has no figures."
+    told = "Efficiency is relative to 4 ranks: the point with 1 has no figures."
     assert capsys.readouterr().out.replace("\n", " ").count(told) == 1
     assert (sweep / "report/report.html").read_text().count(told) == 1
     text = (sweep / "report/report.md").read_text()
@@ -578,7 +578,7 @@ def test_report_target_that_was_not_reached() -> None:
     assert to_accuracy([start(1, 1, "cpu (1 thread per rank)")], target=0.5).shown is None
 
 
-def test_report_has_no_column_of_an_energy_that_nobody_tells() -> None:
+def test_report_has_no_column_of_unknown_energy() -> None:
     untold, told = (
         to_accuracy([start(0, 1), passed(1, joules), evaluation(2, 0.5, 1)], target=0.5) for joules in (None, 3.6e6)
     )

@@ -45,7 +45,7 @@ def test_space_forms(text, axis):
         ("schedule.base_lr=log:40:1", "from a number to a larger one"),
         ("schedule.base_lr=log:1:2:3", "a range has two numbers; the forms are KEY=log:LOW:HIGH"),
         ("schedule.base_lr=log:low:high", "a range has two numbers"),
-        ("schedule.base_lr=cubic:1:40", "'cubic' is no kind of range; the forms are KEY=log:LOW:HIGH"),
+        ("schedule.base_lr=cubic:1:40", "'cubic' is not a kind of range; the forms are KEY=log:LOW:HIGH"),
         ("schedule.name=log:1:4", "schedule.name is not a number; list its values as schedule.name=choice:A,B"),
         ("batch.bn_span=log:1.5:4", "takes whole numbers"),
         ("optimizer.momentum=choice:0.9", "two different values or more"),
