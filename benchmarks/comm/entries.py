@@ -53,7 +53,7 @@ def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[
     """Make the contestants that can run here, their memory, and why others cannot; hybrid without table. Collective."""
     ours = job.communicator
     entries = {name: ours_entry(ours.with_algorithm(name)) for name in ours.algorithms}
-    entries |= {name: Entry(nobody, "tcp", wire=wire) for name, wire in HYBRIDS.items()}
+    entries |= {name: Entry(no_table_yet, "tcp", wire=wire) for name, wire in HYBRIDS.items()}
     entries["gloo"] = Entry(dist.all_reduce, "plain")
     allocators: dict[str, Allocate] = {"tcp": allocate_from(ours), "plain": torch.zeros}
     left_out: dict[str, str] = {}
@@ -88,7 +88,7 @@ def sum_by_mpi(world: Any, tensor_N: Tensor) -> None:
     world.Allreduce(import_mpi().IN_PLACE, tensor_N.numpy())
 
 
-def nobody(tensor_N: Tensor) -> None:
+def no_table_yet(tensor_N: Tensor) -> None:
     """Placeholder of hybrid before its table is made. Raises: AssertionError."""
     raise AssertionError("hybrid has no table yet")
 

@@ -189,7 +189,7 @@ def within_time(first: Mapping[str, float], *, seconds: float, repetitions: int)
 
 
 def without_hopeless(entries: Mapping[str, Entry], rows: Sequence[Mapping[str, Any]], *, size: int) -> dict[str, Entry]:
-    """Choose the contestants for the next size."""
+    """Return the contestants for the next size: without ours that were far slower than our best at this one."""
     ours = {row["contestant"]: row["seconds"]["median"] for row in rows if row["is_ours"]}
     full = [row["seconds"]["median"] for row in rows if row["is_ours"] and row["wire"] == "float32"]
     if size < HOPELESS_BYTES or not full:

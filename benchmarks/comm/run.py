@@ -78,7 +78,7 @@ def run_case(case: Case, *, out: Path, quick: bool) -> bool:
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Let the emulated cluster be removed; leave no process in any case."""
+    """Wait until the emulated cluster is removed; kill what is left."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.terminate()  # nothing, if it has ended
         process.wait(timeout=STOP_SECONDS)

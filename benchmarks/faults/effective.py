@@ -44,8 +44,8 @@ PORT = 29511
 
 
 @dataclass
-class Course:
-    """Course of a job: its progress over time, and its strikes."""
+class Progress:
+    """Steps of a job over time, and its killed ranks."""
 
     steps: list[tuple[float, float]] = field(default_factory=list)
     strikes: list[tuple[float, int]] = field(default_factory=list)
@@ -66,30 +66,30 @@ class Course:
         return (self.steps[-1][1] - self.steps[0][1]) * self.step_seconds / max(seconds, self.steps[-1][0])
 
     @property
-    def has_made_good(self) -> bool:
-        """Return whether the job is further than at the last strike, beside the step that was under way."""
+    def has_recovered(self) -> bool:
+        """Return whether the job is further than at the last kill; the step under way then does not count."""
         if not self.strikes:
             return True
         return self.steps[-1][1] > self._last_before(self.strikes[-1][0])
 
     def _last_before(self, strike_seconds: float) -> float:
-        """Return the furthest step before a strike; the other ranks may end the one under way."""
+        """Return the furthest step before a kill; the other ranks may end the step under way."""
         return max(step for seconds, step in self.steps if seconds <= strike_seconds + self.step_seconds)
 
     def costs(self) -> Iterator[tuple[float, float]]:
-        """Yield, for each strike without another too soon after it, seconds until it was made good, and steps lost."""
+        """Yield the seconds until the job recovered, and the lost steps, for each kill without another soon after."""
         for (when, _), (end, _) in pairwise([*self.strikes, (float("inf"), 0)]):
             noticed, before = when + self.step_seconds, self._last_before(when)
             after = [(seconds, step) for seconds, step in self.steps if noticed < seconds <= end]
-            made_good = next((seconds for seconds, step in after if step > before), None)
-            if made_good is not None:
-                first = min(step for seconds, step in after if seconds <= made_good)
-                yield made_good - when - self.step_seconds, max(0.0, before - (first - 1))
+            recovered = next((seconds for seconds, step in after if step > before), None)
+            if recovered is not None:
+                first = min(step for seconds, step in after if seconds <= recovered)
+                yield recovered - when - self.step_seconds, max(0.0, before - (first - 1))
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to survive failures."""
+class Method:
+    """A method to survive failures."""
 
     what: str
     argv: Callable[[Path], list[str]]
@@ -113,24 +113,24 @@ def main() -> None:
         way = known[name]
         try:
             with tempfile.TemporaryDirectory() as folder:
-                course = follow(way, Path(folder), options)
+                progress = follow(way, Path(folder), options)
         except UserError as error:  # keep the results of the others, which took minutes
             failed.append(f"{way.what}: {error}")
             continue
-        share = course.effective(options.seconds)
-        costs = list(course.costs())
+        share = progress.effective(options.seconds)
+        costs = list(progress.costs())
         found[name] = {
             "what": way.what,
             "effective_share": share,
-            "step_seconds": course.step_seconds,
-            "failures": len(course.strikes),
+            "step_seconds": progress.step_seconds,
+            "failures": len(progress.strikes),
             "cost_seconds": spread([cost for cost, _ in costs]) if costs else None,
             "steps_lost": spread([lost for _, lost in costs]) if costs else None,
-            "strikes": course.strikes,
-            "steps": course.steps,
+            "strikes": progress.strikes,
+            "steps": progress.steps,
         }
         cost = f"{statistics.median(cost for cost, _ in costs):.1f} s each" if costs else "none made good"
-        print(f"{way.what:45} {100 * share:5.1f}%  {len(course.strikes)} failures, {cost}", file=sys.stderr)
+        print(f"{way.what:45} {100 * share:5.1f}%  {len(progress.strikes)} failures, {cost}", file=sys.stderr)
     if options.plot and found:
         plot(found, options)
     write_record(options.out, {"benchmark": "effective time", "conditions": facts, "ways": found})
@@ -152,12 +152,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=at_least(2), default=8, help="images of a rank and step")
     parser.add_argument("--image-size", type=at_least(32), default=64)
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments and the ranks")
-    parser.add_argument("--plot", type=Path, help="PNG file for the course of each way")
+    parser.add_argument("--plot", type=Path, help="PNG file: steps over time of each method")
     parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
     return parser.parse_args(argv)
 
 
-def ways(options: argparse.Namespace) -> dict[str, Way]:
+def ways(options: argparse.Namespace) -> dict[str, Method]:
     """Return the ways that can be compared here, by name."""
     emulate = [sys.executable, "-m", "bigbatch", "launch", "emulate", "run", "--launcher", "plain"]
     emulate += ["--nodes", str(options.nodes)]
@@ -195,11 +195,11 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
     often, epoch = options.often_steps, options.epoch_steps
     healing = partial(ours, heal="in_place")
     return {
-        "healing": Way("ours, healing in place", healing, look_at_run, goes_on=True),
-        "often": Way(f"ours, a checkpoint every {often} steps", partial(ours, save_every=often), look_at_run),
-        "disk": Way(f"ours, a checkpoint every {epoch} steps", ours, look_at_run),
-        "torchrun": Way(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
-        "torchrun-often": Way(f"DDP, a checkpoint every {often}", partial(torchrun, save_every=often), look_at_note),
+        "healing": Method("ours, healing in place", healing, look_at_run, goes_on=True),
+        "often": Method(f"ours, a checkpoint every {often} steps", partial(ours, save_every=often), look_at_run),
+        "disk": Method(f"ours, a checkpoint every {epoch} steps", ours, look_at_run),
+        "torchrun": Method(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
+        "torchrun-often": Method(f"DDP, a checkpoint every {often}", partial(torchrun, save_every=often), look_at_note),
     }
 
 
@@ -229,31 +229,31 @@ def look_at_note(folder: Path) -> tuple[float, float] | None:
     return float(seconds), float(step)
 
 
-def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
-    """Start a job, strike it, and return its course. Raises: UserError if it does not begin, or ends."""
+def follow(way: Method, folder: Path, options: argparse.Namespace) -> Progress:
+    """Run a job, kill its ranks, and return its progress. Raises: UserError if it does not start, or ends."""
     mark = uuid.uuid4().hex
     draw = random.Random(options.seed)
     pending = list(moments(draw, options))[: options.nodes - 1 if way.goes_on else None]
-    course, began = Course(), 0.0
+    progress, began = Progress(), 0.0
     with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
         deadline = time.time() + START_SECONDS
-        while (now := time.time()) < deadline or (not course.has_made_good and now < deadline + END_SECONDS):
+        while (now := time.time()) < deadline or (not progress.has_recovered and now < deadline + END_SECONDS):
             if job.poll() is not None or (not began and time.time() > deadline - LOOK_SECONDS):
                 raise UserError(f"the job ended, or took no step: {(folder / 'output').read_text()[-2000:]}")
             word = way.look(folder)
             if not began and word and word[1] >= FIRST_STEP:
                 began, deadline = word[0], word[0] + options.seconds
-            if began and word and (not course.steps or (word[0] - began, word[1]) != course.steps[-1]):
-                course.steps.append((word[0] - began, word[1]))
+            if began and word and (not progress.steps or (word[0] - began, word[1]) != progress.steps[-1]):
+                progress.steps.append((word[0] - began, word[1]))
             if began and pending and time.time() - began >= pending[0][0]:
                 when, rank = time.time() - began, pending[0][1]
                 if strike(mark, rank):
-                    course.strikes.append((when, rank))
+                    progress.strikes.append((when, rank))
                     pending.pop(0)
                 elif way.goes_on:  # it was lost before
                     pending[0] = pending[0][0], (rank + 1) % options.nodes
             time.sleep(LOOK_SECONDS)
-    return course
+    return progress
 
 
 def moments(draw: random.Random, options: argparse.Namespace) -> Iterator[tuple[float, int]]:
@@ -265,7 +265,7 @@ def moments(draw: random.Random, options: argparse.Namespace) -> Iterator[tuple[
 
 
 @contextlib.contextmanager
-def ended_job(way: Way, folder: Path, mark: str, output: Any) -> Iterator["subprocess.Popen[bytes]"]:
+def ended_job(way: Method, folder: Path, mark: str, output: Any) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a job; at the end remove all of its processes."""
     environ = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(way.argv(folder), env=environ, stdout=output, stderr=output, start_new_session=True)
@@ -315,7 +315,7 @@ def is_agent(pid: int) -> bool:
 
 
 def plot(found: dict[str, Any], options: argparse.Namespace) -> None:
-    """Draw the course of each way: steps over time, with the failures."""
+    """Draw steps over time for each method, with the failures."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

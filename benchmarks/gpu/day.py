@@ -176,7 +176,7 @@ class Day:
         return is_known and not self.options.again and not self.options.guard
 
     def _ended(self, name: str, code: int | None, *, limit: float, log: Path) -> Outcome:
-        """Say how a part ended, by its exit code; None: its limit ended it."""
+        """Describe how a part ended, by its exit code; None: its limit ended it."""
         if code is None:
             return Outcome(f"stopped after its {limit:.0f} s: {log}", is_bad=True)
         if code:

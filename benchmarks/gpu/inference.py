@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_models(options: argparse.Namespace) -> dict[bool, nn.Module]:
-    """Make ours, and theirs (the key is Form.theirs) with the same weights, drawn so that norms are no identity."""
+    """Make ours, and theirs (the key is Form.theirs) with the same weights; norms are not the identity."""
     torch.manual_seed(0)
     ours = MODELS[options.model](num_classes=1000).eval()
     for module in ours.modules():

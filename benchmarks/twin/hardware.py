@@ -77,7 +77,7 @@ def stated_gbit_per_s(link: str) -> float | None:
 def resnet50_rate(accelerator: str, *, is_fp32: bool) -> float | None:
     """Return the published images per second of an accelerator; None if there are none.
 
-    NVIDIA H100-SXM5-80GB is an H100; an NVIDIA A4000 is no A40.
+    NVIDIA H100-SXM5-80GB is an H100; an NVIDIA A4000 is not an A40.
     """
     words = accelerator.replace("-", " ") + " "
     name = max((name for name in RESNET50_RATES if words.startswith(name + " ")), key=len, default="")

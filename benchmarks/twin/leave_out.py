@@ -25,7 +25,7 @@ UNSEEN = {
     "input_share": 0.0,
     "unstated_gbit_per_device": 1e3,
 }
-"""The ASSUMED constants, each with the value that costs nothing: for families of which no other family shows it."""
+"""The ASSUMED constants, each with the value that costs nothing: for families whose value no other family shows."""
 MOST_ERROR = 0.7
 """Largest error, as a logarithm, that counts: a row that no constant explains chooses none."""
 LEAST_GAIN = 2e-4

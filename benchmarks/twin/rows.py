@@ -230,7 +230,7 @@ class Row:
         try:
             value = decimal(text)
         except ValueError:
-            raise SimulationError(f"row {self.id}: {column}={text} is no number") from None
+            raise SimulationError(f"row {self.id}: {column}={text} is not a number") from None
         if not 0 < value <= MOST_STATED:
             raise SimulationError(f"row {self.id}: {column}={text} must be above 0, and {MOST_STATED:.0e} at most")
         return value

@@ -9,7 +9,7 @@ import torch
 
 
 def main(script: str, seed: int) -> None:
-    """Run a race. script: path of airbench94.py, which looks for cifar10/train.pt in the working directory."""
+    """Run one seed. script: path of airbench94.py, which looks for cifar10/train.pt in the working directory."""
     torch.manual_seed(seed)
     spec = importlib.util.spec_from_file_location("airbench94", script)
     assert spec is not None

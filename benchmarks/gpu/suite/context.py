@@ -119,7 +119,7 @@ class Found:
         self.figures[name] = {"unit": unit, **spread(values)}
 
     def keep(self, name: str, figure: Mapping[str, float], *, unit: str) -> None:
-        """Add a figure of which a script's record has the spread already."""
+        """Add a figure whose spread is in a script's record."""
         self.figures[name] = {"unit": unit, **figure}
 
     def median(self, name: str) -> float:

@@ -135,4 +135,4 @@ def read_record(path: Path) -> dict[str, Any] | None:
     try:
         return dict(json.loads(path.read_text())) if path.exists() else None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no record ({error}): move it away, or fetch it again") from error
+        raise UserError(f"{path} is not a record ({error}): move it away, or fetch it again") from error

@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     commands = {"run": campaign.main, "table": table.main}
     try:
         if command not in commands:
-            raise UserError(f"{command} is no command; choose one of {', '.join(commands)}")
+            raise UserError(f"{command} is not a command; choose one of {', '.join(commands)}")
         return commands[command](words)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -25,11 +25,11 @@ from faults.job import Job, ask
 from faults.trial import CHECKPOINT_STEPS, KINDS, NUM_STEPS, Trial
 
 TIMEOUT_SECONDS = 15.0
-"""Of the training's communication, unless the campaign states another."""
+"""comm.timeout_seconds of the training, unless the campaign states another."""
 VERDICT_SECONDS = 15.0
 """How long after its time limit a job may take to name the lost rank: a count, and a busy machine."""
 PATIENCE_SHARE = 1 / 15
-"""Of that limit: how long an image that cannot be read is tried again."""
+"""data.patience_seconds, as a share of that limit."""
 END_SECONDS = 30.0
 """How long after its ranks the last process of a job may take to end: a moment, unless the machine is busy."""
 LINK = 200_000_000
@@ -62,13 +62,13 @@ class Score:
 
     trial: Trial
     detected_seconds: float | None = None
-    """From the fault to the first line of another rank that names it."""
+    """Seconds from the fault to the first line of another rank that names it."""
     ended_seconds: float | None = None
-    """From the fault to the end of the last rank."""
+    """Seconds from the fault to the end of the last rank."""
     is_named: bool | None = None
     """The others named the rank that was struck, and none that was not."""
     resumed_seconds: float | None = None
-    """From the second start to its first step."""
+    """Seconds from the second start to its first step."""
     steps_lost: int | None = None
     is_equal: bool | None = None
     """Weights and optimizer state in the end are those of the undisturbed run, bit for bit."""
@@ -283,7 +283,7 @@ def judge(
     # a stop in the last evaluation may find the run done before anybody heeds it
     is_done = kind.outcome == "stops" and done >= NUM_STEPS and set(codes) == {0}
     if kind.says and detected is None and not is_done:
-        broken.append("nobody named it")
+        broken.append("no rank named it")
     elif detected is not None and detected > named_within_seconds:
         broken.append(f"named after more than {named_within_seconds:g} s")
     if innocents:

@@ -54,14 +54,14 @@ GO = "go"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process of a trial runs."""
+    """Node and environment of a process of a trial."""
 
     variables: dict[str, str]
-    """As torchrun sets them."""
+    """Variables as torchrun sets them."""
     folder: Path
-    """Of the job, for the rank's output and the files STRUCK, STEPPING and GO; the trial's is around it."""
+    """Folder of the job, for the rank's output and the files STRUCK, STEPPING and GO; inside the trial's."""
     keeper: int | None = None
-    """Of the emulated cluster, if there is one."""
+    """Keeper of the emulated cluster, if there is one."""
     node: int = 0
 
     @property
@@ -126,9 +126,9 @@ class Fault:
         """The one under way, or done last; counted from 1."""
         self.extra_seconds = 0.0
         self.parts: Any = None
-        """Of the training, from its first step on."""
+        """Parts of the training, from its first step on."""
         self.wrong_gradients = 0
-        """How many more calls of backward begin with a gradient of which a bit is flipped."""
+        """How many more calls of backward begin with a gradient that has a flipped bit."""
 
     def reach(self, phase: str) -> None:
         """Say that the rank is in the phase; where it is the trial's, this may not return."""
@@ -168,7 +168,7 @@ def _strike(trial: Trial, fault: Fault) -> None:
     elif trial.kind == "memory":
         raise MemoryError("injected by a trial of faults")
     elif trial.kind == "exception":
-        # of a kind that nobody catches: torch.save tells of a full disk by RuntimeError
+        # of a kind that no handler catches: torch.save reports a full disk by RuntimeError
         raise ArithmeticError("injected by a trial of faults")
     elif trial.kind == "gil":
         ctypes.PyDLL(None).sleep(3600)

@@ -8,7 +8,7 @@ from typing import Any
 from bigbatch.errors import FaultError, or_nearest
 
 NUM_STEPS = 15
-"""Of the training that is disturbed: 3 epochs of 5."""
+"""Steps of the disturbed training: 3 epochs of 5."""
 CHECKPOINT_STEPS = 4
 """Between two checkpoints, beside the one after each epoch's evaluation."""
 
@@ -47,7 +47,7 @@ class Kind:
     first_step: int = 1
     last_step: int = NUM_STEPS - 2
     never_ends: bool = False
-    """The rank lives until somebody kills it."""
+    """The rank lives until it is killed."""
     is_audited: bool = False
     """Its trials audit gradients in each step."""
 
@@ -76,7 +76,7 @@ KINDS = {
     "segfault": Kind("a segmentation fault in native code"),
     "memory": Kind("MemoryError"),
     "gil": Kind("native code that never gives Python's lock back", never_ends=True),
-    "exception": Kind("an exception that nobody expects"),
+    "exception": Kind("an unexpected exception"),
     "slow": Kind("one rank computes tenfold as long", phases=("forward",), outcome="goes on"),
     "full disk": Kind(
         "no space left while a checkpoint is written",

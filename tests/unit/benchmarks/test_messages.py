@@ -90,7 +90,7 @@ class Asked:
 @pytest.mark.long
 @pytest.mark.parametrize(("recipe", "rank"), [("nus_resnet50_16k", 13), ("resnet50_8k", 0)])
 def test_messages_are_those_that_a_rank_asks_of_torch(recipe: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of NCCL's world of 2,048 ranks, for the buffers of each kind of recipe: as they are counted without torch's."""
+    """In NCCL's world of 2,048 ranks, for the buffers of each kind of recipe: the counts made without torch agree."""
     plan, topology = plan_of(f"imagenet/{recipe}"), place(rank, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
     asked = Asked(rank, monkeypatch)
     try:

@@ -78,7 +78,7 @@ def test_published_step_of_another_size_lies_in_the_band():
     "change",
     [
         {"accelerator": "Another 9000", "ladder": "other", "null_line": ""},
-        {"model": "A network that nobody knows"},
+        {"model": "An unknown network"},
         {"batch_per_accelerator": "4"},
         {"ladder": "other", "null_line": ""},
     ],
@@ -214,7 +214,7 @@ def test_what_is_unknown_of_a_system_is_named_and_widens_its_interval():
 
 
 def test_factor_of_intervals_gives_each_system_the_same_weight():
-    # nine systems of one row each, and one of a hundred: nine of ten are within 9
+    # nine systems of one row each, and one of a hundred: 90% are within 9
     systems = {f"{place}": [float(place)] for place in range(1, 10)} | {"large": [50.0] * 100}
     assert factor_of(systems) == 9.0
     assert factor_of({"one": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]}) == 9.0
@@ -416,7 +416,7 @@ def test_errors_on_sizes_that_are_not_given_stay_below_the_bar(published):
 
 
 def test_large_scale_before_graphs_is_within_a_tenth(cold):
-    # 512 to 1,536 V100 and 768 A100 at 39 to 65 images each, of which one node's rate is 11 to 42% too fast
+    # 512 to 1,536 V100 and 768 A100 at 39 to 65 images each; one node's rate is 11 to 42% too fast
     found = [each for each in cold.values() if each["measured_seconds"] < 0.06]
     ours = [abs(each["error"]) for each in found if each["family"] in ("MLPerf V100", "MLPerf A100")]
     assert len(ours) >= 8

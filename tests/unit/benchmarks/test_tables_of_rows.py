@@ -127,7 +127,7 @@ def test_what_a_question_measured_is_not_read(ask, step):
         (",51,,,,", ",51,,,0 / 0,"),
     ],
 )
-def test_what_nobody_has_seen_is_answered(ask, change):
+def test_unseen_systems_are_predicted(ask, change):
     code, rows, shown = ask(table(ONE), table(EIGHT.replace(*change)))
     assert (code, len(rows)) == (0, 1), shown
     assert 0 < float(rows[0]["low"]) <= float(rows[0]["ms_per_step"]) <= float(rows[0]["high"]) < float("inf")

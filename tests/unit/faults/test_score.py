@@ -68,7 +68,7 @@ def judged(
 
 @pytest.mark.parametrize(("done", "is_kept"), [(15, True), (14, False)])
 def test_score_of_a_stop_in_the_last_evaluation_may_find_the_run_done(done: int, is_kept: bool) -> None:
-    """Of 15 steps; before, it must be heeded."""
+    """The run has 15 steps; a stop before the last one must be obeyed."""
     trial = replace(KILL, kind="term", phase="evaluation", step=13)
     nothing_left = replace(WELL, stepping=None)
     score = judged(trial, again=nothing_left, said="the end", exit_codes=[0, 0, 0], struck=(100.0, done))
@@ -86,8 +86,8 @@ def test_score_of_a_trial_that_goes_as_promised() -> None:
 @pytest.mark.parametrize(
     ("changed", "broken"),
     [
-        ({"said": "bigbatch: something failed"}, "nobody named it"),
-        ({"said_at": 95.0}, "nobody named it"),
+        ({"said": "bigbatch: something failed"}, "no rank named it"),
+        ({"said_at": 95.0}, "no rank named it"),
         ({"said_at": 100.0 + 21}, "named after more than 20 s"),
         ({"said": LOST.replace("rank 1 on host", "rank 1 on host, 2 on host")}, "innocent ranks were named"),
         ({"is_hung": True}, "the job hung"),
@@ -131,7 +131,7 @@ def test_shrinking_finds_the_smallest_trial_that_breaks_the_same() -> None:
     """Here three ranks hang from step 3 on, in whatever phase."""
 
     def again(trial: Trial) -> Score:
-        return Score(trial, broken=("the job hung",) if trial.ranks >= 3 and trial.step >= 3 else ("nobody named it",))
+        return Score(trial, broken=("the job hung",) if trial.ranks >= 3 and trial.step >= 3 else ("no rank named it",))
 
     large = replace(KILL, nodes=2, ranks_per_node=2, rank=3, phase="update", step=12)
     smallest = shrink(again(large), again).trial
@@ -166,7 +166,7 @@ def test_file_that_no_campaign_wrote_is_refused(content: str, tmp_path: Path) ->
         (["--ranks", "9"], ("--ranks 9", "2 and 4")),
         (["--trials", "0"], ("--trials 0", "1 and")),
         (["--nodes", "4"], ("--nodes 4", "1 and 3")),
-        (["--kinds", "kill,melt"], ("'melt' is no kind", "segfault")),
+        (["--kinds", "kill,melt"], ("'melt' is not a kind", "segfault")),
         (["--kinds", "cut", "--nodes", "1", "--dry-run"], ("cut", "nodes are emulated")),
         (["--trial", f"{replace(KILL, nodes=3, ranks_per_node=1)}", "--nodes", "1"], ("nodes=3", "at most 1")),
     ],

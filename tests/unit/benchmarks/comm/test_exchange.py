@@ -22,5 +22,5 @@ def test_exchange_measures_a_size_and_sees_wrong_sums() -> None:
     entry = entries.Entry(lambda tensor_N: tensor_N[7:9].add_(1), "plain")
     assert exchange.check(job, "mpi", entry, torch.ones(100))[1] == 2
     with pytest.raises(AssertionError, match=naming("table")):
-        entries.nobody(torch.ones(1))
+        entries.no_table_yet(torch.ones(1))
     job.communicator.close()

@@ -23,7 +23,7 @@ FACTS = {
 
 
 def row(contestant: str, seconds: float, *, n: int = 10, **more: Any) -> dict[str, Any]:
-    """Of a record, with what every benchmark writes."""
+    """Return a row of a record, with the facts that every benchmark writes."""
     spread = {"n": n, "median": seconds, "min": 0.9 * seconds, "max": 1.1 * seconds}
     return {"contestant": contestant, "seconds": spread, "num_wrong": 0, "node_bytes": 15, "cores_used": 1.5} | more
 
