@@ -1,6 +1,6 @@
 """The settings of the site that `make docs` builds: Sphinx reads the same Markdown that lies in the repository.
 
-Sphinx and MyST because they check links and anchors, those to files that are no pages too, take README.md where it
+Sphinx and MyST because they check links and anchors, those to files that are not pages too, take README.md where it
 is, and search without a server.
 """
 
