@@ -53,7 +53,7 @@ def awake_seconds() -> float:
 
 
 def wait_awake(wait: Callable[[float], bool], seconds: float) -> bool:
-    """Call wait(seconds), which tells whether it ended, again for the time that stops have taken from it."""
+    """Call wait(seconds) again for the time in which this process was stopped; wait returns whether it ended."""
     deadline = awake_seconds() + seconds
     while not wait(max(0.0, deadline - awake_seconds())):
         if awake_seconds() >= deadline:

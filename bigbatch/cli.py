@@ -100,7 +100,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; the process's exit code: 0, or one of bigbatch.exit_codes."""
+    """Run a subcommand; return the process's exit code: 0, or one of bigbatch.exit_codes."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -155,7 +155,7 @@ def _write_out(code: int) -> int:
 
 
 def _answer(arguments: list[str]) -> int:
-    """Do what the command line says; return the exit code, also of what was raised."""
+    """Run the command line; return the exit code, also after an exception."""
     try:
         return _dispatch(arguments)
     except SystemExit as ended:
@@ -190,7 +190,7 @@ def _dispatch(arguments: list[str]) -> int:
         return REFUSED
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the job's own command follows it
     if valueless := next((word for word in own if NO_VALUE.fullmatch(word)), None):
-        tell(f"{valueless}: -- is no value: give another, or leave the option out")
+        tell(f"{valueless}: -- is not a value: give another, or leave the option out")
         return REFUSED
     work_folder()  # torch's libraries do not load in a folder that was deleted
     return _run(arguments[0], arguments[1:])
@@ -208,14 +208,14 @@ def find_unknown(command: Sequence[str]) -> str | None:
     name, *rest = command
     for words in (name, " ".join((name, *rest[:1]))):
         if words in REMOVED:
-            return f"{words} is no subcommand any more: {REMOVED[words]}"
+            return f"{words} is no longer a subcommand: {REMOVED[words]}"
     known: Collection[str] = (*COMMANDS, *HELP, VERSION)
     if name in GROUPS and rest and not rest[0].startswith("-"):
         name, known = rest[0], GROUPS[name].commands
     if name in known:
         return None
     choice = [each for each in known if not each.startswith("-")]
-    return f"{name} is no subcommand{or_nearest(name, choice)}; choose one of {', '.join(choice)}"
+    return f"{name} is not a subcommand{or_nearest(name, choice)}; choose one of {', '.join(choice)}"
 
 
 def usage() -> str:
@@ -243,7 +243,7 @@ def _run(command: str, arguments: list[str]) -> int:
 
 
 def _code_of(error: BaseException) -> int:
-    """Tell what was raised: a line where the user can mend it, else a traceback; return the exit code."""
+    """Print the exception, in one line if the user can fix it, else with a traceback; return the exit code."""
     if isinstance(error, KeyboardInterrupt):  # to import torch takes long enough for a Ctrl-C
         tell("interrupted", *notes_of(error))
         return INTERRUPTED

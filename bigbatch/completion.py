@@ -26,7 +26,7 @@ TAKE_NAMES = ("--config", "--like")
 BASH = """\
 _bigbatch() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} start=0 words= i
-  # behind -- stands a command again
+  # after -- stands a command again
   for ((i = 1; i < COMP_CWORD; i++)); do if [[ ${{COMP_WORDS[i]}} == -- ]]; then start=$i; fi; done
   local place=$((COMP_CWORD - start)) command=${{COMP_WORDS[start+1]}}
   if [[ $place == 1 ]]; then words="{commands}"
@@ -56,7 +56,7 @@ FISH = """\
 function __bigbatch_words
   set -l tokens (commandline -opc)
   set -l start 1
-  # behind -- stands a command again
+  # after -- stands a command again
   for i in (seq (count $tokens)); test $tokens[$i] = --; and set start $i; end
   set -l place (math (count $tokens) - $start + 1)
   set -l command ''

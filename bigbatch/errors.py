@@ -15,7 +15,7 @@ from bigbatch.exit_codes import CRASHED, DIFFERENT, FAILED, LOST, REFUSED
 
 
 class UserError(Exception):
-    """An error that a user can mend; the message names the cause and what to do. Each argument is one line."""
+    """An error that a user can fix; the message names the cause and what to do. Each argument is one line."""
 
     exit_code = FAILED
     """Exit code of a process that ends by this error."""

@@ -91,13 +91,13 @@ def open_to_append(path: Path) -> BinaryIO:
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path} is no plain file, or has a second name (a hard link): remove it")
+        raise OSError(errno.EINVAL, f"{path} is not a regular file, or has a second name (a hard link): remove it")
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "ab")
 
 
 def open_sparse(path: Path) -> BinaryIO:
-    """Open a file that is written in places, made if needed and kept if not; follows no link. Raises: OSError."""
+    """Open a file for writes at any offset; create it if it is missing. Follows no link. Raises: OSError."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
 
 
@@ -175,7 +175,7 @@ def write_own(path: Path, data: bytes) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = mode_of_own(path.parent)
     if mode is None:
-        raise PermissionError(errno.EPERM, f"{path.parent} is no folder of this user's own")
+        raise PermissionError(errno.EPERM, f"{path.parent} is not a folder of this user's own")
     if mode != 0o700:
         path.parent.chmod(0o700)
     with replacing(path) as file:
@@ -199,7 +199,7 @@ def _open_plain_sized(name: str | Path, flags: int) -> tuple[int, int]:
     facts = os.fstat(descriptor)
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):  # reading reports a folder
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no plain file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return descriptor, facts.st_size
 
 
@@ -227,7 +227,7 @@ def read_own(path: Path) -> bytes:
         if facts.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_OWN_BYTES:
-            raise OSError(errno.EINVAL, "it is no plain file, or too long")
+            raise OSError(errno.EINVAL, "it is not a regular file, or too long")
         return file.read(MOST_OWN_BYTES)
 
 

@@ -24,7 +24,7 @@ def load_command(module: str) -> ModuleType:
         package = next((each for each in packages if each not in own), None)
         if package is None:
             raise
-        advice = "install it anew in this environment, or give it more memory (ulimit -v, --mem of the job)"
+        advice = "install it again in this environment, or give it more memory (ulimit -v, --mem of the job)"
         raise UserError(f"{package} cannot be loaded here: {str(error).strip()}; {advice}") from error
 
 

@@ -1,4 +1,4 @@
-"""End what a process has started if it is killed itself, also by SIGKILL, and can pass on nothing any more."""
+"""End the child processes of a process that was killed, also by SIGKILL, which it cannot pass on to them."""
 
 import subprocess
 from collections.abc import Callable, Iterator, Sequence

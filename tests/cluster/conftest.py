@@ -29,7 +29,7 @@ def skip_unless_promised(reason: str) -> NoReturn:
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_folder() -> Iterator[Path]:
-    """Where these tests keep their clusters; a short path, as sockets will lie in it. Skips where none can be built."""
+    """Folder of these tests' clusters: a short path, since sockets lie in it. Skips if no cluster can be built."""
     folder = Path(tempfile.mkdtemp(prefix="bb"))
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
     root = state_root(os.environ)

@@ -19,7 +19,7 @@ def numbers() -> list[int]:
 
 
 def who(*arguments: str) -> dict[str, object]:
-    """Where am I?"""
+    """Return where this process runs."""
     name = socket.gethostname()
     facts: dict[str, object] = {"host": name, "address": socket.gethostbyname(name), "arguments": arguments}
     facts["master"] = os.environ.get("MASTER_ADDR")

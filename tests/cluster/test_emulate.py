@@ -172,7 +172,7 @@ def test_file_that_turns_out_full_does_not_hide_the_exit_code(emulate: Emulate, 
 
 
 def test_delay_counts_twice_in_a_round_trip(emulate: Emulate, even: EmulatedCluster, distant: EmulatedCluster) -> None:
-    """Of the quickest ones: other work may slow one down, nothing speeds it up."""
+    """Compares the fastest round trips: other work may slow one down, nothing speeds it up."""
     near, far = (probe(emulate, name, "round_trips", "200")[0]["us"] for name in ("even", "distant"))
     assert 1900 < far[0] - near[0] < 2600, (near[0], far[0])
     assert far[0] > 2000, "nothing is faster than the delay"
@@ -420,7 +420,7 @@ def test_unprivileged_user_has_clusters_too(nobodys_python: list[str], runtime_f
     job = ("run", "--launcher", "plain", "--python", "--", PROBE)
 
     def share_of(mbit: int, *, num_bytes: int) -> float:
-        """Of what TCP delivers at this rate."""
+        """Return the measured share of what TCP delivers at this rate."""
         goodput = mbit * GOODPUT
         return best_of_ten(
             lambda: float(json.loads(run(*job, "stream", str(num_bytes)))["mbit_per_s"]) / goodput, least=0.8

@@ -43,7 +43,7 @@ def wait_for(is_so: Callable[[], bool], job: "subprocess.Popen[str]", said: Path
 
 @pytest.mark.timeout(400)
 def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_path: Path) -> None:
-    """By mpirun: four nodes, one is cut off, three share the batch; when it is back, all four."""
+    """mpirun on four nodes: one is cut off, three share the batch; when it is back, all four do."""
     write_dataset(tmp_path / "data", train_per_class=16, val_per_class=7, side_pixels=(36, 48))
     root, said, run = state_root(os.environ), tmp_path / "said", tmp_path / "run"
     plan = make_plan(name="healing", nodes=4, ranks_per_node="1", link="none", delay="0")

@@ -60,7 +60,7 @@ SOON_LOST: dict[str, object] = {
     "comm.warn_seconds": 3,
     "data.patience_seconds": 6,
 }
-"""Of a job that is to notice a lost node within seconds."""
+"""Settings of a job that notices a lost node within seconds."""
 
 ENDLESS = LONG | {"run.epochs": 400}
 """What is stopped before its end, however late."""
@@ -438,7 +438,7 @@ def networks_of(cluster: EmulatedCluster) -> list[int]:
 
 
 def processes_in(*networks: int) -> list[Path]:
-    """Of all processes, those that live in one of them, as folders of /proc."""
+    """Return the processes in one of these networks, as folders of /proc."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is none of ours

@@ -52,7 +52,7 @@ def expected_gradients(inputs_BC: torch.Tensor) -> list[torch.Tensor]:
     ("num_ranks", "group_size"), [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2), (4, 3), (8, 8), (8, 4), (8, 3), (8, 1)]
 )
 def test_contract_over_nccl(num_ranks: int, group_size: int, tmp_path: Path) -> None:
-    """As tests/parallel has it of gloo that plays NCCL: at as many ranks as there are GPUs, in node groups."""
+    """The contract of tests/parallel over real NCCL: as many ranks as there are GPUs, in node groups."""
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
     log = tmp_path / "log"
@@ -84,7 +84,7 @@ def test_buffers_registered_with_nccl_sum_as_others_do(is_symmetric: bool, nccl:
     except CommError as error:
         pytest.skip(f"torch gives out no such memory on this GPU: {error}")
     reducer = GradientReducer(model.named_parameters(), replace(nccl, registered=registered), **SMALL)
-    for _ in range(3):  # the buffers are laid out anew after the first
+    for _ in range(3):  # the buffers are laid out again after the first
         model(inputs_BC).square().sum().backward()
         reducer.wait()
         for parameter, expected in zip(model.parameters(), expected_gradients(inputs_BC), strict=True):

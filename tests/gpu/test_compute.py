@@ -18,7 +18,7 @@ COUNT, SIZE = 32, 64
 
 @pytest.fixture(autouse=True)
 def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As training in fp32 has it."""
+    """Switch TF32 off, as training in fp32 does."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, str]] = {
     "adamw fp32": {"name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
 }
 LARGEST_DIFFERENCE = 0.02
-"""Of the way that the weights went. A stale rate makes a third and more."""
+"""Relative to the change of the weights. A stale rate causes a third and more."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def weights_of(parts: Parts) -> Tensor:
 
 
 def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
-    """Where the weights went in as many steps; replays wait for nothing."""
+    """Return the change of the weights by these steps; replays wait for nothing."""
     before, train_step = weights_of(parts), TrainStep(plan, parts)
     each_size = tuple(size for size in sizes for _ in plan.microbatches)
     stream, seen = InputStream(iter([*batches(each_size)])), dict.fromkeys(sizes, 0)

@@ -29,7 +29,7 @@ NUM_CLASSES = 10
 TRAIN_PER_CLASS = 16
 VAL_PER_CLASS = 7
 TIMEOUT_SECONDS = 240
-"""Of a job: many times what it needs, as other tests may have the cores."""
+"""Time limit of a job: many times what it needs, as other tests may use the cores."""
 
 TINY = {
     "data.probe_seconds": 0,
@@ -268,7 +268,7 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def steps(run: Path) -> list[int]:
-    """Of the reports."""
+    """Return the steps of the reports."""
     return [record["step"] for record in records(run, "train")]
 
 

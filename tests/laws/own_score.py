@@ -12,7 +12,7 @@ def focal(logits_BK: Tensor, targets: Tensor, *, gamma: float) -> Tensor:
 
 
 def is_right(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """Whose mean is top-1."""
+    """Return 1 for each right answer: their mean is top-1."""
     return logits_BK.argmax(1) == labels_B
 
 

@@ -12,7 +12,7 @@ from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
 
 BIT = 1 << 12
-"""Of an fp32's mantissa: it changes no gradient by more than a thousandth."""
+"""A bit of an fp32's mantissa: flipping it changes no gradient by more than a thousandth."""
 
 
 def main(first: str, how_many: str, *command: str) -> int:

@@ -43,7 +43,7 @@ def one_rank(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytes
 
 
 def distance(ours: Path, theirs: Path) -> float:
-    """Of two runs' gradients and, where there are any, running statistics."""
+    """Return the distance of two runs' gradients and, if there are any, running statistics."""
     between = [gradient_distance(step_gradients(ours), step_gradients(theirs))]
     states = final_state(ours), final_state(theirs)
     if any("running_" in name for name in states[0]):

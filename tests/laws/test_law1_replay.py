@@ -46,7 +46,7 @@ class Distance:
 
 
 ROUNDING = Distance(weights=5e-5, statistics=1e-4, losses=1e-4)
-"""Of fp32 sums in another order over 20 steps. Measured: 9e-7, 2e-6, 2e-6. More, as rounding may decide a tie in a
+"""Rounding of fp32 sums in other orders, 20 steps. Measured: 9e-7, 2e-6, 2e-6. More, as rounding may decide a tie in a
 max-pool, which moves a gradient at once."""
 
 Runs = Callable[[str], Path]
@@ -100,7 +100,7 @@ def test_one_rank_replays_eight_in_fp32(runs: Runs) -> None:
 
 @pytest.mark.long
 def test_one_rank_replays_eight_in_half_precision(runs: Runs) -> None:
-    """As close as half precision lets any two runs be: within what it moves the eight ranks' own run by."""
+    """The difference is at most that which half precision causes in the run of eight ranks itself."""
     half = distance(runs("8 ranks, fp16"), runs("8 ranks, fp32"))
     assert distance(runs("replay, fp16"), runs("8 ranks, fp16")).is_within(half, factor=2)
 

@@ -80,7 +80,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(
 
 
 def test_what_is_kept_of_schedule_free_is_its_average(data: Path, tmp_path: Path) -> None:
-    """Of a checkpoint: `model` is the average, x = y + (1 - 1/beta) * (z - y); in_training is y."""
+    """In a checkpoint `model` is the average, x = y + (1 - 1/beta) * (z - y); in_training is y."""
     train(data, tmp_path, {**EVALUATED_LAST, **SCHEDULE_FREE}, ranks=1)
     state = load_checkpoint(list_checkpoints(tmp_path / "checkpoints")[-1].path)
     names = [name for group in state["optimizer"]["param_groups"] for name in group["names"]]

@@ -137,7 +137,7 @@ def seldom_reported(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_one_ranks_signal_stops_all_after_the_slow_step_under_way(
     begun: str, done: set[int], data: Path, seldom_reported: Path, tmp_path: Path
 ) -> None:
-    """In the middle of an epoch and long before a report, or in an evaluation, which the resumed run does anew."""
+    """In the middle of an epoch and long before a report, or in an evaluation, which the resumed run does again."""
     command = tuple(train_command(data, tmp_path / "run", {**SELDOM, "run.eval_every_epochs": 1}))
     log, go_on = tmp_path / "log", tmp_path / "go_on"
     place = {"HELD_AT": begun, "HELD_UNTIL": str(go_on)}
@@ -180,7 +180,7 @@ def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: 
 def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: Path) -> None:
     """In a ring of three the place of a gradient in its buffer decides in which order it is added up.
 
-    The model uses its layers in another order than it makes them, so the first step lays the buffers out anew.
+    The model uses its layers in another order than it makes them, so the first step lays the buffers out again.
     """
     overrides = {
         **SGD,

@@ -31,7 +31,7 @@ from tests.laws.jobs import (
 
 SIDE = TINY["data.image_size"]
 ROUNDING = 1e-5
-"""Of fp32 logits, as a share of the largest (3e-7 was measured), and so of the loss."""
+"""Rounding of fp32 logits, as a share of the largest (3e-7 was measured), and so of the loss."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def test_every_image_counts_once(ranks: int, microbatch_size: int, whole: Path, 
 
 
 def test_images_of_any_side_count_once(data: Path, trained: Path) -> None:
-    """Of odd sides the crop is rounded by up to a pixel, which decides where two classes are nearly alike."""
+    """With odd sides the crop is rounded by up to a pixel, which decides where two classes are nearly alike."""
     record = evaluated(["evaluate", str(trained), "--json", f"--data.root={data}"], ranks=2)
     counted = count_by_hand(data, record)
     assert record["count"] == counted.images == NUM_CLASSES * VAL_PER_CLASS

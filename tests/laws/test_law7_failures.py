@@ -43,7 +43,7 @@ LONG = {"run.epochs": 400, "run.checkpoint_every_steps": 3, "run.eval_every_epoc
 
 @pytest.fixture(scope="module")
 def first(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return a run of two epochs, of which the checkpoints of steps 5 and 10 are kept, and what it printed."""
+    """Return a run of two epochs that keeps the checkpoints of steps 5 and 10, and its output."""
     folder = tmp_path_factory.mktemp("first")
     return folder, run(alone(train_command(data, folder, KEPT))).stdout
 
@@ -223,7 +223,7 @@ def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_steps_of_other_images_are_not_gone_on_with(data: Path, tmp_path: Path) -> None:
-    """As many as before, one of them in another class: no count tells."""
+    """The number of images is the same, and one is in another class: counts do not show it."""
     changed, folder = copy_of(data, tmp_path), tmp_path / "run"
     run(alone(train_command(changed, folder, {"run.epochs": 1})))
     goes_on = alone(train_command(changed, folder, {"run.epochs": 2}))

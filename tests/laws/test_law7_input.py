@@ -172,7 +172,7 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_skipped_image_is_the_same_one_after_a_move(data: Path, tmp_path: Path) -> None:
-    """Of the data, and of the run, which goes on in another folder: each epoch meets the image again."""
+    """Data and run are moved, and the run continues in another folder: each epoch meets the image again."""
     damaged, moved = copy_of(data, tmp_path), tmp_path / "moved"
     here, there = tmp_path / "here", tmp_path / "there"
     victim = image_of(damaged, epoch=0, step=2, rank=0)
@@ -197,7 +197,7 @@ def bigbatch_on_strict_streams(*command: str) -> int:
 
 @pytest.mark.long
 def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
-    """Of bad images of both splits, by any rank, on streams that take nothing but UTF-8."""
+    """Bad images of both splits are named, by any rank, on streams that accept only UTF-8."""
     damaged = copy_of(data, tmp_path)
 
     def strict(command: list[str]) -> Forked:

@@ -36,7 +36,7 @@ def _process_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def faulty(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, of which the second flips a bit in the last microbatch of step 7."""
+    """Two ranks; the second one flips a bit in the last microbatch of step 7."""
     folder = tmp_path_factory.mktemp("replay") / "faulty"
     command = train_command(data, folder, {**RECORDED, "run.reproducible": "true"})
     run(Forked(("14", "1", *command), ranks=2, target="tests.laws.ranks_miscompute:main"))

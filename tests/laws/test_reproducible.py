@@ -209,7 +209,7 @@ def test_resumed_by_other_ranks_with_another_algorithm(data: Path, tmp_path: Pat
 
 @pytest.mark.long
 def test_healed_at_another_size(data: Path, tmp_path: Path) -> None:
-    """Of 4 ranks one dies in the middle of a step; 3 go on from the last checkpoint."""
+    """One of 4 ranks dies in the middle of a step; 3 continue from the last checkpoint."""
     losing = {"optimizer.loss": "tests.parallel.losing_loss.loss", "optimizer.label_smoothing": 0}
     kept = {**EXACT, "run.epochs": 2, **losing, **SHARDED, "run.checkpoint_every_steps": 1}
     run(forked(train_command(data, tmp_path / "whole", kept), ranks=2))

@@ -23,6 +23,6 @@ def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
         seen = any(int(folder.rpartition("-")[2]) >= int(step) for folder in kept)
         if rank == "1" and seen and not mark.exists():
             mark.touch()
-            whom = os.getppid() if os.environ.get("LOSE_WHOM") == "launcher" else os.getpid()
-            os.kill(whom, signal.Signals[os.environ.get("LOSE_BY", "SIGKILL")])
+            victim = os.getppid() if os.environ.get("LOSE_WHOM") == "launcher" else os.getpid()
+            os.kill(victim, signal.Signals[os.environ.get("LOSE_BY", "SIGKILL")])
     return F.cross_entropy(logits_BK, targets, reduction="none")

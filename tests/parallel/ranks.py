@@ -44,7 +44,7 @@ def main(mode: str, *arguments: str) -> int:
 
 
 def env_on(hosts: str) -> ProcessEnv:
-    """As if the ranks ran on these hosts, "a,a,b"; "-" leaves them where they are."""
+    """Return the environment of a rank on these hosts, such as "a,a,b"; "-" leaves the real host."""
     env = read_process_env()
     return env if hosts == "-" else replace(env, host=hosts.split(",")[env.rank], plays_host=True)
 
@@ -139,7 +139,7 @@ def check_listeners(communicator: Communicator) -> None:
 
 
 def listening_addresses() -> set[str]:
-    """Of this process's own listening sockets, IPv4 and IPv6, in hexadecimal."""
+    """Return the addresses of this process's listening sockets, IPv4 and IPv6, in hexadecimal."""
     own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists() or fd.is_symlink()}
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

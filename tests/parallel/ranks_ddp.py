@@ -1,4 +1,4 @@
-"""What every rank of a test job runs: a DDP script of somebody else's with our hook.
+"""What every rank of a test job runs: a user's DDP script with our hook.
 
 `ranks_ddp.py ddp BACKEND ...`, `shared-group` or `lose BACKEND VICTIM`; all but lose end with "all checks passed".
 """

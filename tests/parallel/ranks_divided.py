@@ -48,7 +48,7 @@ def check_results(communicator: Communicator, *, dtype: torch.dtype) -> None:
 
 
 def check_update(communicator: Communicator, *, name: str, precision: str) -> None:
-    """As far as undivided, up to rounding; with each matrix by itself, bit for bit, and the same on all ranks."""
+    """Equals the undivided update up to rounding; bit for bit with each matrix alone; the same on all ranks."""
 
     def divided(*, one_by_one: bool = False) -> Run:
         run = start(name, precision, communicator, sharded=False)

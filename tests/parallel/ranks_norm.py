@@ -86,7 +86,7 @@ def make_part(rank: int, ghost: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def make_model(group: RankGroup) -> nn.Sequential:
-    """Three norm layers, and gradients of which several buffers are in flight while backward gathers."""
+    """Three norm layers; several buffers of gradients are in flight while backward gathers."""
     layers: list[nn.Module] = []
     for _ in range(3):
         set_weights_(conv := nn.Conv2d(C, C, 3, padding=1))

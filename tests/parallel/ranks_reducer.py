@@ -26,7 +26,7 @@ def set_weights_(model: nn.Module) -> None:
 
 
 def loss_of(model: nn.Module, images_BCHW: Tensor, *, num_images: int) -> Tensor:
-    """A mean over the global batch, of which images_BCHW is a part."""
+    """Mean over the global batch; images_BCHW is a part of it."""
     return model(images_BCHW).square().sum() / num_images
 
 

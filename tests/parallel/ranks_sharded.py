@@ -45,7 +45,7 @@ ROOTS = {"options": {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.
 WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05), "shampoo": ({**HEAVY, **ROOTS}, 1.0)}
 """The same of those that need whole matrices."""
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
-"""Of the way gone by the weights: gradients in half precision are rounded after another sum."""
+"""Relative to the change of the weights: gradients in half precision are rounded after another sum."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ def check_halves_of_a_sum(communicator: Communicator) -> None:
 
 
 def check_same_update(name: str, precision: str, communicator: Communicator) -> None:
-    """As far as the whole update goes, up to rounding, with identical bits on all ranks."""
+    """The update equals the unsharded one up to rounding, with identical bits on all ranks."""
     whole, sharded = (start(name, precision, communicator, sharded=each) for each in (False, True))
     before = whole.masters()
     assert torch.equal(sharded.masters(), before)
@@ -225,7 +225,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def check_skips(name: str, precision: str, communicator: Communicator) -> None:
-    """A skipped update leaves no trace; an overflow of one rank is one of all, whoever has the share it is in."""
+    """A skipped update leaves no trace; an overflow on one rank counts on all, whichever rank holds that share."""
     sharded, twin = (start(name, precision, communicator, sharded=True) for _ in range(2))
     sharded.steps(0)
     sharded.steps(7, skip=True)
@@ -258,7 +258,7 @@ def check_overflow_in_one_share(name: str, communicator: Communicator) -> None:
 
 
 def check_norms(communicator: Communicator) -> None:
-    """Of whole tensors, whoever holds which piece."""
+    """Norms are those of whole tensors, however the pieces are distributed."""
     run = start("lars", "bf16", communicator, sharded=True)
     masters = [run.precision.masters[name] for name, _ in run.model.named_parameters()]
     expected = [
@@ -268,7 +268,7 @@ def check_norms(communicator: Communicator) -> None:
 
 
 def check_underflow(communicator: Communicator) -> None:
-    """Of the sums, wherever they are: those of one tensor cancel out, and no rank's own gradients are small."""
+    """Underflow is that of the sums: those of one tensor cancel out, and no rank's own gradients are small."""
     for name in ("bf16", "fp16"):
         run = start("sgd", name, communicator, sharded=True)
         run.reducer.is_active = False  # gradients are changed between backward and their sum
@@ -284,7 +284,7 @@ def check_underflow(communicator: Communicator) -> None:
 
 
 def check_finite(communicator: Communicator) -> None:
-    """Of the masters, as in a whole update: a number too large for fp16 is one; what a single rank holds counts."""
+    """The masters count, as in a whole update: a number too large for fp16 is finite; one rank's part is enough."""
     run = start("sgd", "fp16", communicator, sharded=True)
     master = next(iter(run.precision.masters.values())).detach()
     master.fill_(1e6)

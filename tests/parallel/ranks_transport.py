@@ -31,7 +31,7 @@ def check_transport(communicator: Communicator) -> None:
 
 
 def on_its_thread(communicator: Communicator, operation: Callable[[], None], label: str) -> None:
-    """Where a backend's transfers belong."""
+    """Run an operation on the backend's own thread."""
     communicator.backend.submit(operation, label=f"{communicator.backend.name}: {label}").wait()
 
 

@@ -17,7 +17,7 @@ def main(folder: str, *victims: str) -> None:
     """Sum, be lost where it is this rank's turn, sum again, and leave a word at the end."""
     with bigbatch.connect(backend="tcp", timeout_seconds=120) as communicator:
         assert communicator.sum_(torch.ones(1), label="first").item() == communicator.world_size
-        # nobody leaves a file before all have seen which are there
+        # no rank writes its file before all have listed the existing ones
         lost = len(list(Path(folder).glob("lost-*")))
         communicator.gather_text("seen")
         if lost < len(victims) and communicator.rank == int(victims[lost]):

@@ -147,7 +147,7 @@ def test_bench_finds_ranks_with_other_arguments(tmp_path: Path) -> None:
 
 
 def test_verify_on_uneven_nodes_of_three_ranks(tmp_path: Path) -> None:
-    """Integers have one sum, whoever adds them; fp32 sums of three differ by their order."""
+    """Integers have the same sum in any order; fp32 sums of three differ by their order."""
     output = tmp_path / "v.jsonl"
     options = ["--min-bytes", "40000", "--max-bytes", "40000", "--interface", "lo", "--output", str(output)]
     code, text = play_nodes(("a", "b", "a"), "comm", "bench", "--verify", *options)

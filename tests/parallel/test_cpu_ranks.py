@@ -51,7 +51,7 @@ def choose() -> int:
     ],
 )
 def test_two_ranks_that_see_one_gpu_each(environ: dict[str, str], code: int, tmp_path: Path) -> None:
-    """As the tests start them; the refusal that they would meet where it is the same GPU; and where it is not."""
+    """Ranks as these tests start them; a refusal if both see the same GPU, and none if they do not."""
     log = tmp_path / "log"
     target = "test_cpu_ranks:choose"
     ranks = [

@@ -165,7 +165,7 @@ def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
 def test_job_ends_well_without_the_rank_that_was_lost(
     launcher: str, lost: int, told: list[str], data: Path, tmp_path: Path
 ) -> None:
-    """As a user starts it."""
+    """The job is started by the command line."""
     command = command_of(data, tmp_path / "run", HEALING)
     done = subprocess.run(
         [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", "--", *command],

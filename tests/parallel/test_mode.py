@@ -43,7 +43,7 @@ OF_AUTO = {
 }
 """Each rank has four microbatches of a ghost batch; sizes are 4, 8 and 16."""
 RATES = ({"4": 100.0, "8": 200.0, "16": 300.0}, {"4": 100.0, "8": 150.0, "16": 120.0})
-"""Of each rank: the second one is slower with the largest."""
+"""Rates of each rank: the second one is slower with the largest microbatch."""
 Train = Callable[..., str]
 
 
@@ -66,7 +66,7 @@ class Played:
 
 
 def train_by_rates(rates: str, *command: str) -> int:
-    """As `bigbatch` does on GPUs. rates: by rank and microbatch, in JSON."""
+    """Run a command of bigbatch as on GPUs. rates: by rank and microbatch, in JSON."""
     played = Played(json.loads(rates)[read_process_env().rank])
     training.choose_mode = partial(  # type: ignore[attr-defined]
         choose_mode, measures=lambda communicator: True, start_trials=lambda config, **_: played

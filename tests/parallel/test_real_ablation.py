@@ -75,7 +75,7 @@ def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_ablation_that_was_stopped_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    """Of 80 steps each is in the seconds once, and those before the stop are not taken anew."""
+    """Each of 80 steps counts once in the seconds; those before the stop are not repeated."""
     out, epochs = tmp_path / "out", 40
     file = write_ablation(tmp_path, steps={"baseline": {}})
     command = [*bigbatch_argv(), "sweep", file, "--folder", str(out), "--epochs", str(epochs)]

@@ -1,4 +1,4 @@
-"""What a notebook does with bigbatch.train, in one process; and a script of which every rank does the same."""
+"""bigbatch.train as a notebook calls it, in one process; and a script that every rank runs."""
 
 import gc
 import json
@@ -54,7 +54,7 @@ class Diary:
 
 
 def settings(root: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Of six steps in two epochs."""
+    """Return settings of six steps in two epochs."""
     tiny = {
         "data.root": root,
         "data.loader": "torchvision",

@@ -89,7 +89,7 @@ def class_tars():
 
 
 def val_files():
-    names = [f"ILSVRC2012_val_{n:08d}.JPEG" for n in (3, 1, 2, 5, 4)]  # an archive's order is no promise
+    names = [f"ILSVRC2012_val_{n:08d}.JPEG" for n in (3, 1, 2, 5, 4)]  # an archive's order is not a promise
     return {name: content(name) for name in names}
 
 

@@ -68,7 +68,7 @@ def start_scripts(argv: Sequence[str], *, num_ranks: int, cwd: Path | None = Non
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A free port: no process listens on it now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -47,7 +47,7 @@ def meet_on_the_gpu_in_sight() -> int:
 
 
 def copy_on_a_thread() -> int:
-    """As a rank of the last GPU does; 0 where no other one knows of it."""
+    """Copy on a thread, as a rank of the last GPU does; return how many other GPUs got a CUDA context."""
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(last)
     staging = HostStaging(last)

@@ -47,7 +47,7 @@ def add_port(
 
 
 def add_limits(root: Path, *, locked: object = "unlimited", files: tuple[object, object] = (1024, 524288)) -> None:
-    """Write proc_pid_limits(5), of which two lines count; locked: soft, in bytes."""
+    """Write proc_pid_limits(5); two of its lines count; locked: soft, in bytes."""
     lines = (
         ("Limit", "Soft Limit", "Hard Limit", "Units"),
         ("Max cpu time", "unlimited", "unlimited", "seconds"),

@@ -70,7 +70,7 @@ RULES = {
 def write_run(
     folder: Path, *words: str, epochs: Sequence[int] = (38, 42), reached: bool = True, recipe: str = "resnet50_8k"
 ) -> Path:
-    """A run folder with evaluations after those epochs, of which the last is the first to reach the target."""
+    """A run folder with evaluations after those epochs; the last one is the first to reach the target."""
     config = load_config(["--config", f"imagenet/{recipe}", f"--run.directory={folder}", *words])
     folder.mkdir()
     RunDir(folder).config.write_text(dump_config(config))

@@ -30,14 +30,14 @@ class Locked:
         self.count = 0
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        """As CUDA does: refuse what is locked."""
+        """Refuse memory that is already locked, as CUDA does."""
         assert address not in self.addresses
         self.addresses.add(address)
         self.count += 1
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        """As CUDA does: refuse what is not locked."""
+        """Refuse memory that is not locked, as CUDA does."""
         self.addresses.remove(address)
         return 0
 
@@ -66,7 +66,7 @@ def play_gpu(monkeypatch: pytest.MonkeyPatch) -> Locked:
 
 
 def _make_event(*, enable_timing: bool = False) -> torch.Event:
-    return torch.Event(DEVICE.type, enable_timing=enable_timing)  # of which of them, its first record says
+    return torch.Event(DEVICE.type, enable_timing=enable_timing)  # its first record chooses the device
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _on_stream(stream: torch.Stream) -> Iterator[None]:
     torch.accelerator.set_stream(before)
 
 
-# --- kernels that openreg leaves to whoever needs them ---
+# --- kernels that openreg lacks ---
 
 
 def _convolution(*args: Any) -> Tensor:

@@ -77,7 +77,7 @@ def assert_state_dict_resumes(make, *, resumed_as, states):
 
 
 def assert_memory_format_changes_nothing(make):
-    """Of the weight, its gradient and its state."""
+    """Check memory formats of the weight, its gradient and its state."""
 
     def final_weight(weight_format, grad_format, state_format):
         weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))

@@ -39,7 +39,7 @@ SETTINGS = {
     "SLURM_STEPMGR": "n0",
     "RANKING": "5",
 }
-"""What is no place of a rank."""
+"""What is not a place of a rank."""
 
 
 def left_by(family: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""NCCL that is played by another library of torch's: by fake groups, which talk to nobody, or by gloo's, which do.
+"""NCCL that is played by another library of torch's: by fake groups, which do not communicate, or by gloo's, which do.
 
 As NCCL does: it connects when it is initialized, where a GPU is named, and parts of the world are split from it then,
 all at once; messages run one after another, each batch to its end, so that two ranks which both send first would wait

@@ -232,7 +232,7 @@ class RecordedGpu(PlayedGpus):
     def _freed_by(self, stream: Actor) -> list[int]:
         """Return, once, what an allocation on this stream takes again, without a wait for any other stream."""
         gone = [key for key, memory in self._memories.items() if memory.reference.expired()]
-        # that of the host is no danger: torch keeps what is locked until the copies that use it have ended
+        # that of the host is not a danger: torch keeps what is locked until the copies that use it have ended
         self._freed += [
             memory for memory in map(self._memories.pop, gone) if memory.is_there and memory.number not in self._kept
         ]
@@ -386,7 +386,7 @@ class _Faces(TorchFunctionMode):
         self._gpu.local.makes_there = None
 
     def _moved(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As Tensor.to."""
+        """Do the same as Tensor.to."""
         must_copy = kwargs.pop("copy", False)
         device, dtype, is_async, layout = torch._C._nn._parse_to(*args, **kwargs)
         was_there = self._gpu.is_there(tensor)

@@ -24,7 +24,7 @@ def smooth_image(seed: int, width: int = 150, height: int = 110) -> Image.Image:
 
 
 def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
-    """As a file of that kind holds it."""
+    """Return the bytes of a file of that format."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()

@@ -69,7 +69,7 @@ class Stubs:
             (folder / name).chmod(0o755)
 
     def environ(self, **variables: str) -> dict[str, str]:
-        """Of a batch script."""
+        """Return the environment of a batch script."""
         slurm = {"SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "n[0-1]", "STUBS": str(self.folder)}
         array = {"SLURM_ARRAY_JOB_ID": JOB, "SLURM_ARRAY_TASK_ID": "5"}
         return {**os.environ, **slurm, **array, **variables, "PATH": f"{self.folder}:{os.environ['PATH']}"}
@@ -101,7 +101,7 @@ class Stubs:
         return process.returncode, output
 
     def argv(self) -> list[str]:
-        """Of srun."""
+        """Return the arguments of srun."""
         return (self.folder / "srun.argv").read_text(errors="surrogateescape").split("\0")
 
     def variables(self) -> dict[str, str]:

@@ -194,7 +194,7 @@ def train(
     max_skipped: int = 99,
     **hooks: Callable[..., None],
 ) -> Totals:
-    """The steps of a run, of which the recorder is told."""
+    """The steps of a run; the recorder sees each."""
     config = quickstart(f"--data.max_skipped={max_skipped}")
     loop = TrainingLoop(
         config,

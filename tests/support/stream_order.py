@@ -48,7 +48,7 @@ class Wait:
     actor: Actor
     markers: tuple[Marker, ...]
     place: str
-    """Who asked for it; empty where nobody had to: it is how the machine works, or torch."""
+    """The code that asked for the wait; empty if the device or torch waits by itself."""
 
 
 Event: TypeAlias = Launch | Mark | Wait
@@ -87,7 +87,7 @@ class Trace:
         self.events.append(Launch(self._thread(), actor, frozenset(reads) - written, written, what))
 
     def waits(self) -> dict[int, str]:
-        """Return the waits that are judged and that somebody asked for: their places in events, and who asked."""
+        """Return the judged waits that code asked for: their places in events, and that code."""
         events = list(enumerate(self.events))[self._judged_from :]
         return {at: each.place for at, each in events if isinstance(each, Wait) and each.place}
 

@@ -22,7 +22,7 @@ def alone() -> Control:
 
 
 def on_ranks(num_ranks: int, job: Callable[[Control], Result]) -> list[Result]:
-    """What a job returns on each rank, of which the hosts are node0, node1 and so on."""
+    """Return what a job returns on each rank; the hosts are node0, node1 and so on."""
     store = HashStore()
 
     def run(rank: int) -> Result:

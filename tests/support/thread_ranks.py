@@ -29,7 +29,7 @@ from bigbatch.comm.rendezvous.topology import make_topology
 
 
 class Meeting:
-    """Where ranks that are threads exchange values."""
+    """Exchanges values between ranks that are threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self.values: list[Any] = [None] * num_ranks

@@ -14,7 +14,7 @@ TINY = {
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,
 }
-"""Of the quick start: four steps an epoch."""
+"""Settings of a short quick start: four steps an epoch."""
 TINY_OPTIONS = [f"--{key}={value}" for key, value in TINY.items()]
 
 

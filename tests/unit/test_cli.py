@@ -42,7 +42,7 @@ def test_lines_are_written_whole_as_other_ranks_write_beside(program: list[str],
     assert writes[0].endswith(b"\n")
 
 
-def test_words_that_nobody_can_read_change_nothing() -> None:
+def test_unreadable_words_change_nothing() -> None:
     assert subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "-", sys.executable, "-c", TOLD], check=False).returncode == 0
 
 
@@ -65,7 +65,7 @@ UNENDED = "cli._run = lambda *_: print('no line end', end='') or 0"
     ("prepare", "argv"),
     [("", ["launch", "local", "--help"]), (UNENDED, ["train"])],
 )
-def test_output_that_nobody_reads_ends_every_command_alike(prepare: str, argv: list[str]) -> None:
+def test_output_without_a_reader_ends_every_command_alike(prepare: str, argv: list[str]) -> None:
     program = f"import sys; from bigbatch import cli; {prepare}\nsys.exit(cli.main(sys.argv[1:]))"
     reader, writer = os.pipe()
     os.close(reader)
@@ -75,7 +75,7 @@ def test_output_that_nobody_reads_ends_every_command_alike(prepare: str, argv: l
     assert (done.returncode, done.stderr) == (exit_codes.PIPE_CLOSED, b"")
 
 
-def test_main_takes_rich_s_word_for_a_pipe_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_handles_richs_error_on_a_pipe_without_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object) -> int:
         try:
             raise BrokenPipeError
@@ -129,7 +129,7 @@ def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(
 def test_main_refuses_two_dashes_for_a_value(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == exit_codes.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
-    assert "=--: -- is no value" in line
+    assert "=--: -- is not a value" in line
 
 
 def test_main_leaves_two_dashes_to_a_job_s_own_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from bigbatch.trainer.config.kinds import OPTION_KEYS
 from bigbatch.trainer.config.schema import KEYS
 
 CASES = {
-    # words, of which the last one is completed -> what bash offers
+    # words; the last one is completed -> what bash offers
     ("tr",): {"train"},
     ("",): {*COMMANDS},
     ("launch", ""): {*LAUNCHERS, "preflight", "status", "cancel", "emulate"},

@@ -324,7 +324,7 @@ GROUPED = ("launch", "data", "comm", "config", "tune")
 
 
 def words_of(line: str) -> list[str]:
-    """What follows the word bigbatch, whoever starts it."""
+    """The words after bigbatch, with any launcher before it."""
     return shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
 
 
@@ -366,7 +366,7 @@ def test_threat_model_names_tests_that_exist() -> None:
 
 
 def test_environment_is_entered() -> None:
-    """By the line of the pages, in the environment of these tests."""
+    """The command of the pages enters the environment of these tests."""
     line = ACTIVATE.replace(".venv", shlex.quote(sys.prefix))
     script = f"{line} && python -c 'import sys; print(sys.prefix)'"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)

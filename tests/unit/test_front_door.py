@@ -51,7 +51,7 @@ def test_front_door_lets_failed_ranks_under_mpirun_leave_one_after_another(
     assert slept == [pytest.approx(seconds)]
 
 
-def test_front_door_waits_for_nobody_where_all_went_well_or_mpirun_is_not_there(
+def test_front_door_does_not_wait_if_all_went_well_or_mpirun_is_missing(
     leave: Callable[..., tuple[int, list[float]]],
 ) -> None:
     assert leave(0, **openmpi(3, 8)) == (0, [])

@@ -180,7 +180,7 @@ def tables(path: Path) -> None:
 
 
 def checkpoint_of(folder: Path, name: str) -> Read:
-    """A checkpoint of which one file is changed gives the same weights, or none."""
+    """A checkpoint with one changed file gives the same weights, or none."""
     state = {"weights": torch.arange(6.0), "step": 3}
     save_checkpoint(folder, state, step=3, top1=0.5, keep=2)
     (path,) = (each.path for each in list_checkpoints(folder))
@@ -197,7 +197,7 @@ def checkpoint_of(folder: Path, name: str) -> Read:
 
 
 def webdataset_of(folder: Path, name: str) -> Read:
-    """A shard, or the index of shards: one that is not as it was written is made anew."""
+    """A shard, or the index of shards: one that is not as it was written is made again."""
     root = folder / "webdataset"
     write_dataset(folder / "images", train_per_class=1, val_per_class=1, side_pixels=(32, 32))
     pack(folder / "images", folder / "packed", recipe=PackRecipe(), splits=("train",))

@@ -1,4 +1,4 @@
-"""Who may import whom: the walls of the house, read from the sources.
+"""Which room may import which, read from the sources.
 
 The rules are those of the design: comm knows neither trainer nor launch, launch knows no torch, the parts of the
 trainer do not know each other, a heavy dependency has one door, and one file reads the environment.
@@ -250,7 +250,7 @@ def test_benchmarks_have_no_cycle_of_imports() -> None:
     assert import_cycle(modules) == []
 
 
-def test_benchmarks_are_imported_by_nobody_in_the_house() -> None:
+def test_benchmarks_are_imported_by_no_room() -> None:
     asked = {name: [each.name for each in module.imports] for name, module in house().items()}
     assert [name for name in sorted(asked) if any(is_within(each, "benchmarks") for each in asked[name])] == []
 

@@ -1,4 +1,4 @@
-"""What a container build on somebody's base image may install: .ci/keep_base.py."""
+"""What a container build on another base image may install: .ci/keep_base.py."""
 
 import runpy
 import subprocess

@@ -70,7 +70,7 @@ def test_damaged_file_gives_one_line(name: str, text: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_odd_words_of_the_environment_and_of_a_job_are_of_somebody_else(text: str) -> None:
+def test_odd_words_of_the_environment_and_of_a_job_do_not_match(text: str) -> None:
     site_settings({SITE_VARIABLE: TEXTS[text]})
     job = QueuedJob({"WorkDir": "/"}, script=f"#!/bin/sh\n{MARK}{TEXTS[text]}\n")
     assert job.run_folder in (None, Path("/", "\ud800"))
@@ -104,7 +104,7 @@ def test_claim_of_other_types_tells_nothing(change: dict[str, object], tmp_path:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_shard_is_packed_again_whose_record_nobody_can_follow(text: str, tmp_path: Path) -> None:
+def test_shard_with_an_unreadable_record_is_packed_again(text: str, tmp_path: Path) -> None:
     source, target = tmp_path / "pictures", tmp_path / "packed"
     write_dataset(source, train_per_class=1, val_per_class=1, side_pixels=(32, 32))
     pack(source, target, recipe=PackRecipe(), splits=("val",))

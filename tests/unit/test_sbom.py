@@ -37,7 +37,7 @@ def test_bill_names_each_package_as_scanners_do(script: dict[str, Any]) -> None:
 
 
 def test_bill_is_a_document_of_cyclonedx(script: dict[str, Any]) -> None:
-    """By what its schema requires: https://cyclonedx.org/docs/1.6/json."""
+    """Checked against what its schema requires: https://cyclonedx.org/docs/1.6/json."""
     bill = script["bill"]()
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     assert bill["metadata"]["component"]["version"] == version("bigbatch")

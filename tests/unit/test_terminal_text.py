@@ -208,7 +208,7 @@ def raw_prints(source: str) -> Iterator[int]:
 
 
 def test_lines_are_printed_in_one_place() -> None:
-    """By print_line and print_lines of bigbatch/errors.py, through which a name drives no terminal."""
+    """Only print_line and print_lines of bigbatch/errors.py print; they remove control characters."""
     rooms = ("bigbatch", "comm", "trainer", "launch", "experiments")
     sources = {str(path.relative_to(ROOT)): path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py")}
     found = {name: lines for name, source in sources.items() if (lines := list(raw_prints(source)))}

@@ -45,7 +45,7 @@ def test_celu_is_its_formula() -> None:
 
 @pytest.mark.parametrize(("sign", "is_same"), [(1, True), (-1, False)])
 def test_pooling_goes_through_what_rises(sign: int, is_same: bool) -> None:
-    """Where all scales are positive and statistics are fixed, both orders compute the same."""
+    """If all scales are positive and statistics are fixed, both orders compute the same."""
     blocks = [
         ConvBlock(3, 8, pool=True, pool_first=first, norm=nn.BatchNorm2d, activation=lambda: nn.CELU(0.3)).eval()
         for first in (True, False)

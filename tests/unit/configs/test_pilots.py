@@ -25,7 +25,7 @@ OURS = {
     "run": ("directory", "log_every_steps", "eval_every_epochs", "eval_offset_epochs", "checkpoint_every_steps"),
     "data": ("root", "num_classes", "num_threads"),
 }
-"""Where a pilot runs, and how often it writes; and target_top1 and precision, as the page says."""
+"""Keys of place and output of a pilot, and target_top1 and precision, as the page says."""
 
 
 def recipe_of(name: str) -> str:

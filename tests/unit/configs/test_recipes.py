@@ -100,7 +100,7 @@ def recipe(name: str) -> Config:
 
 @cache
 def words_of(name: str) -> str:
-    """Of its file, and of those that it extends."""
+    """Return the text of its file, and of those that it extends."""
     text, base = "", f"imagenet/{name}"
     while base:
         words = (PACKAGED / f"{base}.yaml").read_text()
