@@ -291,12 +291,12 @@ class Communicator:
         if self.control.detector.has_failed:
             self.abort()
             return
-        with suppress(RuntimeError):  # without its store the last barrier says what there is to say
+        with suppress(RuntimeError):  # if the store is lost, the last barrier reports it
             self.control.detector.leave()
         if self.registered is not None:
             self.registered.close()
         self.backend.close()
-        # not before: no other call would end a wait in NCCL's last barrier
+        # only now: nothing else would end a wait in NCCL's last barrier
         if self.watch is not None:
             self.watch.close()
         self.control.detector.end_well(within_seconds=self.control.timeout_seconds)
@@ -316,8 +316,8 @@ class Communicator:
         open_connections.pop(self.control, None)
         _aborted.append(self.backend)
         if self.watch is not None:
-            self.watch.close()  # it would answer their roll call
-        # without its store they have noticed
+            self.watch.close()  # otherwise it would still answer when the others ask which ranks are alive
+        # if the store is lost, the others have noticed already
         with suppress(RuntimeError):
             self.control.detector.crash(exit_code)
 
@@ -350,7 +350,7 @@ class Communicator:
 def close_at_exit(communicator: Communicator) -> Communicator:
     """Return the communicator, to be closed when the interpreter ends if it is not closed by then."""
     if not open_connections:
-        # registered again each time: once is enough
+        # registering it once is enough
         atexit.unregister(_close_all)
         atexit.register(_close_all)
     open_connections[communicator.control] = communicator

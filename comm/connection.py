@@ -166,7 +166,7 @@ def connect(
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     wire = make_wire(wire_dtype, predivide, reduce_dtype)
     gpu = ""
-    if device is None:  # a caller that names one may have ranks share it
+    if device is None:  # a caller that names a device may let ranks share it
         device = choose_device(env, backend=backend)
         gpu = only_gpu(device)
     device = with_index(device)

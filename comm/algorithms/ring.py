@@ -117,7 +117,7 @@ class _Ring:
             for segment in self.segments:
                 coming[hop - 1][segment].wait()
                 totals[segment].add_(self._incoming(mine, segment, hop=hop))
-                if hop == n - 1:  # its sum spreads while the next segment arrives
+                if hop == n - 1:  # this segment's sum travels on while the next segment arrives
                     pending.append(self._complete(mine, segment, totals[segment]))
             if hop + HOPS_AT_ONCE < n:  # into the slots that have been read
                 coming.append([self._hand_over(hop + HOPS_AT_ONCE, segment) for segment in self.segments])

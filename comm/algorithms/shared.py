@@ -80,9 +80,9 @@ class _SharedSum:
             pieces = self._owners.order if self._is_long else (0,)
             targets, sources = (self._shards[each][place].tensor_split(len(pieces)) for each in (self._place, place))
             for piece in pieces:
-                self._hear([place], 1)  # its owner announces each
+                self._hear([place], 1)  # the owner announces each of these
                 targets[piece].copy_(sources[piece])
-            sent.append(self._tell(place, b"r"))  # this rank has read it
+            sent.append(self._tell(place, b"r"))  # tell the owner that this rank has read it
         if self._place < self._owners.count:
             # until all have read it, the next step must not write into this memory
             self._hear(self._everyone_else(), 1)

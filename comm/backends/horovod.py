@@ -30,7 +30,7 @@ def import_horovod() -> Any:
             f"the Horovod backend needs Horovod ({first_line(error)}): pip install 'bigbatch[horovod]' compiles it, "
             f"which fails beside a recent torch; {HOW_TO_BUILD}"
         ) from error
-    if not hasattr(hvd, "mpi_built"):  # a failed build still installs, and says so on standard output only
+    if not hasattr(hvd, "mpi_built"):  # it installs even if its build failed
         raise CommError(f"Horovod was built without its part for PyTorch: build it where torch is; {HOW_TO_BUILD}")
     if not hvd.mpi_built():
         raise CommError(f"Horovod was built without MPI: build it with HOROVOD_WITH_MPI=1; {HOW_TO_BUILD}")
@@ -72,7 +72,7 @@ class HorovodBackend:
                 "Horovod was built without NCCL, so training keeps to the CPU: docs/from-horovod.md says what a build "
                 "needs, and comm.backend nccl takes the GPUs"
             )
-        if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
+        if self._hvd.is_initialized():  # by the script or another communicator: one would end it for both
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
         mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before bigbatch does
         self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)

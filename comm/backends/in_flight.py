@@ -74,7 +74,7 @@ class ThreadQueue:
         def wait() -> None:
             start = awake_seconds()
             while not futures.wait([future], timeout=POLL_SECONDS).done:
-                # an earlier one may be what keeps this one waiting
+                # an earlier operation may block this one
                 running = self.oldest()
                 waited = awake_seconds() - start
                 self._while_waiting(running.label if running else label, waited)
@@ -99,7 +99,7 @@ class ThreadQueue:
         return next(iter(self._under_way.copy()), None)
 
     def _run(self, operation: Callable[[], None], label: str) -> None:
-        # a later operation would meet the wrong one of its peers
+        # a later operation would be matched with another one of its peers
         if self._failure:
             raise self._failure
         start = awake_seconds()

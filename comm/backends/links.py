@@ -71,7 +71,7 @@ def leave_bbr(stream: socket.socket) -> None:
     if option is None or not stream.getsockopt(socket.IPPROTO_TCP, option, 16).startswith(b"bbr"):
         return
     for name in BURSTY:
-        with suppress(OSError):  # not in this kernel, or only for root
+        with suppress(OSError):  # this kernel lacks it, or allows it to root only
             stream.setsockopt(socket.IPPROTO_TCP, option, name.encode())
             return
 
@@ -311,7 +311,7 @@ class Links:
         """Read more of a connection's introduction; close it if it ends or does not know the secret."""
         stream, said, _ = self._callers[number]
         try:
-            # not a byte more: the first message follows, which the link reads
+            # not a byte more: the link reads the first message, which follows
             more = stream.recv(HELLO_BYTES - len(said))
         except OSError:
             more = b""

@@ -31,7 +31,7 @@ class RegisteredMemory:
             self._nccl = group._get_backend(device)
             self._allocator = self._nccl.mem_allocator
             self.release(self.allocate(1, torch.float32))
-        except (RuntimeError, AttributeError, TypeError) as error:  # the latter two if torch has other names
+        except (RuntimeError, AttributeError, TypeError) as error:  # the latter two: other names in torch
             raise CommError(
                 f"comm.buffers={'symmetric' if is_symmetric else 'registered'} is not available with torch "
                 f"{torch.__version__} and NCCL {'.'.join(map(str, version))} on {device} ({first_line(error)}): set it "

@@ -68,7 +68,7 @@ class TcpBackend:
 
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         if isinstance(error, ConnectionError):
-            self._links.shut_down()  # the waits of others end at once, too
+            self._links.shut_down()  # so that the waits of other ranks end at once, too
         return self._control.detector.explain(label, seconds, error)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:

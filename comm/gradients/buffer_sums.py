@@ -64,7 +64,7 @@ class GridSums:
         self._grid, self._communicator = grid, communicator
         self.align = PART_ALIGN if scatter else 1
         self._halves = ScatterGather(communicator) if scatter else None
-        # a GPU reads at wait(), in its own order of work; a share, once the counts have arrived
+        # on a GPU the stream orders the reads; a rank's part is read once the counts have arrived
         self._reads_on_arrival = communicator.device.type == "cpu" and not scatter
         self._sums: list[Tensor] = []
         self._beyond: list[Tensor] = []

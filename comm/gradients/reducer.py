@@ -187,7 +187,7 @@ class GradientReducer:
 
     def _start_next(self) -> None:
         index = self._num_started
-        for name in self._missing[index]:  # took no part in this backward
+        for name in self._missing[index]:  # these gradients took no part in this backward
             self._copy_into_buffer(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
         self._last = self._sums.start(index, self.buffers[index], label=label)

@@ -36,7 +36,7 @@ def measure_backward(
     def now() -> object:
         if device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # on the stream, which runs behind the host
+        event = torch.cuda.Event(enable_timing=True)  # recorded on the stream, which lags behind the host
         event.record(torch.cuda.current_stream(device))
         return event
 

@@ -101,7 +101,7 @@ class JobState:
 
     def needs_no_store(self, now: float) -> bool:
         """Return whether all ranks have ended, or a failure has had its time to be explained."""
-        # a rank that failed by itself starts no roll call, so a verdict may never come
+        # a rank that failed by itself asks no ranks to answer, so a verdict may never come
         is_old = self.cause and now - self.since > limits.ROLL_CALL_SECONDS + 2 * limits.LINGER_SECONDS
         return bool(self.verdict or is_old) or len(self.ended | self.gone) == self.world_size
 
