@@ -186,7 +186,7 @@ def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, phase: str) ->
     one, other = ours.get(phase, {}), theirs.get(phase, {})
     if not one or not other or (phase in BY_MICROBATCH and len(ours["ranks"]) != len(theirs["ranks"])):
         return {}
-    # of layers each run has those that it was asked for
+    # a run has digests of the layers that it was asked for
     names = [name for name in one if name in other] if phase == ACTIVATIONS else {**one, **other}
     none = [""] * len(ours.get("ranks", []))  # no microbatch of that run had a gradient of it
     return {name: (one.get(name, none), other.get(name, none)) for name in names}
@@ -234,7 +234,7 @@ def describe_values(a: RecordedRun, b: RecordedRun, parting: Parting) -> Iterato
 
 def _values_of(run: RecordedRun, parting: Parting, microbatch: int) -> dict[str, list[Tensor]]:
     """Return a run's kept tensors of a phase and a microbatch: name -> tensors in order of a layer's outputs."""
-    is_summed = parting.phase == SUMMED  # which the first rank keeps
+    is_summed = parting.phase == SUMMED  # the first rank stores these
     rank = 0 if is_summed else run.digests[parting.step]["ranks"][microbatch]
     path = checkpoint_path(values_folder(RunDir(run.path).values, rank=rank), step=parting.step)
     if not path.exists():

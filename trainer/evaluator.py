@@ -92,7 +92,7 @@ def reason_to_end(evaluations: Sequence[Mapping[str, Any]], run: RunConfig) -> s
         return f"run.target_top1={target_top1:g}: top-1 was {reached[0]['top1']:.4f} at step {reached[0]['step']}"
     if metric is None or after_evaluations is None or not evaluations:
         return None
-    best = max(evaluations, key=lambda e: METRICS[metric] * e[metric])  # the first of equals
+    best = max(evaluations, key=lambda e: METRICS[metric] * e[metric])  # of equal ones the first
     num_since = len(evaluations) - 1 - list(evaluations).index(best)
     if num_since < after_evaluations:
         return None

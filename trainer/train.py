@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """
     config = load_config(argv)
     is_dry_run = "--dry-run" in argv
-    if is_dry_run:  # what would be copied, or measured and kept, is left alone
+    if is_dry_run:  # a dry run copies nothing, and neither measures nor stores anything
         config = replace(
             config,
             data=replace(config.data, stage=None),

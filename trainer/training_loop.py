@@ -129,7 +129,7 @@ class TrainingLoop:
             joining = parts.stop.joining
             if not (is_stop or joining or plan.is_report(done)):
                 continue
-            parts.precision.settle()  # the next step alone can do without: all below may read the weights
+            parts.precision.settle()  # only the next step can do without this: all below may read the weights
             self._report(steps, done)
             if joining:  # the next group does what is due
                 raise joining
@@ -185,7 +185,7 @@ class TrainingLoop:
     def _audit(self) -> None:
         """Compare gradients before their sum, in steps that are audited. Collective. Raises: ReplicasDiffer."""
         if self.is_audited:
-            self.digests.single.stop()  # what is computed again is of no record
+            self.digests.single.stop()  # the recomputed microbatch belongs to no record
             self.noise.probe.end_backward()
             self.output.log("audit", self.audit.check())
 

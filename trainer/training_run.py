@@ -239,7 +239,7 @@ class TrainingRun:
                 timeout_seconds=timeout_seconds,
             )
         except BaseException as error:
-            with suppress(Exception):  # what ended the run tells more
+            with suppress(Exception):  # the error that ended the run says more
                 self.close(LOST if isinstance(error, Joining) else exit_code_of(error))
             with suppress(Exception):
                 add_note(error, *self._where_it_continues())
@@ -352,7 +352,7 @@ class TrainingRun:
         if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
             return {}
         record = self.loop.evaluate(done)
-        self.parts.set_lr_(step=done - 1)  # the checkpoint's own, as is all else in it
+        self.parts.set_lr_(step=done - 1)  # the checkpoint's own step, like everything else in it
         self.loop.save(done, record["top1"])
-        self.loop.settle(wait=True)  # or what is measured next would be measured beside it
+        self.loop.settle(wait=True)  # otherwise it would disturb the next measurement
         return record

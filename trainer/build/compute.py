@@ -80,7 +80,7 @@ def make_execution(config: Config, communicator: Communicator, optimizer: torch.
     """Return the object that runs steps on the device."""
     if not config.compute.cuda_graph:
         return EagerExecution()
-    # no operation of its own: the watch sees when the device has not come to the end of the replays
+    # no operation is started: the watch notices if the device does not reach the end of the replays
     watch = partial(communicator.backend.submit, lambda: None, label="the sums of a replayed step")
     capture = CudaCapture(communicator.device)
     return CudaGraphExecution(capture, optimizer=optimizer, watch=watch)

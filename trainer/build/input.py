@@ -300,7 +300,7 @@ def measure_input(
     """Return the input rate without training, measured on all ranks; None if no step follows. Collective."""
     if config.data.probe_seconds == 0 or plan.first_step == plan.num_steps:
         return None
-    num_cores = cores_per_rank(communicator)  # after which all ranks start together
+    num_cores = cores_per_rank(communicator)  # afterwards all ranks start together
     probe = probe_input(
         split.loader,
         partial(train_requests, config, split, plan=plan),

@@ -38,7 +38,7 @@ def join_job(
     that are left after a loss, with its env and the device that this rank has.
     Raises: ConfigError; CommError; TunedError.
     """
-    # for its ConfigError, before any rank is connected to
+    # raises ConfigError before this rank connects to any other
     accumulation_steps(config.batch, world_size=env.world_size)
     is_given = device is not None
     device = device or choose_device(env, backend=config.comm.backend)

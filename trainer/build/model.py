@@ -54,7 +54,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     initialize_(model, config.model.init, linear_std=config.model.linear_std)
     if is_foreign_model(config.model.name):
         require_logits_(model, name=config.model.name, num_classes=config.data.num_classes)
-    if config.compute.compile is None:  # else it is tried before the first step, and a failure is told then
+    if config.compute.compile is None:  # other models are tried before the first step, which reports a failure
         explain_refusal_(model, name=config.model.name)
     freeze_(model, config.model.frozen or ())
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
@@ -94,7 +94,7 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
     def first(images_BCHW: Tensor) -> Any:
         try:
             logits_BK = forward(images_BCHW)
-        except Exception as error:  # others' code may raise anything, and is to be told of it here
+        except Exception as error:  # foreign code may raise anything; it is reported here
             is_of_device = isinstance(error, torch.AcceleratorError) or (
                 isinstance(error, RuntimeError) and OF_A_DEVICE.search(str(error)) is not None
             )

@@ -107,6 +107,6 @@ def _make_foreign(settings: OptimizerConfig, groups: Groups, *, lr: float) -> to
             f"optimizer.ema_decay={settings.ema_decay} does not go with optimizer.name={settings.name}, which averages "
             "the weights itself: set it and optimizer.ema_every_steps to null"
         )
-    # such as Schedule-Free, which has to be told before its first step
+    # such as Schedule-Free, which must be in training mode before its first step
     start_training(optimizer)
     return optimizer

@@ -63,12 +63,12 @@ def make_parts(
     model = make_model(config, communicator, exposed=exposed)
     notes: list[str] = []
     if config.model.weights is not None and plan.first_step == 0:
-        # while all is fp32 still: the masters are taken from these
+        # while all weights are still fp32: the masters are copies of these
         notes += _take_weights_(config, model, classes)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
     grid = _make_grid(config, plan)
-    # before compiling, which takes the norms as it finds them
+    # before compiling, which fixes the norms as they are
     statistics = _make_statistics(model, plan, is_on_grid=grid is not None)
     if grid:
         refuse_own_state(model)
@@ -76,7 +76,7 @@ def make_parts(
     require_sizes(config, model, normalize=normalize, forward=precision.forward)
     notes += set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
     # before the reducer: its hooks come first
-    adds_up = plan.division.most > 1 and not grid  # which does it exactly
+    adds_up = plan.division.most > 1 and not grid  # the grid adds them exactly
     accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
     reducer = _make_reducer(
         config, model, communicator, grid=grid, exposed=exposed, tuned=tuned, gradient_order=gradient_order
@@ -104,7 +104,7 @@ def make_parts(
             execution=make_execution(config, communicator, optimizer),
             notes=tuple(notes),
         )
-    except BaseException:  # where memory ends, hooks would keep what there is of it
+    except BaseException:  # if memory runs out, the reducer's hooks would keep tensors alive
         reducer.close()
         raise
 

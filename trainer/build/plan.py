@@ -52,7 +52,7 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
     steps = plan.steps_per_epoch
     options = schedule.options or {}
     milestones, cycle_epochs = options.get("milestone_epochs"), options.get("cycle_epochs")
-    # not plan.num_steps, which is less where a run was ended before
+    # not plan.num_steps, which is smaller if evaluations have ended the run
     epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
     optional = {
         "end_lr": schedule.end_lr,

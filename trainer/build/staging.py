@@ -89,7 +89,7 @@ class _Copy:
         self._copy = thread.submit(
             stage, source, target, num_workers=NUM_WORKERS, on_progress=self._progress, on_wait=self._wait
         )
-        thread.shutdown(wait=False)  # where another rank is lost, this one leaves at once, its copy unfinished
+        thread.shutdown(wait=False)  # if another rank is lost, this one leaves at once, with its copy unfinished
 
     def _progress(self, done_bytes: int, total_bytes: int) -> None:
         self._done_bytes, self._total_bytes, self._waits = done_bytes, total_bytes, False
@@ -99,7 +99,7 @@ class _Copy:
 
     def state(self) -> State:
         """Return the result, or after a beat the progress. Raises: any error except DataError."""
-        # also the beat's pace: ranks with nothing to copy wait in the gather for this one
+        # this also sets the period of exchanges: ranks with nothing to copy wait for this one in the gather
         wait([self._copy], timeout=BEAT_SECONDS)
         if not self._copy.done():
             # files grow before they count as done, and another process's copy shows on the disk alone

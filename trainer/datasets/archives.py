@@ -96,7 +96,7 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
 
     Raises: DataError naming the address, the file and the way out.
     """
-    # a training that stages imports this module, and downloads nothing
+    # imported late: a training that stages data imports this module, and downloads nothing
     from http.client import HTTPException
     from urllib.request import Request, urlopen
 
@@ -110,7 +110,7 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
         digest, done = hashlib.md5(usedforsecurity=False), 0
         request = Request(url, headers={"User-Agent": "bigbatch"})
         with replacing(path, mark=".part") as file, urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            total = response.length or 0  # a server need not say it
+            total = response.length or 0  # servers need not state the length
             while piece := response.read(1 << 20):
                 file.write(piece)
                 digest.update(piece)
@@ -136,7 +136,7 @@ class BoundedTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"more than {MAX_GLOBAL_HEADERS} global headers")
         try:
             return super()._proc_member(tar)  # type: ignore[misc]
-        except RecursionError as error:  # tarfile calls itself for what lies behind such a header
+        except RecursionError as error:  # tarfile recurses into what follows such a header
             raise tarfile.ReadError("too many headers of one member") from error
 
     def _proc_sparse(self, tar: tarfile.TarFile) -> tarfile.TarInfo:

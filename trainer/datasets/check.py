@@ -113,7 +113,7 @@ def check_dataset(
         raise DataError(f"{root}: {what if root.exists() else 'is not there'}; {hint}")
     splits = {split: listing.images for split, listing in listings.items()}
     total, num_done = sum(map(len, splits.values())), 0
-    # an empty part, so that a split without images can be concatenated, too
+    # an empty part first, so that a split without images can be concatenated, too
     rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
     faults: dict[str, dict[str, list[str]]] = {split: {} for split in splits}
     for split, rows_N, found in examine_all(splits, decode=decode, num_workers=num_workers, max_pixels=max_pixels):

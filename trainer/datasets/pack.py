@@ -264,7 +264,7 @@ def _make_shard(
     number, images = task
     path = folder / shard_name(number)
     if path.exists():
-        with suppress(DataError):  # cut or damaged since
+        with suppress(DataError):  # the file was cut or damaged since
             record = read_shard(path, expected=stated.get(path.name))
             if [row[0] for row in record.rows] == [image[0] for image in images]:
                 return record, False
@@ -360,7 +360,7 @@ def new_shard_file(path: Path) -> Iterator[BinaryIO]:
         with replacing(path, suffix=UNFINISHED, sync=True) as file:
             yield file
     except OSError as error:
-        # each pack sweeps up what it takes for the rest of one that was killed
+        # each pack removes files that it takes for leftovers of a killed one
         is_swept = isinstance(error, FileNotFoundError)
         todo = "is another pack writing here? let one end" if is_swept else "make room"
         advice = f"{todo}, then run the same command again: finished shards are kept"

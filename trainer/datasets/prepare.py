@@ -120,7 +120,7 @@ def write_images(folder: Path, images: Iterable[StoredImage], *, num_threads: in
 
 
 def _write_image(path: Path, data: bytes) -> None:
-    with suppress(OSError):  # whatever is wrong, writing tells
+    with suppress(OSError):  # any problem shows when the file is written
         if path.stat().st_size == len(data) and path.read_bytes() == data:  # a machine may have crashed
             return
     path.parent.mkdir(parents=True, exist_ok=True)

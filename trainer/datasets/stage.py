@@ -165,7 +165,7 @@ def _remove(target: Path, users: IO[bytes]) -> None:
             made = [split / FACTS, *(path for path in split.iterdir() if MADE.fullmatch(path.name))]
             for path in made:
                 path.unlink(missing_ok=True)
-            with suppress(OSError):  # something else lies there
+            with suppress(OSError):  # the folder holds something else
                 split.rmdir()
 
 

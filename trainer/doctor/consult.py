@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     Raises: ConfigError; DoctorError if the unchanged config cannot be measured; RunFolderError.
     """
     is_child = len(argv) == 3 and argv[2].isdecimal()  # a folder and a process id; else argv[0] is a run folder
-    if is_child and argv[0] == "probe":  # of another doctor, in a process of its own
+    if is_child and argv[0] == "probe":  # arguments of a probe, started by another doctor process
         from bigbatch.trainer.doctor import probe  # torch takes seconds to import
 
         return probe.main(argv[1:])

@@ -93,7 +93,7 @@ class Examination:
         )
         pace, rates = self._look_at(base, machine, pace=pace, flops_per_image=glance["flops_per_image"])
         findings.rates, limit = rates, find_limit(rates)
-        # where images limit nothing, those that were fetched ahead do not either
+        # if the input is no limit, prefetched images do not matter either
         probes.flushes = not budget.is_limited or limit == "input"
         candidates, findings.unmeasured = find_candidates(
             measured, machine, whole=self.whole, limit=limit, only=self.only

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             if is_first:
                 append(folder / ANSWERS, found)
         probe.close()
-    except RuntimeError as error:  # out of memory, a compile that fails, a kernel that there is not
+    except RuntimeError as error:  # out of memory, a failed compilation, a missing kernel
         if isinstance(error, UserError):
             raise
         raise DoctorError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
@@ -115,7 +115,7 @@ class _Probe:
         self.split, self._eval_split = splits
         plan = make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
         parts = make_parts(config, communicator, plan=plan, tuned=tuned)
-        # weights that do not move: a loss that explodes would change what there is to compute
+        # the weights must not move: an exploding loss would change the amount of work
         self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)
         self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)
         self._generated_split, _ = build_input.make_splits(with_generated(config), communicator)
@@ -266,7 +266,7 @@ class _Probe:
     def _warm_up(self, batches: str, *, seconds: float, flushes: bool) -> None:
         """Warm up: first until step times settle; later only until prefetched batches are used up."""
         stream = self._streams[batches]
-        # steps that the batches suffice for which were fetched while another probe had its turn
+        # the steps for which batches were prefetched during another probe's turn
         ahead = -(-self.config.data.prefetch_batches // len(self.plan.microbatches))
         if batches in self._step_seconds:
             self._timed(stream, ahead if flushes else 0)

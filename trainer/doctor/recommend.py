@@ -49,7 +49,7 @@ def compare(base: Probe, other: Probe, *, turns: int) -> SpeedComparison:
     """Run both for the same number of turns; each is first equally often. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
-        # turns about, so that a machine that grows slower favours neither
+        # alternate which goes first, so that a slowing machine favours neither
         first, second = (base, other) if turn % 2 == 0 else (other, base)
         one, two = first.run(), second.run()
         pairs.append((one, two) if first is base else (two, one))

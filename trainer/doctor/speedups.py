@@ -166,7 +166,7 @@ def find_candidates(
     def worth(candidate: Candidate) -> float:
         """Return the assumed gain, used only to try the likeliest first."""
         if candidate.name in SWITCHES and not all(candidate.values.values()):
-            return 0.0  # they are on, and have been for a reason
+            return 0.0  # the user has them on, perhaps for a reason
         return WORTH[machine.is_gpu].get(candidate.name, 0.0)
 
     first = {"input": INPUT, "network": NETWORK, "cores": ("threads", *INPUT)}.get(limit, COMPUTE)

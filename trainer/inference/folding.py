@@ -50,7 +50,7 @@ def fold_norms(model: nn.Module) -> nn.Module:
         old = model.get_submodule(norm)
         fused = fuse_conv_bn_eval(model.get_submodule(convolution), old)  # type: ignore[type-var,arg-type]
         model.set_submodule(convolution, fused)
-        model.set_submodule(norm, nn.Sequential(*old.children()))  # one of timm's has its activation there
+        model.set_submodule(norm, nn.Sequential(*old.children()))  # timm's norms include their activation
     return model
 
 

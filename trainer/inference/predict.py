@@ -78,7 +78,7 @@ class Classifier:
         config = replace(
             config,
             batch=replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size),
-            augment=replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0),  # an image alone has none to mix with
+            augment=replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0),  # nothing to mix a single image with
         )
         index = ImageIndex(  # of single images: below the root of all files, without known class
             root="",

@@ -62,7 +62,7 @@ class InputStatistics:
             for square, count, each in zip(squares, counts, means, strict=True)
         ]
         low, high = STD_RANGE
-        # not "<": what is not a number is far off, too
+        # not "<": NaN is far off, too
         if all(abs(each) <= FARTHEST_MEAN for each in means) and all(low <= each <= high for each in stds):
             return None
         own_mean = [each * scale + shift for each, scale, shift in zip(means, std, mean, strict=True)]

@@ -69,7 +69,7 @@ class BadImages:
             raise error
         with self._lock:
             number = len(self.reasons.keys() | {position})
-            # what is one too many is not taken note of, so that it ends the next load, too
+            # the image that is one too many is not recorded, so that it ends the next load, too
             if number > self._max_skipped:
                 raise too_many(number, max_skipped=self._max_skipped, last=str(error)) from error
             if number == self._num_images:

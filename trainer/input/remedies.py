@@ -84,7 +84,7 @@ def remedies(stage: str, settings: InputSettings) -> list[str]:
             return ["copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage"]
         if not settings.stage.startswith(MEMORY):
             return [f"name a faster folder than {settings.stage} in data.stage, such as one in {MEMORY}"]
-        # from memory, no more than two threads read
+        # two threads are enough to read from memory
         return more_threads(settings) if settings.num_threads < 2 else [more_cores]
     if stage == "augment":
         some = "some of " if len(settings.augmentations) > 1 else ""

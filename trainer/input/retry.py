@@ -143,7 +143,7 @@ class PatientReads:
                 self.latencies.append(awake_seconds() - since)
                 return data
             except StorageError as error:
-                # only what the system refused may heal; a shard that was cut or edited stays so
+                # only errors of the system may pass; a cut or edited shard stays so
                 cause, seconds = error.__cause__, awake_seconds() - start
                 if not isinstance(cause, OSError):
                     raise
@@ -169,7 +169,7 @@ class PatientReads:
             if draw is not None:
                 draw.read_seconds += last - before
             if not is_done and self._stop.is_set():
-                # once more: nearly all reads return at once, and then no thread stays behind
+                # once more: nearly all reads have returned by now, and then no thread is abandoned
                 is_done = not wait(parts, timeout=GRACE_SECONDS).not_done
                 if not is_done:
                     raise StuckError("reading was stopped while a read had not returned")

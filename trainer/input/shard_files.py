@@ -69,7 +69,7 @@ class ShardFiles:
         stamps: those at which a shard may be opened, if only those.
         """
         self._paths, self._stamps = paths, stamps
-        # a third of the limit: training has two splits, and sockets and libraries want the rest
+        # a third of the limit: training has two splits, and sockets and libraries need the rest
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
         self._open = lru_cache(max_open or most)(lambda shard, _: self._new(shard))

@@ -268,7 +268,7 @@ class KeptBlocks:
             if not expected:
                 return None
             data = os.pread(self._file.fileno(), BLOCK_BYTES, self._start + block * BLOCK_BYTES)
-        except OSError:  # a disk with a fault: the storage has it
+        except OSError:  # the local disk is faulty: read from the storage
             return None
         return data if _checksum(data) == expected else None
 

@@ -169,7 +169,7 @@ def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) ->
             for member in read_members(window, path=path, num_bytes=num_bytes):
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, suffix = name.partition(".")
-                # what is hidden would part a sample; WebDataset passes over the others, too
+                # a hidden file would split a sample; WebDataset skips the others, too
                 if is_hidden(name) or not dot or _is_meta(member.name):
                     continue
                 if (this := folder + slash + stem) != key:

@@ -170,7 +170,7 @@ def read_xids(root: Path = Path("/")) -> dict[str, int]:
 
 def _kernel_log(path: Path) -> bytes:
     log = bytearray()
-    with suppress(OSError):  # may not be opened; is at its end
+    with suppress(OSError):  # PermissionError: it may not be opened; BlockingIOError: no more records
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             while (record := _record(descriptor)) and len(log) < MOST_LOG_BYTES:

@@ -42,7 +42,7 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
     if wanted:
         amounts = f" ({wanted[1]} more were wanted" + (f", {free[2]} of {free[1]} were free)" if free else ")")
     start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{amounts}: "
-    # what a CPU's run leaves is in pieces, so that more may fit from the start
+    # freed memory of a CPU's run is fragmented, so a fresh start may fit more
     at_least = "at least " if device.type == "cpu" else ""
     return start + _remedy(config, found, world_size=world_size, at_least=at_least) + _undo(config)
 

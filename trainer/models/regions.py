@@ -66,6 +66,6 @@ def recompute_(model: nn.Module, num_blocks: int) -> None:
             checkpoint,
             block.forward,
             use_reentrant=False,
-            preserve_rng_state=False,  # no block draws any; a CUDA graph could not read the state
+            preserve_rng_state=False,  # blocks draw none; a CUDA graph could not read the state
         )
         block.forward = again

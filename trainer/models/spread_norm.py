@@ -95,7 +95,7 @@ class SpreadNormalize(torch.autograd.Function):
                 grad_BCHW, images_BCHW, mean_C, inverse_C, weight_C, total_2C[0], total_2C[1], counts_R
             )
         else:
-            # what moves with the mean, and with the variance, is taken out of the gradient
+            # subtract the parts of the gradient that act through the mean and the variance
             mean_grad_C, product_mean_C = total_2C / (group.num_ranks * count)
             slope_C = product_mean_C * inverse_C.square()
             pulled_BCHW = grad_BCHW - mean_grad_C[:, None, None] - centred_BCHW * slope_C[:, None, None]

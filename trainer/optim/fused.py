@@ -35,7 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         problems = [problem_with_number(key, group[key]) for key in self._numbers]
         problems += [_problem_with_weights(group["params"], asked_by=type(self).__name__), self._problem_with(group)]
         if problem := next(filter(None, problems), None):
-            # torch appends before anything of ours can look at the group
+            # torch appends the group before this class can check it
             self.param_groups.pop()
             raise ValueError(problem)
 
@@ -122,7 +122,7 @@ def one_where_a_norm_is_zero(ratios_N: Tensor, w_N: Tensor, u_N: Tensor) -> Tens
 def scaled(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
     """Return tensors, each times its own factor; may overwrite the inputs."""
     if tensors[0].device.type == "cpu":
-        # a loop costs little there, and memory that is new at every step much
+        # on a CPU a loop is cheap, and new memory at every step is expensive
         torch._foreach_mul_(tensors, factors_N.unbind())
         return tensors
     return scaled_on_gpu(tensors, factors_N)

@@ -166,7 +166,7 @@ def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *
         machines.setdefault(place.machine, []).append(place.host)
     num_turns = max(map(len, machines.values()))
     found = []
-    # the looks are far apart: all nodes have their turn between them
+    # the two measurements are far apart: all nodes take their turn in between
     for turn in [*range(num_turns)] * LOOKS:
         # a slice, since a machine with fewer nodes has none for this turn
         if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):

@@ -44,7 +44,7 @@ def gather_facts(
 
     list_gpus: what the driver writes of each GPU.
     """
-    # started first: it goes on while disks and driver are asked
+    # started first: it continues while disks and driver are queried
     counting = start_counting(config)
     free, trouble = free_disk(config)
     gpus = list_gpus()

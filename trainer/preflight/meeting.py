@@ -74,7 +74,7 @@ def leave_together(control: Control) -> None:
     """Exit after rank 0 has reported absent ranks: a launcher ends all ranks when the first one exits."""
     if control.rank == 0:
         control.store.set(f"{_ABSENT}/told", "1")
-        time.sleep(LEAVE_SECONDS)  # it holds the line
+        time.sleep(LEAVE_SECONDS)  # rank 0 holds the store, which the others still read
     else:
         control.read(f"{_ABSENT}/told", what="verdict of the preflight")
 

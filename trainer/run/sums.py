@@ -29,7 +29,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
     if algorithm == "hybrid" and communicator.table:
         algorithm = f"hybrid by table {_digest(json.dumps(communicator.table.as_rows()))}"
     if is_sharded:
-        algorithm = f"reduce-scatter, {algorithm} beside"  # it sums the statistics
+        algorithm = f"reduce-scatter, {algorithm} beside"  # a sharded run sums only the statistics by it
     if names & summed_by_library(communicator.backend):
         algorithm = f"{algorithm} over {communicator.backend.name}"
     return {
@@ -56,7 +56,7 @@ def sums_notes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     For one rank only the number of ranks is compared.
     """
     changed = [key for key in now if key in before and before[key] != now[key]]
-    if {"ranks", "algorithm"} & set(changed):  # then the nodes matter, or differ
+    if {"ranks", "algorithm"} & set(changed):  # these explain other nodes, too
         changed = [key for key in changed if key != "nodes"]
     if not changed:
         return []

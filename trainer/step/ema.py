@@ -40,7 +40,7 @@ class MovingAverage:
         """Move on after step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
         if done % self._every_steps:
             return
-        if done == self._every_steps:  # nothing sees an average that was made in a step which did not count
+        if done == self._every_steps:  # an average made in a step that did not count is never used
             torch._foreach_copy_(self._average, self._tensors)
             return
         decay = bounded_decay(self._decay, done // self._every_steps)

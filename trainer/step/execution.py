@@ -232,6 +232,6 @@ def compile_failure(first_call: Callable[[], object]) -> str:
     try:
         first_call()
     except TorchDynamoException as error:
-        said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # before it begins to explain
+        said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # without torch's hints
         return " ".join(said.split())[:300]
     return ""

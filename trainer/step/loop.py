@@ -56,7 +56,7 @@ class TrainStep:
             seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
             parts.statistics.tell_(input_failed=stream.failure is not None)
             yield prepared, microbatch == plan.microbatches[-1]
-        # what an optimizer draws is of the step alone: no ghost batch has this place
+        # the optimizer's random numbers depend on the step alone: no ghost batch has this place
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 
     def learn_from(self, microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
@@ -207,5 +207,5 @@ class Steps:
         return InputLost(f"{where}{reason}{stop} {outcome}", done=done, replaced=self._gather_replaced(before=done))
 
     def _gather_replaced(self, *, before: int) -> dict[int, str]:
-        # a rank draws on after the step at which the input of another one failed, and those steps do not count
+        # a rank continues after the step at which another one's input failed, and those steps do not count
         return gather_replaced(self.parts.communicator, self.stream.take_replaced(before=before))

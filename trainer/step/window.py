@@ -20,7 +20,7 @@ class Window:
 
     def __init__(self, device: torch.device) -> None:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-        self.finite_steps = torch.zeros((), dtype=torch.int64, device=device)  # before the loss was not finite
+        self.finite_steps = torch.zeros((), dtype=torch.int64, device=device)  # counted until the loss is not finite
         self.start_over()
 
     def start_over(self) -> None:

@@ -155,7 +155,7 @@ class DaliDecoder:
         except StopIteration:
             return None
         except RuntimeError:
-            self._pipeline = None  # an executor that failed stays failed
+            self._pipeline = None  # DALI's executor does not recover from a failure
             raise
 
     def _drain(self) -> None:

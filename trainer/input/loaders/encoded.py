@@ -106,7 +106,7 @@ class ImageLoader:
                 return
             except UndecodableError as error:
                 self.reader.bad.add(error.position, error)
-                # what an earlier stop left for another time comes after what was under way at this one
+                # batches kept from an earlier stop come after those that were under way at this one
                 again.extendleft(reversed(under_way))
                 under_way.clear()
 

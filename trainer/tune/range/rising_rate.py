@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(
         ["--config", arguments.config, *overrides, f"--{EARLIER_TEST}=null"], prog="bigbatch tune range"
     )
-    to_its_end = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test sees that itself
+    to_its_end = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test detects it
     config = dataclasses.replace(config, run=to_its_end)
     env = read_process_env()
     bind_rank(config, env)
