@@ -159,7 +159,7 @@ def _answer(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # rich has found it
+        if isinstance(ended.__context__, BrokenPipeError):  # rich has noticed the closed pipe
             return PIPE_CLOSED
         if not ended.code:  # argparse has printed its help, and takes no notice of a broken pipe
             if _is_pipe_closed():
@@ -244,7 +244,7 @@ def _run(command: str, arguments: list[str]) -> int:
 
 def _code_of(error: BaseException) -> int:
     """Print the exception, in one line if the user can fix it, else with a traceback; return the exit code."""
-    if isinstance(error, KeyboardInterrupt):  # to import torch takes long enough for a Ctrl-C
+    if isinstance(error, KeyboardInterrupt):  # a Ctrl-C may come while torch is imported
         tell("interrupted", *notes_of(error))
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
@@ -260,7 +260,7 @@ def _code_of(error: BaseException) -> int:
         where = printable(os.fsdecode(error.filename)) if error.filename else "a file, or the output,"
         tell(f"{where} cannot be written ({error.strerror}): free some disk")
         return FAILED
-    traceback.print_exception(error)  # show where, and still leave as a rank must
+    traceback.print_exception(error)  # print the traceback, and still leave the job as a rank must
     return CRASHED
 
 

@@ -36,7 +36,7 @@ def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bo
                 os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
-        with suppress(OSError):  # it says less than the first error
+        with suppress(OSError):  # this error says less than the first one
             aside.unlink()
         raise
 
@@ -197,7 +197,7 @@ def _open_plain_sized(name: str | Path, flags: int) -> tuple[int, int]:
     # O_NONBLOCK: opening a pipe without a writer would not return
     descriptor = os.open(name, flags | os.O_NONBLOCK)
     facts = os.fstat(descriptor)
-    if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):  # reading reports a folder
+    if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):  # a read reports that path is a folder
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file")
     return descriptor, facts.st_size

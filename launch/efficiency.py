@@ -131,7 +131,7 @@ def compare(points: Sequence[MeasuredPoint]) -> list[Efficiency]:
 
 def efficiency_of(point: MeasuredPoint, base: MeasuredPoint) -> Efficiency:
     """Divide by the base's images per second and rank."""
-    # more images alone are not a loss: the loss is the part of a step beyond the base's step, scaled
+    # a larger batch alone is not a loss: the loss is the time beyond the base's step, scaled to this batch
     scale = point.local_batch / base.local_batch
     losses: dict[str, float | None] = {}
     for part in PARTS:

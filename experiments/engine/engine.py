@@ -84,7 +84,7 @@ class _Engine:
                         running[slot] = self._start(point, slot)
                 if not running:
                     return
-                if len(self.stops) > self.heard:  # the first one asks all points to stop, a second one presses them
+                if len(self.stops) > self.heard:  # the first signal asks all points to stop, a second one repeats that
                     self.heard = len(self.stops)
                     for each in running.values():
                         if self.heard > 1 or not each.process.was_asked:

@@ -115,7 +115,7 @@ def check_launch(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) 
         except LaunchOptionError as error:
             raise LaunchOptionError(f"launch: {error}") from error
     if plan.where == "emulated":
-        state_root()  # else each point would fail by it
+        state_root()  # otherwise each point would fail for this reason
 
 
 def _check(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:

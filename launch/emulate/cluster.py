@@ -176,7 +176,7 @@ def join(cluster: EmulatedCluster) -> None:
     """Make the children of this single-threaded process be processes of the cluster. Raises: EmulationError."""
     with reaching(cluster):
         namespaces.enter_cluster(cluster.keeper)
-    if not is_alive(cluster):  # then the number belonged to another process already when we followed it
+    if not is_alive(cluster):  # the process number may have been reused before we entered
         raise EmulationError(
             f"{cluster.plan.name} was taken down meanwhile: bigbatch launch emulate status shows what is up"
         )

@@ -128,7 +128,7 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
         if len(read) > 2 or len(jobs) > 1:
             names = " and ".join(str(path) for path, _ in read[:2])
             raise FaultError(f"rank {rank} has several dumps, {names}: name those of one job")
-        # torch's own says where calls were made, bigbatch's beside it does not
+        # torch's dump has call stacks, bigbatch's does not
         for _, recording in sorted(read, key=lambda pair: pair[0].suffix == ".json")[:1]:
             recordings[rank] = recording
     if not recordings:
