@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import at_least, run
-from benchmarks.faults.effective import START_SECONDS, Way, ended_job, is_agent, look_at_run, marked
+from benchmarks.faults.effective import START_SECONDS, Method, ended_job, is_agent, look_at_run, marked
 from benchmarks.record import conditions, write_record
 from bigbatch.errors import UserError
 from bigbatch.trainer.datasets.generated import write_dataset
@@ -119,10 +119,10 @@ def strike_all(
     nodes, each = LAYOUTS[layout]
     argv = [sys.executable, "-m", "bigbatch", "launch", "emulate", "run", "--launcher", "plain"]
     argv += ["--nodes", f"{nodes}", "--ranks-per-node", f"{each}", "--", *train(data, folder, options)]
-    way, mark = Way("", lambda folder: argv, look_at_run), uuid.uuid4().hex
+    method, mark = Method("", lambda folder: argv, look_at_run), uuid.uuid4().hex
     due = [STEPS * epoch + draw.randrange(STEPS // 2) for epoch in range(1, number + 1)]
     ranks, strikes = draw.sample(range(nodes * each), number), list[dict[str, Any]]()
-    with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
+    with (folder / "output").open("w") as output, ended_job(method, folder, mark, output) as job:
         deadline, step = time.time() + START_SECONDS, 0.0
         while job.poll() is None and time.time() < deadline and step < STEPS * (LOSSES + 1):
             _, step = look_at_run(folder) or (0.0, 0.0)
