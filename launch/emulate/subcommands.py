@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -210,7 +210,8 @@ def _run_on(
     heals, is_mpirun, is_plain = heals_in_place(job), arguments.launcher == "mpirun", arguments.launcher == "plain"
 
     def start(job: JobSpec) -> Ended:
-        with exit_file(site.folder) as path:
+        # the exit codes of other launchers are those of their ranks, which end with 0 where there is a file for it
+        with exit_file(site.folder) if is_mpirun else nullcontext() as path:
             ended = run_job(
                 launcher.starts(replace(job, environment=telling(path)), cluster.plan, site),
                 cluster=cluster,
@@ -222,7 +223,6 @@ def _run_on(
                 joins=(job.restarts or 0) if heals and is_plain else 0,
                 look=rehearsal,
             )
-            # the exit codes of other launchers are those of their ranks
             return as_first_rank_ended(ended, job, path=path, heals=heals) if is_mpirun else ended
 
     ended = run_healing(start, job)

@@ -114,6 +114,21 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     assert "MASTER_ADDR" not in given
 
 
+@pytest.mark.parametrize(("launcher", "has_file"), [("plain", False), ("torchrun", False), ("mpirun", True)])
+def test_emulate_run_ends_with_the_code_of_a_stopped_rank(
+    launcher: str, has_file: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a file for its code, as under mpirun, a rank that was asked to stop exits with 0."""
+    given: list[object] = []
+    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    monkeypatch.setattr(cluster, "find", lambda name, root: found)
+    monkeypatch.setattr(subcommands, "state_root", lambda environ: tmp_path)
+    monkeypatch.setattr(subcommands, "run_job", lambda starts, **_: given.append(starts) or Ended(130, was_asked=True))
+    (tmp_path / UNEVEN.name).mkdir()
+    assert emulate("run", "--launcher", launcher, "--", "comm", "bench") == 130
+    assert ("BIGBATCH_STOPPED" in str(given)) == has_file
+
+
 @pytest.mark.parametrize(
     ("words", "error", "told"),
     [
