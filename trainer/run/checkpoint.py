@@ -95,8 +95,7 @@ def save_checkpoint(
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {why_unwritten(path, error)}; put that right and start again, the run "
-            "goes on from the newest checkpoint"
+            f"cannot write checkpoint {path}: {why_unwritten(path, error)}; put that right and start again"
         ) from error
     _drop_old(directory, keep=keep)
     return path

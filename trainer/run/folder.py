@@ -80,7 +80,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise RunFolderError(
             f"cannot write {path}: {why_unwritten(path, error)}; put that right, or name another folder where this "
-            "one was named; a run goes on from its newest checkpoint"
+            "one was named"
         ) from error
 
 

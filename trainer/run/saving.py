@@ -276,7 +276,7 @@ class CheckpointSaver:
             path = checkpoint_path(self._checkpoints, step=self._step)
             raise CheckpointError(
                 f"checkpoint {path} is not on disk after {limit:g} s: find out why the storage is so "
-                "slow, or set run.checkpoint_timeout_seconds to more; the run goes on from the newest checkpoint"
+                "slow, or set run.checkpoint_timeout_seconds to more"
             )
         if write.error is not None:
             raise write.error
