@@ -10,7 +10,7 @@ from bigbatch.launch.simulate.constants import GIGABIT, Constants
 
 INSIDE_BYTES_PER_SECOND = {
     # what an all-reduce of large buffers reaches between the accelerators of a node, in bytes per second and direction
-    "nvlink4": 300e9,  # PUBLISHED: ANCHORS D3, 8 x H100 and H200 360 to 480 GB/s, from 64 MB on
+    "nvlink4": 450e9,  # PUBLISHED: 450 to 467 GB/s from 512 MiB on of 8 x H100 and H200, which sum in NVSwitch
     "nvlink3": 180e9,  # PUBLISHED: 230 to 250 GB/s with large buffers; 50 MB get less
     "nvlink2": 90e9,  # PUBLISHED: about 130 GB/s with large buffers over six links
     "nvlink1": 50e9,  # ASSUMED: four links of 20 GB/s
@@ -57,6 +57,17 @@ RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
     "Graphcore Bow": (None, 2490),
 }
 """Keyed by the first words of the accelerator's name; the longest match counts. Medians of published one-node rows."""
+
+
+LIBFABRIC = ("efa", "slingshot", "libfabric")
+LIBFABRIC_LATENCY_SECONDS = 75e-6
+"""Latency of a hop by NCCL's plugin for libfabric. PUBLISHED: what the plugin tells NCCL of EFA (aws/aws-ofi-nccl,
+src/platform-aws.c)."""
+
+
+def across_latency_seconds(link: str, constants: Constants) -> float:
+    is_libfabric = any(name in link.lower() for name in LIBFABRIC)
+    return LIBFABRIC_LATENCY_SECONDS if is_libfabric else constants.across_latency_seconds
 
 
 def inside_bytes_per_second(link: str) -> float:

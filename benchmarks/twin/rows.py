@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.twin.hardware import across_bytes_per_second, inside_bytes_per_second, resnet50_rate, stated_gbit_per_s
+from benchmarks.twin.hardware import (
+    across_bytes_per_second,
+    across_latency_seconds,
+    inside_bytes_per_second,
+    resnet50_rate,
+    stated_gbit_per_s,
+)
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.errors import SimulationError, first_line
 from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
@@ -210,6 +216,8 @@ class Row:
         if self.carrier == "servers" and rate:
             across = rate * GIGABIT
         servers = re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"])
+        latency = across_latency_seconds(self["inter_node_link"], constants)
+        constants = replace(constants, across_latency_seconds=latency)
         if "real" not in self["input_data"].lower():
             constants = replace(constants, input_share=0.0)
         return Network(

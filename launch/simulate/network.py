@@ -15,6 +15,9 @@ BY_LIBRARY = ("native", "hierarchical", "sharded")
 WIDENS = (*BY_LIBRARY, "doubling")
 """Algorithms that send fp32 sums of half-precision terms as fp32: a library would round each addition, so that
 runs give it fp32, and doubling has partial sums of whole buffers."""
+LL_LATENCY, LL_RATE = 0.27, 0.25
+"""Latency and rate of NCCL's protocol LL, as shares of those of large sums. PUBLISHED: 6.6 us and 0.6 for each hop over
+NVLink instead of 8.4 and 3.4, here for 8 devices, and a quarter of a ring's rate (src/graph/tuning.cc)."""
 BY_SIZE = "hybrid"
 """Takes the fastest algorithm for each buffer."""
 
@@ -83,7 +86,8 @@ class Network:
 
         Bytes: 2(k-1)/k * M inside and 2(m-1)/m * M over each node's links; of a ring alone 2(P-1)/P * M over each
         link. Hops: 2(P-m) inside and 2m across of a ring; 2(k-1) and 2 log2(m) of a tree. Source: NCCL's own model,
-        src/graph/tuning.cc. Sockets have one ring, and it has one connection between two nodes.
+        src/graph/tuning.cc. Sockets have one ring, and it has one connection between two nodes. Inside a node, small
+        sums take the protocol LL, with shorter hops and fewer bytes per second.
         """
         m, k, P, constants = self.num_nodes, self.devices_per_node, self.num_devices, self.constants
         is_ring = self.crosses_sockets or not self.has_trees
@@ -96,4 +100,6 @@ class Network:
         near, far = constants.inside_latency_seconds, constants.across_latency_seconds
         ring = 2 * (P - m) * near + (2 * m * far if m > 1 else 0.0)
         tree = 2 * (k - 1) * near + 2 * math.log2(m) * far
+        if m == 1:
+            return min(inside + ring, inside / LL_RATE + LL_LATENCY * ring)
         return max(inside, across) + (ring if is_ring else min(ring, tree))

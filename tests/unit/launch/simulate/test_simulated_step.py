@@ -49,8 +49,10 @@ def test_networks_have_the_closed_forms_of_their_hops():
         sockets = replace(network, carrier="sockets", across_bytes_per_second=rate)
         assert sockets.seconds(1e9) == pytest.approx(seconds + 8e-6 + 8e-5)
         assert replace(sockets, num_nodes=1).seconds(1e9) == replace(network, num_nodes=1).seconds(1e9)
-    # inside one node: 2 * 7/8 of 1 GB at 100 GB/s, and 14 hops
-    assert Network(1, 8, 1e11, 1e9, constants=constants).seconds(1e9) == pytest.approx(0.0175 + 14e-6)
+    # inside one node: 2 * 7/8 of 1 GB at 100 GB/s, and 14 hops; of 1 MB at a quarter of the rate, and 0.27 of the hops
+    inside = Network(1, 8, 1e11, 1e9, constants=replace(constants, inside_latency_seconds=1e-5))
+    assert inside.seconds(1e9) == pytest.approx(0.0175 + 14e-5)
+    assert inside.seconds(1e6) == pytest.approx(4 * 17.5e-6 + 0.27 * 14e-5)
     assert Network(1, 1, 1e11, 1e9).seconds(1e9) == 0
     host = replace(network, carrier="host", constants=replace(constants, host_bytes_per_second=2e9))
     assert host.seconds(1e9) == pytest.approx(2 * 7 / 8 / 2)
