@@ -29,7 +29,7 @@ class EmulatedCluster:
 def state_root(environ: Mapping[str, str] | None = None) -> Path:
     """Return the folder of this user's clusters, which is made if needed.
 
-    Raises: EmulationError if it belongs to or is open to others, who could then name processes to end.
+    Raises: EmulationError if other users own it or can write to it: they could then name processes to end.
     """
     runtime = runtime_folder(environ)
     if runtime and _owner(Path(runtime)) == os.geteuid():

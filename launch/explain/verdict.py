@@ -86,7 +86,7 @@ def _differing(finding: Culprit, names: str, what: str) -> str:
         return f"{names} disagree on the size or type of {what}"
     number = f"number {finding.operation.number} of {_group(finding.group)}"
     if not finding.waiting:
-        return f"{names} differ, and no majority says who is wrong: {_each(finding.theirs, 'calls')}"
+        return f"{names} differ, and no majority says which one is wrong: {_each(finding.theirs, 'calls')}"
     calls = {describe(each, is_numbered=False) for each in finding.theirs.values()}
     what = " or ".join(sorted(calls)[:MOST_PARTS])
     most = describe(finding.operation, is_numbered=False)

@@ -49,7 +49,7 @@ for name in {names}; do   # --export above: those of the shell that submits
 done"""
 
 STOPS = f"""\
-# The ranks save a checkpoint and exit with {INTERRUPTED} when they get SIGUSR1 (or SIGTERM). Who asks:
+# The ranks save a checkpoint and exit with {INTERRUPTED} when they get SIGUSR1 (or SIGTERM). Requests:
 #   USR1  Slurm, before the time limit (--signal above): the job goes back into the queue and resumes from there
 #   USR2  bigbatch launch cancel: the job ends
 #   TERM  Slurm ends the job itself (scancel, or a limit is reached), and requeues it itself where it should
@@ -251,7 +251,7 @@ def _setup(job: JobSpec) -> str:
         f"unset {FOREIGN_VARIABLES} {SRUN_VARIABLES}",
         "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
         # new for each start; other users cannot read a job's environment
-        f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # who takes part proves it",
+        f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # ranks prove that they know it",
         # 0: the job ends at the limit without a request to the ranks
         *([f"export {NOTICE_VARIABLE}={job.grace_seconds}   # as --signal above"] if job.grace_seconds else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in job.variables),

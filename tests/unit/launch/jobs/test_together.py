@@ -16,7 +16,7 @@ from bigbatch.launch.jobs import together
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 
 FOREVER = 600
-"""Longer than a test may take: who waits for what sleeps so long fails."""
+"""Longer than a test may take: a test that waits for such a sleep fails."""
 
 
 def ended_with(*scripts: str) -> int:

@@ -102,7 +102,7 @@ def mpirun_lines(command: tuple[str, ...] = TRAIN[1:], *, is_python: bool = Fals
 
 
 def ready_script() -> str:
-    """launch/scripts/train.sbatch: a generated one, for those who want no launcher."""
+    """launch/scripts/train.sbatch: a generated script, for users without the launcher."""
     command = ("train", "--config", "imagenet/resnet50_8k")
     job = JobSpec(command, 16, num_nodes=2, gpus_per_node=8, cpus_per_rank=8, minutes=240)
     return sbatch_script(job, folder="runs/resnet50_8k")
