@@ -254,7 +254,7 @@ def _require_possible(backend: str, device: torch.device, *, interface: str | No
     if interface is not None and backend in ("mpi", "horovod"):
         raise ValueError(
             f"interface {interface!r} has no effect on backend {backend!r}: its MPI library chooses one; leave "
-            "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
+            "it out and tell the library, for Open MPI by OMPI_MCA_btl_tcp_if_include"
         )
     if buffers not in BUFFERS:
         raise ValueError(f"buffers {buffers!r} is unknown; choose one of {', '.join(BUFFERS)}")

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     counts = check_options(arguments)
     if arguments.verify and read_process_env().world_size == 1:
         raise CommError(
-            "--verify: one rank has no other to sum with; start several, such as by bigbatch launch mpirun "
+            "--verify: one rank has no other to sum with; start several, for example by bigbatch launch mpirun "
             "--ranks 4 -- comm bench --verify"
         )
     tuned = read_tuned(arguments.table) if arguments.table else None
@@ -217,7 +217,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
     else:
         names = tuple(dict.fromkeys(arguments.precisions.split(",")))
         if unknown := [name for name in names if name not in PRECISIONS]:
-            raise CommError(f"--precisions: {unknown[0]!r} is unknown; choose of {', '.join(PRECISIONS)}, or all")
+            raise CommError(f"--precisions: {unknown[0]!r} is unknown; choose among {', '.join(PRECISIONS)}, or all")
         arguments.precisions = [PRECISIONS[name] for name in names]
     pieces = arguments.pieces.split(",")
     if not all(word.isascii() and word.isdigit() and int(word) for word in pieces):

@@ -158,7 +158,7 @@ def _flux_local_size(variables: Mapping[str, str]) -> int:
     if nodes < 1 or ranks % nodes:
         raise LaunchError(
             f"FLUX_JOB_SIZE={ranks} on FLUX_JOB_NNODES={nodes}: flux does not say how many are on this node: give "
-            f"each node as many, as by --tasks-per-node, or set {OWN_VARIABLES} for each rank"
+            f"each node the same number, by --tasks-per-node, or set {OWN_VARIABLES} for each rank"
         )
     return ranks // nodes
 

@@ -208,7 +208,7 @@ def _has_closed(control: Control) -> bool:
 
 
 def order_of_holders(seats: Sequence[Seat], lost: frozenset[int], *, holder: int) -> list[int]:
-    """Return who opens the next store, in turn: ranks of other hosts than the lost one's first, and itself last."""
+    """Return the ranks that may hold the next store: those of other hosts first, the lost holder last."""
     left = [each for each in range(len(seats)) if each not in lost and each != holder]
     return [*sorted(left, key=lambda each: seats[each].host == seats[holder].host), holder]
 

@@ -133,7 +133,7 @@ def test_links_turn_a_second_caller_under_one_rank_away(store: HashStore, thread
 
 
 def test_links_refuse_a_peer_that_cannot_prove_itself(store: HashStore, threads: ThreadPoolExecutor) -> None:
-    """Who has taken a rank's place at its port, as after its end."""
+    """A process that listens at the port of a rank that has ended."""
     first, second = join(store, 0), join(store, 1)
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         nonce = store.get("bigbatch/tcp/0").decode().split()[2]
@@ -323,7 +323,7 @@ def test_as_bytes_takes_only_contiguous_tensors() -> None:
 
 
 def test_links_go_on_sending_while_their_rank_waits_for_a_caller(store: HashStore, threads: ThreadPoolExecutor) -> None:
-    """Rank 0 owes rank 1 most of 16 MB while it waits for rank 2, who comes only when rank 1 has it all."""
+    """Rank 0 owes rank 1 most of 16 MB while it waits for rank 2, which comes only when rank 1 has all of it."""
     jobs = [join(store, rank, world_size=3) for rank in range(3)]
     data = bytes(16_000_000)
     deliver(threads, *jobs[:2])

@@ -303,7 +303,7 @@ def test_measure_links_of_a_backend_without_messages() -> None:
 
 
 def test_measure_links_counts_as_many_operations_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits names the operation by its number: ranks that sit a hop out count it, too."""
+    """A waiting rank names the operation by its number, so ranks outside of a hop count it, too."""
     hosts = ["a", "a", "b"]
     submitted: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(len(hosts))}
     monkeypatch.setattr(timing, "slowest", lambda times, _: [1.0] * len(times))
@@ -410,7 +410,7 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
         (["--link-gbit", "-1"], "--link-gbit '-1' is not a bandwidth"),
         (["--link-gbit", "1"], "--link-gbit 1: all ranks are on one node, so no link limits them; leave it out"),
-        (["--algorithms", "torus"], "--algorithms: 'torus' cannot run on single; choose of native"),
+        (["--algorithms", "torus"], "--algorithms: 'torus' cannot run on single; choose among native"),
         (["--algorithms", "hybrid"], "--algorithms hybrid needs --table"),
         (["--plot", "a.jpeg"], "--plot a.jpeg: the name must end in one of .png, .svg, .pdf"),
         (["--table", "absent.json"], "cannot read absent.json: No such file or directory"),

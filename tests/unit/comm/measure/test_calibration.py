@@ -325,7 +325,7 @@ def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
     alone = one_rank()
     swept = [size for size in sizes_below(stated_sizes(config).buffer_bytes) if size in measured]
     assert all(measured[size] == set(alone.algorithms) for size in swept)
-    for size in covered:  # the closed forms say who is the fastest there
+    for size in covered:  # the closed forms say which is the fastest there
         best = min(seconds_of(name, size) for name in MODELS)
         assert seconds_of(found.table.choose(size), size) <= 1.05 * best
 

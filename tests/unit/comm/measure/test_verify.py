@@ -409,10 +409,10 @@ def test_verify_fails_by_a_sum_that_does_not_repeat(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--verify: one rank has no other to sum with; start several, such as by bigbatch launch mpirun"),
-        (["--algorithms", "torus"], "--algorithms: 'torus' cannot run anywhere; choose of native, ring"),
+        ([], "--verify: one rank has no other to sum with; start several, for example by bigbatch launch mpirun"),
+        (["--algorithms", "torus"], "--algorithms: 'torus' cannot run anywhere; choose among native, ring"),
         (["--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
-        (["--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose of fp32, bf16-wire, fp16-wire, grid, or all"),
+        (["--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose among fp32, bf16-wire, fp16-wire, grid"),
         (["--pieces", "1,0"], "--pieces '1,0' are not numbers of pieces; give some, such as 1 or 1,3"),
         (["--dtype", "float16"], "--dtype has no effect with --verify: leave one of the two out"),
     ],

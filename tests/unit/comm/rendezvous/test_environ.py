@@ -1,4 +1,4 @@
-"""Who am I, from the variables that each launcher sets."""
+"""Rank and world size from the variables that each launcher sets."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""The group that forms after a loss: who is in it, who holds its store, and what those in doubt find there."""
+"""The group that forms after a loss: its members, the holder of its store, and ranks that are unsure."""
 
 import itertools
 import os

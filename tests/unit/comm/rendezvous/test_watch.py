@@ -24,7 +24,7 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the groups were late, and then others: each time who has not come is named again."""
+    """First one group is late, then another: each time the missing ranks are named again."""
     first, second = ranks(2)
     passed = [0.0]
     now = awake_seconds()
