@@ -123,9 +123,9 @@ def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) ->
         needs.append((SMALLEST_SHARPENED, "augment.trivial_augment=true"))
     train_sizes = [("train_sizes", size) for _, size in data.train_sizes or () if size > 0]
     for key, size in [("image_size", data.image_size), *train_sizes]:
-        for smallest, who in needs:
+        for smallest, what in needs:
             if size < smallest:
-                yield f"data.{key}={size} is too small for {who}: give at least {smallest}"
+                yield f"data.{key}={size} is too small for {what}: give at least {smallest}"
 
 
 def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> Iterator[str]:

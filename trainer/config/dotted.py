@@ -35,7 +35,7 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]
         raise ValueError(
-            f"{error}: if it is your own, add its folder to PYTHONPATH; else install its package, such as by "
+            f"{error}: if it is your own, add its folder to PYTHONPATH; else install its package, for example by "
             f"pip install {package}"
         ) from error
     except SystemExit as error:

@@ -206,7 +206,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
         with _named(target):
             facts = target.stat()
             if facts.st_uid != os.geteuid():
-                raise DataError(f"{target}: belongs to another user, who could change the images; name another DST")
+                raise DataError(f"{target}: belongs to another user, so its images may change; name another DST")
             was_private = not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if not was_private:
                 target.chmod(0o700)

@@ -64,7 +64,7 @@ def read_file(path: str) -> bytes:
 def read_problem(error: OSError, *, file: str = "it") -> str:
     """Return why reading failed, and what to do."""
     if error.errno == errno.EMFILE:
-        return "too many open files; raise the limit, such as by `ulimit -n 65536`"
+        return "too many open files; raise the limit, for example by `ulimit -n 65536`"
     return f"cannot be read ({error.strerror or error}); was {file} moved since the start?"
 
 

@@ -29,7 +29,7 @@ from bigbatch.trainer.input.webdataset_index import Index, make_index, parse_ind
 
 INDEX, NAMES = "webdataset.index", "classnames.txt"
 """Files beside the shards: the index, and one line per class for shards that number their classes."""
-REMOTE = f"where files cannot be listed, as by https, put the {INDEX} of a local copy beside the shards"
+REMOTE = f"if files cannot be listed, as over https, put the {INDEX} of a local copy beside the shards"
 AGAIN = "run the same command, which indexes the shards again"
 
 

@@ -32,7 +32,7 @@ class AlexNetBN(nn.Module):
 
     Layer sizes, classifier and init: torchvision's AlexNet (Krizhevsky 2014, arXiv 1404.5997).
     Norm after every convolution, none of the local response normalisation: AlexNet-BN of You et al. 2017
-    (arXiv 1708.03888). Norm after Pool5: Jia et al. 2018 (arXiv 1807.11205), who needed it at batch 64K.
+    (arXiv 1708.03888). Norm after Pool5: Jia et al. 2018 (arXiv 1807.11205) needed it at batch 64K.
     Dropout draws from the global generator: set it to 0 where runs of different world size must agree.
     """
 

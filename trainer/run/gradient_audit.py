@@ -184,7 +184,7 @@ class GradientAudit:
         return None if batch.replaced else _words(*found)
 
     def _accusation(self, odd: Sequence[int], drawn: Draw, *, own: Words | None, again: Words | None) -> ReplicasDiffer:
-        """Compare the microbatches of these ranks with third ranks; return a line on who is wrong. Collective."""
+        """Compare the microbatches of these ranks with third ranks; return a line on the wrong one. Collective."""
         communicator = self._parts.communicator
         rank, host_of, uuid = communicator.rank, communicator.control.host_of, gpu_uuid(communicator.device)
         thirds = {}

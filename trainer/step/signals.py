@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and who handles them meanwhile."""
+"""Signals that ask a run to stop, and their handler while a block runs."""
 
 import signal
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Exported files, read by those who will use them, compute what the trained model computes; else nothing is written."""
+"""Exported files compute in their readers what the trained model computes; otherwise nothing is written."""
 
 import json
 import re

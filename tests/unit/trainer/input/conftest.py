@@ -11,7 +11,7 @@ from bigbatch.trainer.input.loaders.encoded import ImageLoader
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take no read for stuck because the machine stood still; who tests what becomes of those says how long one may."""
+    """Give reads enough time on a slow machine; tests of stuck reads set their own limit."""
     monkeypatch.setattr(retry, "GRACE_SECONDS", 60.0)
 
 

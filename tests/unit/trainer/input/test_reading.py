@@ -50,7 +50,7 @@ class Clock:
 
     def seconds(self):
         with self._changed:
-            if not threading.current_thread().name.startswith("bigbatch-read"):  # who waits for them looks
+            if not threading.current_thread().name.startswith("bigbatch-read"):  # a thread that waits for them looks
                 self._num_looks += 1
                 if self._reading and self.silent.issuperset(self._reading):
                     self.now += 0.05

@@ -1,4 +1,4 @@
-"""Verdicts of preflight on nodes made by hand: who is named, and who is not."""
+"""Verdicts of preflight on nodes made by hand: which nodes are named."""
 
 from dataclasses import replace
 from typing import Any

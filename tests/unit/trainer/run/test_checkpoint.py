@@ -341,7 +341,7 @@ def test_checkpoint_that_fails_is_told_to_all_ranks_in_the_same_words(kind: type
 
 
 def test_checkpoint_with_an_unexpected_error_names_its_rank_to_the_others() -> None:
-    """Who reads the words of a defect alone does not know where it was."""
+    """The text of a defect alone does not say on which rank it was."""
 
     def write(ended: Event) -> None:
         raise MemoryError

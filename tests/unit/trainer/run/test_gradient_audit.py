@@ -1,4 +1,4 @@
-"""Gradient audits: what is drawn, who is named, and that computing a microbatch again changes nothing."""
+"""Gradient audits: what is drawn, which rank is named, and that recomputing a microbatch changes nothing."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

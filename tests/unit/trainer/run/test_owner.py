@@ -1,4 +1,4 @@
-"""One job at a time writes into a run folder: who is refused, who takes over, and that never two own it."""
+"""One job at a time writes into a run folder: which is refused, which takes over, and never two own it."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: what is in them, who is told when they are on disk, and what fails."""
+"""Checkpoints written during training: their content, the notice when they are on disk, and failures."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
