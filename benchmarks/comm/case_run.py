@@ -89,14 +89,14 @@ def choose_contestants(names: str | None, available: Sequence[str], *, left_out:
         if name in left_out:
             raise CommError(f"--contestants: {name} cannot run here: {left_out[name]}")
         if name not in available:
-            raise CommError(f"--contestants: {name!r} is unknown; choose of {', '.join((*available, *left_out))}")
+            raise CommError(f"--contestants: {name!r} is unknown; choose among {', '.join((*available, *left_out))}")
     return chosen
 
 
 def choose_with_horovod(
     job: Job, names: str | None, contestants: Sequence[str]
 ) -> tuple[tuple[str, ...], Any, dict[str, str]]:
-    """Open Horovod and choose contestants: return their names, Horovod's module, and who is left out, why. Collective.
+    """Open Horovod and choose contestants: return their names, Horovod's module, those left out and why. Collective.
 
     Raises: CommError for a name that cannot run here.
     """

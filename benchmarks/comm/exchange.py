@@ -4,7 +4,7 @@
         -m benchmarks.comm.exchange --out exchange.json
 
 For each size every contestant sums whole numbers once, and all elements are compared with the exact sum; that time
-decides who can be repeated within --seconds-per-size, in the order of CONTESTANTS. Hybrid's table is measured at the
+decides which can be repeated within --seconds-per-size, in the order of CONTESTANTS. Hybrid's table is measured at the
 start as `bigbatch comm tune` does, and then stays as it is. A repetition is as many sums in a row as fit into 0.1
 seconds, from 1 to 50; its time is the slowest rank's, divided by them. The limit is 2(m-1)/m * bytes / goodput for m
 nodes, with the goodput of one iperf3 stream between two nodes in this run.

@@ -89,7 +89,7 @@ def num_parameters(model: str) -> int:
 
 
 def make_steps(model: str, *, device: str) -> tuple[dict[str, Action], dict[str, str]]:
-    """Make the step of each contestant over fresh weights with random gradients; and who cannot take part, and why."""
+    """Make the step of each contestant over fresh weights with random gradients; and why others cannot take part."""
     steps: dict[str, Action] = {}
     left_out: dict[str, str] = {}
     for name, maker in MAKERS.items():

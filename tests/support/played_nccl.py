@@ -20,7 +20,7 @@ from bigbatch.comm.backends import torch_distributed
 
 
 class PlayedOptions:
-    """What torch lets one choose of a group of NCCL's."""
+    """What torch lets one choose among a group of NCCL's."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream

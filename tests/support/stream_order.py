@@ -58,7 +58,7 @@ class Trace:
     """All that happened, in the order in which it was asked for."""
 
     def __init__(self, thread: Callable[[], Actor]) -> None:
-        """thread: says who calls."""
+        """thread: returns the calling thread's name."""
         self._thread = thread
         self.events: list[Event] = []
         self._judged_from = 0
@@ -115,7 +115,7 @@ class _Check:
         self._told: dict[Marker, dict[Actor, int]] = {}
         """What a thread knew when it marked itself."""
         self._launched: dict[Actor, list[tuple[Actor, int, dict[int, int]]]] = {}
-        """By stream: who launched, as the how manieth of its launches, and the stream's state before."""
+        """By stream: launching thread, number of its launch, and the stream's state before."""
         self._last: dict[Actor, dict[Actor, int]] = {}
         """By stream and thread: the number of the last launch."""
 

@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 def _read_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(text.split(","))
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise FaultError(f"--kinds: {unknown[0]!r} is not a kind of fault; choose of {', '.join(KINDS)}")
+        raise FaultError(f"--kinds: {unknown[0]!r} is not a kind of fault; choose among {', '.join(KINDS)}")
     return kinds
 
 

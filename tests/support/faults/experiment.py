@@ -274,7 +274,7 @@ def judge(
     times = [at for at, line in after if kind.says and pattern.search(line)]
     detected = min(times) - struck if times else None
     ended = max(rank.ended or time.monotonic() for rank in job.ranks) - struck
-    # to a rank behind a link that is cut it is the others who do not answer
+    # for a rank behind a cut link, the others do not answer
     said_by_others = [line for rank in job.survivors for at, line in rank.said if at >= struck]
     innocents = sorted({rank for line in said_by_others for rank in lost_ranks(line)} - trial.struck)
     codes = job.exit_codes

@@ -211,13 +211,13 @@ def _check(trial: Trial) -> None:
     kind = KINDS[trial.kind]
     if (trial.nodes, trial.ranks_per_node) not in SHAPES:
         shapes = ", ".join(f"{nodes} x {ranks}" for nodes, ranks in SHAPES)
-        raise FaultError(f"--trial: nodes={trial.nodes} x ranks_per_node={trial.ranks_per_node}: choose of {shapes}")
+        raise FaultError(f"--trial: nodes={trial.nodes} x ranks_per_node={trial.ranks_per_node}: choose among {shapes}")
     if trial.rank >= trial.ranks:
         raise FaultError(f"--trial: rank={trial.rank} is not there: the job has ranks 0 to {trial.ranks - 1}")
     if kind.only_first and trial.rank != 0:
         raise FaultError(f"--trial: {trial.kind} strikes rank 0 alone, which writes the checkpoints: rank=0")
     if trial.phase not in kind.phases:
-        raise FaultError(f"--trial: {trial.kind} has no phase {trial.phase}: choose of {', '.join(kind.phases)}")
+        raise FaultError(f"--trial: {trial.kind} has no phase {trial.phase}: choose among {', '.join(kind.phases)}")
     if kind.needs_nodes and trial.nodes == 1:
         raise FaultError(f"--trial: {trial.kind} is about the link of a node: nodes=2")
     first = _step_of(trial.phase, kind.first_step)

@@ -1,4 +1,4 @@
-"""Effective training time of courses that are known, and who is struck."""
+"""Effective training time of known progress, and which rank is killed."""
 
 import json
 from pathlib import Path
