@@ -353,10 +353,10 @@ def test_cluster_that_is_up_is_not_built_again(emulate: Emulate, even: EmulatedC
         done = emulate(*words[:split], "--name", "even", "--nodes", "2", *words[split:])
         assert done.returncode == 1
         assert "even is up: bigbatch launch emulate down --name even" in done.stderr
-    assert "even: nodes 4" in emulate("status").stdout, "and is not removed by who could not have it"
+    assert "even: nodes 4" in emulate("status").stdout, "and a refused second start does not remove it"
 
 
-# --- who may ---
+# --- which users may ---
 
 
 def test_without_namespaces_one_line_says_what_is_needed(runtime_folder: Path) -> None:
@@ -387,7 +387,7 @@ def nobodys_python(tmp_path: Path) -> list[str]:
             if subprocess.run([python, "-c", script], capture_output=True, cwd="/", **as_nobody()).returncode == 0:
                 found.append(python)
     if not found:
-        pytest.skip("an unprivileged user, who would have one, too, may read no Python with bigbatch here")
+        pytest.skip("an unprivileged user cannot read a Python with bigbatch here")
     return [found[0], "-m", "bigbatch"]
 
 

@@ -96,7 +96,7 @@ from bigbatch.cli import main
 Path("here-" + os.environ["RANK"]).touch()  # all others begin at once, however long these imports take each of them
 while len(list(Path().glob("here-*"))) < 3:
     time.sleep(0.02)
-os.environ["SLURM_STEP_NODELIST"] = "n[0-3]"  # by which preflight knows who should come
+os.environ["SLURM_STEP_NODELIST"] = "n[0-3]"  # by which preflight knows the expected nodes
 sys.exit(main(["preflight", "--bad-nodes", "bad"]))
 """
 

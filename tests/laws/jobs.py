@@ -97,7 +97,7 @@ def mpirun(command: Sequence[str], *, ranks: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Forked:
-    """A job without a launcher: where it does not matter who starts the ranks, the quickest way to have them."""
+    """A job without a launcher: the fastest start, if the launcher does not matter."""
 
     command: tuple[str, ...]
     ranks: int

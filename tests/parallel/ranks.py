@@ -154,7 +154,7 @@ def listening_addresses() -> set[str]:
 
 
 def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_seconds: str) -> int:
-    """Sum until one rank is killed or stopped between two sums; the others must notice, and say who."""
+    """Sum until one rank is killed or stopped between two sums; the others must notice, and name it."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
     await_all_but(int(victim))
     communicator = connect(backend=backend, algorithm=algorithm, group_size=2, timeout_seconds=float(timeout_seconds))

@@ -158,7 +158,7 @@ def check_shared_group() -> int:
 
 
 def lose_a_rank(backend: str, victim: str) -> int:
-    """DDP until one rank dies between two steps; backward of the others must end, and say who it was.
+    """DDP until one rank dies between two steps; backward of the others must end, and name it.
 
     The model has no buffers, and DDP need not find unused parameters: it has no collectives of its own to fail first.
     """

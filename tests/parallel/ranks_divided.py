@@ -75,7 +75,7 @@ def check_update(communicator: Communicator, *, name: str, precision: str) -> No
 
 
 def check_padding(communicator: Communicator) -> None:
-    """One matrix and many ranks: who else has nothing to send gets none, and all do it."""
+    """One matrix and many ranks: the work is not divided, and all ranks do it."""
     if communicator.world_size <= divided_work.MOST_PADDING:
         return
     with patch.object(ScatterGather, "start_all_gather", side_effect=AssertionError("nothing to gather")):

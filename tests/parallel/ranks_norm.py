@@ -118,7 +118,7 @@ def check_beside_gradients(communicator: Communicator, group: RankGroup, exposed
 
 
 def lose_in_a_norm(backend: str, where: str, timeout_seconds: str) -> int:
-    """Rank 1 of 4 dies between two norm layers; all others must notice and say who, the other group too."""
+    """Rank 1 of 4 dies between two norm layers; all others must notice and name it, also the other group."""
     communicator = connect(backend=backend, timeout_seconds=float(timeout_seconds))
     group = rank_group(communicator, 2, ExposedTime())
     model = make_model(group)

@@ -205,7 +205,7 @@ def import_cycle(modules: Mapping[str, Module]) -> list[str]:
 
 
 def imported_with(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
-    """All that importing start brings in, own and foreign, packages around a module too -> who asked for it."""
+    """All modules that importing start loads, own and foreign, with parent packages -> the module that imports each."""
     asked_by: dict[str, str] = {}
     todo = [(start, "the test")]
     while todo:

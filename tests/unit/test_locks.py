@@ -1,4 +1,4 @@
-"""Locks between processes: who holds them, and when they are free again."""
+"""Locks between processes: which process holds them, and when they are free again."""
 
 import errno
 import os
