@@ -30,7 +30,7 @@ def four(runtime_folder: Path) -> Iterator[EmulatedCluster]:
 
 
 def look(emulate: Emulate, tmp_path: Path, *, launcher: str = "mpirun") -> tuple[int, dict[str, Any], str]:
-    """Exit code, what it found, and what it printed."""
+    """Return the exit code, the findings, and the output."""
     facts = tmp_path / "facts.json"
     done = emulate("run", "--name", "four", "--launcher", launcher, "--", "preflight", "--json", str(facts))
     assert facts.exists(), done.stdout + done.stderr

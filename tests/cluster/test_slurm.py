@@ -147,7 +147,7 @@ def finish(job: str, *, name: str = "slurm") -> None:
 
 
 def output_of(script: str, *options: str, cwd: Path) -> str:
-    """Run a job to its end; what it said."""
+    """Run a job to its end; return its output."""
     finish(submit(script, *options, "--output=said", cwd=cwd))
     return (cwd / "said").read_text()
 
@@ -372,7 +372,7 @@ def test_suspended_job_goes_on_and_saves_when_it_is_cancelled(
 
 
 def test_urgent_job_gets_the_nodes_and_gives_them_back(slurm: EmulatedCluster, tmp_path: Path) -> None:
-    """The other one is told by its own signal, long before its time limit."""
+    """The preempted job gets its signal, long before its time limit."""
     script = """
         trap 'echo told; scontrol requeue $SLURM_JOB_ID; sleep 60' USR1
         echo "attempt ${SLURM_RESTART_COUNT:-0}" >> said

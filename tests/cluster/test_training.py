@@ -1,4 +1,4 @@
-"""A real training job across emulated nodes: the whole of it, and what it puts on the wire."""
+"""A real training job across emulated nodes, from start to end, and the bytes that it sends."""
 
 import json
 from pathlib import Path

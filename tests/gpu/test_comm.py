@@ -146,7 +146,7 @@ def test_spans_on_the_gpu_follow_each_other(nccl: Communicator) -> None:
 
 
 class HostOnly(SingleBackend):
-    """A transport that cannot read a GPU's memory; its sum doubles, so that it can be told from a copy."""
+    """A transport that cannot read a GPU's memory; its sum doubles, to distinguish it from a copy."""
 
     capabilities = Capabilities(("cpu",))
 

@@ -80,7 +80,7 @@ def test_any_division_gives_the_same_update(
 
 
 def test_another_ghost_batch_is_another_run(data: Path, one_rank: Path, tmp_path: Path) -> None:
-    """What the comparison above would say if ranks changed the mathematics."""
+    """The comparison above detects ranks that change the mathematics."""
     run(alone(train_command(data, tmp_path, {**SGD, "batch.bn_span": 4})))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank)) > 1000 * ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank)) > 10 * ROUNDING
@@ -126,7 +126,7 @@ def test_a_ghost_batch_may_lie_on_several_ranks(
 
 
 def test_ghost_batches_that_end_at_the_rank_are_another_run(data: Path, one_rank_wide: Path, tmp_path: Path) -> None:
-    """What the comparison above would say if the ranks of a group did not hear of each other."""
+    """The comparison above detects ranks of a group that do not exchange statistics."""
     run(forked(train_command(data, tmp_path, {**WIDE, "batch.microbatch_size": 16, "batch.bn_span": 16}), ranks=2))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide)) > 1000 * ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank_wide)) > 10 * ROUNDING

@@ -1,4 +1,4 @@
-"""Law 7 for the input: what cannot be read ends a run without loss, and what may be skipped is told."""
+"""Law 7 for the input: an unreadable image ends a run without loss, and skipped images are reported."""
 
 import json
 import os

@@ -14,7 +14,7 @@ from bigbatch.trainer.step.divided_work import DividedWork
 
 
 def check_divided_update(communicator: Communicator) -> None:
-    """All that is promised of it."""
+    """Check every promise of the divided update."""
     # of four matrices on more than a few ranks most of a gather is padding
     with patch.object(divided_work, "MOST_PADDING", communicator.world_size):
         for dtype in (torch.float32, torch.bfloat16):

@@ -131,7 +131,7 @@ def loss_scale(run: Run) -> float:
 
 
 def check_sharded_update(communicator: Communicator) -> None:
-    """All that is promised of it."""
+    """Check every promise of the sharded update."""
     check_halves_of_a_sum(communicator)
     # of four matrices on more than a few ranks most of a gather is padding
     with patch.object(divided_work, "MOST_PADDING", communicator.world_size):

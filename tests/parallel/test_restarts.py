@@ -38,7 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(
     launcher: str, undisturbed: Path, run: Path, *options: str, settings: dict[str, object] = LOSS, **lose: str
 ) -> "subprocess.CompletedProcess[str]":
-    """What became of a job of two ranks that loses what lose says; returns when nothing of it lives that can speak."""
+    """Run a job of two ranks with the losses in lose; return its result when all of its processes have ended."""
     command = train_command(undisturbed / "data", run, settings)
     return subprocess.run(
         [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", *options, "--", *command],

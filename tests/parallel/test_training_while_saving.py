@@ -91,7 +91,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(function: str, data: Path, folder: Path, *, ranks: int, update: str) -> list[str]:
-    """Run on so many ranks; what each prints, the same: checkpoints as they were told to be on disk, and more."""
+    """Run on so many ranks; return their output, equal on all: checkpoints as reported on disk, and more."""
     shown = run(Forked((str(data), str(folder), update), ranks=ranks, target=f"{HERE}:{function}")).stdout.splitlines()
     each = len(shown) // ranks
     assert sorted(shown) == sorted(shown[:each] * ranks), "all ranks are told the same"

@@ -25,7 +25,7 @@ STEPS = 6
 
 
 class Diary:
-    """Hooks that write down what they are told."""
+    """Hooks that record their arguments."""
 
     def __init__(self, *, stop_at: int | None = None) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -152,7 +152,7 @@ def interruptions(root: str, out: str, undisturbed: str) -> int:
 
 
 def script(root: str, out: str) -> int:
-    """Print what this rank was told."""
+    """Print the hooks' arguments on this rank."""
     diary = Diary()
     summary = bigbatch.train("quickstart", settings(root, Path(out) / "run"), hooks=diary.hooks(), quiet=True)
     sys.stdout.write(json.dumps([diary.told, summary]) + "\n")  # in one piece, as the ranks share a file

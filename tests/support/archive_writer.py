@@ -142,7 +142,7 @@ def batch(seed, labels, key="labels"):
 
 
 def cifar_files(number):
-    """File in the archive -> what it holds: two batches of the five for CIFAR-10."""
+    """Return file in the archive -> its content: two of the five batches of CIFAR-10."""
     if number == 10:
         names = ["airplane", "automobile", "bird"]
         return {

@@ -90,7 +90,7 @@ def start_rank(
     stderr: Path,
     has_children: bool = False,
 ) -> BaseProcess:
-    """Fork a process that calls target, "module:function", with arguments; what it returns is the exit code.
+    """Fork a process that calls target, "module:function", with arguments; its result is the exit code.
 
     One that starts processes by multiprocessing has_children; the tests wait for its end then, so it must have one.
     """

@@ -9,7 +9,7 @@ from benchmark_process import fork_benchmark
 
 
 def run_small(out: Path) -> tuple[dict[str, Any], str]:
-    """Its record, in which each part has figures or a reason, and what it printed."""
+    """Return its record, in which each part has figures or a reason, and its output."""
     options = ("--small", "--minutes", 25, "--out", out, "--logs", out / "logs")
     folder = Path(tempfile.mkdtemp(dir=out))
     code, told = fork_benchmark("gpu.day", *options, cwd=folder, timeout_seconds=1700)

@@ -16,7 +16,7 @@ import torch
 
 
 class PlayedStream:
-    """A stream; what it is told to wait for is written down."""
+    """A stream that records what it must wait for."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device

@@ -338,7 +338,7 @@ class _Graph:
 
 
 class _Faces(TorchFunctionMode):
-    """What a tensor says of where it is, and where one is made or moved to."""
+    """The tensor attributes and functions that concern the device: reading, making and moving."""
 
     def __init__(self, gpu: RecordedGpu) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 
 
 def with_bad_tables(jpeg: bytes) -> bytes:
-    """Impossible Huffman code lengths: the frame header and the end marker stay, only decoding can tell."""
+    """Impossible Huffman code lengths: the frame header and the end marker stay, only decoding shows the damage."""
     at = jpeg.index(b"\xff\xc4") + 5
     return jpeg[:at] + b"\xff" * 16 + jpeg[at + 16 :]
 

@@ -114,7 +114,7 @@ class Stubs:
         return (self.folder / "srun.calls").stat().st_size
 
     def scontrol_calls(self) -> list[str]:
-        """Its words, and whether it was told that it runs in the job."""
+        """Return its arguments, and whether its environment said that it runs in the job."""
         calls = self.folder / "scontrol.calls"
         return calls.read_text().splitlines() if calls.exists() else []
 

@@ -34,7 +34,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Mark:
-    """A thread puts a marker behind what an actor has been given, as far as that thread knows of it."""
+    """A thread marks the work that an actor has been given, as far as that thread knows it."""
 
     thread: Actor
     actor: Actor

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: what they send lies in letterboxes, and is counted; or goes by gloo."""
+"""Ranks that are threads of this process: messages go through queues and are counted, or through gloo."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ RENDER = Figure.savefig
 
 
 def save_blank(figure: Figure, file: str | Path | IO[Any], **options: Any) -> None:
-    """Write what tells a PNG, or an SVG without content, in place of the figure."""
+    """Write the first bytes of a PNG, or an empty SVG, instead of the figure."""
     if isinstance(file, str | Path):
         with Path(file).open("wb") as opened:
             save_blank(figure, opened, format=Path(file).suffix[1:])

@@ -1,4 +1,4 @@
-"""What the pages tell people to type works, here or in a test that is named, and the files that they link to exist."""
+"""The commands of the pages work, here or in a named test, and the files that they link to exist."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Files are written by bigbatch/files.py alone, which follows no link: the sources of all modules tell.
+"""Only bigbatch/files.py writes files, and it follows no link: checked in the sources of all modules.
 
 A module that opens a file to write in another way stands in ALLOWED with the reason.
 """

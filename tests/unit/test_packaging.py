@@ -196,7 +196,7 @@ def test_citation_states_version_licence_and_the_paper() -> None:
 
 
 def test_every_pinned_package_has_hashes_and_names_no_index() -> None:
-    """So that pip can check each, and no private place is told to everybody."""
+    """pip can then check each file, and no private index is published."""
     pinned = (ROOT / "constraints.txt").read_text()
     packages = re.findall(r"^[^#\s](?:.*\\\n)*.*", pinned, re.MULTILINE)
     assert len(packages) > 100

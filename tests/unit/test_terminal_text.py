@@ -1,4 +1,4 @@
-"""What commands print of names from outside: a terminal obeys none of it, and one line stays one line."""
+"""Printed names from outside contain no control sequences, and one line stays one line."""
 
 import ast
 import json

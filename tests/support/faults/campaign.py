@@ -179,7 +179,7 @@ def _write(out: BinaryIO, record: Mapping[str, Any]) -> None:
 
 
 def _keep_said(out: BinaryIO, score: Score) -> None:
-    """Add what the ranks of a trial said that broke a promise, beside the records: it tells of one machine."""
+    """Add the ranks' output of a trial that broke a promise, apart from the records: it depends on the machine."""
     if out.name != os.devnull:
         with open_to_append(Path(f"{out.name}.broken.txt")) as file:
             file.write(

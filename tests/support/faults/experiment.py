@@ -108,7 +108,7 @@ class Laboratory:
         ask(context, rank_side.write_data, folder / "data")
 
     def score(self, trial: Trial) -> Score:
-        """Do a trial, and leave nothing of it."""
+        """Run a trial, and remove all of its files and processes."""
         expected = self._expect(trial)
         folder = Path(tempfile.mkdtemp(prefix="trial-", dir=self._folder))
         try:

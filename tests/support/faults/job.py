@@ -40,7 +40,7 @@ def prepare() -> ForkServerContext:
 
 
 def ask(context: ForkServerContext, function: Callable[..., str], *arguments: Any) -> str:
-    """Call a function of rank.py in a forked process; what it returns. Raises: EOFError where it failed."""
+    """Call a function of rank.py in a forked process; return its result. Raises: EOFError if it failed."""
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=rank_side.answer, args=(function, arguments, there), daemon=True)
     process.start()
@@ -66,7 +66,7 @@ class Rank:
     _size: int = 0
 
     def look(self, now: float) -> None:
-        """Read what it has said since, and whether it has ended."""
+        """Read its new output, and whether it has ended."""
         is_over = self.process.exitcode is not None
         data = self.output.read_bytes()[self._size :] if self.output.exists() else b""
         whole = data if is_over else data[: data.rfind(b"\n") + 1]

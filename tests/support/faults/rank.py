@@ -354,7 +354,7 @@ def shared_memory_of(keeper: int, node: int) -> str:
 
 
 def answer(function: Callable[..., str], arguments: tuple[Any, ...], to: Connection) -> NoReturn:
-    """Call one of the functions above in a process of its own, and send what it returns."""
+    """Call one of the functions above in a separate process, and send its result."""
     _die_with_parent()
     to.send(function(*arguments))
     to.close()

@@ -52,7 +52,7 @@ def test_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_elem
 
 
 class HostBackend(SingleBackend):
-    """A transport of host tensors; its sum doubles, so that it can be told from a copy."""
+    """A transport of host tensors; its sum doubles, to distinguish it from a copy."""
 
     name = "host-only"
     capabilities = Capabilities(("cpu",))

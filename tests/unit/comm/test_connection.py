@@ -199,7 +199,7 @@ def test_settings_of_another_type_are_named(options: dict[str, Any], named: tupl
 
 @pytest.mark.parametrize("backend", ["tcp", "gloo", "mpi"])
 def test_interface_of_the_launcher_goes_before_the_configs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And MPI may have it, which the launcher has told by itself."""
+    """MPI may have it, too: the launcher has passed it on."""
     asked = []
 
     def refuse(*_: object, interface: str | None, **__: object) -> None:

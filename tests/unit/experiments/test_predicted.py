@@ -1,4 +1,4 @@
-"""`bigbatch sweep --predict`: what the simulator says of each point, beside what was measured."""
+"""`bigbatch sweep --predict`: the simulator's prediction of each point, next to the measurement."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is told of a trial: promises kept and broken, tables, the smallest trial."""
+"""The report on a trial: promises kept and broken, tables, the smallest trial."""
 
 import json
 from dataclasses import dataclass, field, replace

@@ -50,7 +50,7 @@ def test_safe_path_an_own_script_finds_what_lies_beside_it(tmp_path: Path, how: 
 
 
 def test_safe_path_an_own_class_is_found_by_its_dotted_name(folder: Path) -> None:
-    """Behind all that is installed; and no planted library is run for it, or for what it imports itself."""
+    """The work folder comes after installed packages; no planted library is imported for the class or its imports."""
     find = "from bigbatch.trainer.config.dotted import import_owner as find\n"
     found = run(folder, *python_argv(), "-c", find + "print(find('mine.Net')[0].Net)")
     assert found.startswith("6.28")

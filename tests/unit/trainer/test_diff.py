@@ -1,4 +1,4 @@
-"""What `bigbatch diff` says of made-up runs."""
+"""The output of `bigbatch diff` for made-up runs."""
 
 import json
 from pathlib import Path

@@ -159,7 +159,7 @@ def test_wire_with_sums_in_fp32_rounds_each_share_and_the_sum_once(
 
 
 class LoggingBackend(SingleBackend):
-    """The first of some ranks, each of which brings its number; writes down what it starts and what it waits for."""
+    """The first of some ranks, each of which adds its number; records what it starts and what it waits for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ ONE = HybridTable((HybridRow(None, "ring"),))
 
 
 class Named(SingleBackend):
-    """A transport of eight ranks that only its name and its messages tell apart."""
+    """A transport of eight ranks; only its name and its support of messages matter."""
 
     world_size = 8
 

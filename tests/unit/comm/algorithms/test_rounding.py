@@ -1,4 +1,4 @@
-"""What the log says of sums that round at each hop, and that it is what the replayed sums lose."""
+"""The log's line on sums that round at each hop, compared with the error of replayed sums."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is said where Horovod is missing, built otherwise, or asked for what it cannot do, and where it sums.
+"""Errors if Horovod is missing, built differently, or cannot do what is asked; and the device on which it sums.
 
 No Horovod needed.
 """

@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 1)
 
 
 class PlayedNccl:
-    """A group of NCCL's and its backend in one; asked: what it was asked to do with each pool."""
+    """A group of NCCL's and its backend in one; asked: the calls for each pool."""
 
     mem_allocator = "ncclMemAlloc"
 

@@ -36,7 +36,7 @@ SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
 
 
 def communicator(*, num_ranks: int = 1, sums: list[int] | None = None) -> Communicator:
-    """One rank whose sum is num_ranks times its own part; sums takes down the sizes of what it sums."""
+    """One rank whose sum is num_ranks times its own part; sums records the sizes of summed tensors."""
 
     def all_reduce_(tensor_N: Tensor) -> None:
         tensor_N.mul_(num_ranks)

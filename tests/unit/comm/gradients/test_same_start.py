@@ -23,7 +23,7 @@ def weights(*, odd: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
 
 
 def begin(num_ranks: int, odd: set[int]) -> tuple[list[str], int]:
-    """What each of so many ranks, as threads, is told, and how many texts they gave in all."""
+    """Return the error of each rank (a thread), and the number of texts that they exchanged."""
     meeting, given = Meeting(num_ranks), list[str]()
 
     def one(rank: int) -> str:

@@ -199,7 +199,7 @@ def test_count_different_elements(num_elements: int) -> None:
 
 
 class FakeCommunicator:
-    """Two ranks in one process: the other rank brings its pattern, and takes as long as it is told to."""
+    """Two ranks in one process: the other rank adds its pattern, and takes a stated time."""
 
     def __init__(self, spoil: Callable[[Tensor], None] = lambda tensor_N: None, other_seconds: float = 0.0) -> None:
         self.rank, self.world_size, self.device, self.wire = 0, 2, torch.device("cpu"), Wire()

@@ -84,7 +84,7 @@ def test_choice_is_the_fastest_beyond_noise_and_never_slower_than_what_is_stated
 
 
 class PlayedSteps:
-    """Steps that take what they are told, on a clock that nothing else moves."""
+    """Steps that take a stated time, on a clock that nothing else moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[StepCandidate, float]) -> None:
         self.now, self.turns = 0.0, []

@@ -1,4 +1,4 @@
-"""Ranks at paces of their own leave off at the same boundary, which none of them had passed when all had heard."""
+"""Ranks at different speeds stop at the same boundary, which no rank had passed when all knew of the stop."""
 
 import random
 import time

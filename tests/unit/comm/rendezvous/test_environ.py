@@ -279,7 +279,7 @@ def test_environment_read_by_default_is_the_real_one(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither library has been told one; put back after the test."""
+    """Remove the interface settings of both libraries; restored after the test."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

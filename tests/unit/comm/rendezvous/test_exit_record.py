@@ -1,4 +1,4 @@
-"""What the first rank tells its launcher about its end."""
+"""The first rank's record of its end, for its launcher."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_first_rank_of_a_later_group_records_instead_of_the_former_one(tmp_path:
 def test_own_script_records_that_its_interpreter_ended_without_an_exception(
     end: str, record: int | str, tmp_path: Path
 ) -> None:
-    """mpirun tells of a code that is not 0."""
+    """mpirun itself reports a code other than 0."""
     file = tmp_path / "file"
     file.touch()
     script = (

@@ -344,7 +344,7 @@ def test_answer_that_the_store_did_not_take_is_given_again() -> None:
 
 
 def test_ranks_that_have_ended_well_are_not_named_and_the_holder_stays_for_those_that_cannot(clock: Clock) -> None:
-    """Ranks 0 and 1 have passed the last barrier; rank 2 waits in it for rank 3, which hears nothing any more."""
+    """Ranks 0 and 1 have passed the last barrier; rank 2 waits in it for rank 3, which no longer responds."""
     store, ranks = job_of(4)
     ended: dict[int, float] = {}
 

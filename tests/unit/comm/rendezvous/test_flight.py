@@ -21,7 +21,7 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def none_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment tells torch's recorder nothing."""
+    """Remove the variables of torch's recorder from the environment."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

@@ -243,7 +243,7 @@ def test_training_that_was_stopped_before_it_could_answer_has_not_failed(tmp_pat
 
 
 def stop_the_training(number: signal.Signals, *, answer: str, mark: Path) -> tuple[int, str]:
-    """Send a signal to the command while a child that answers so runs for it; its code, and what it told."""
+    """Signal the command while its child runs, which answers so; return its exit code and its output."""
     child = f"import pathlib, signal, sys, time\n{answer}\npathlib.Path({str(mark)!r}).touch()\n"
     child += "for _ in range(600): time.sleep(0.1)"  # what comes just before a sleep is answered after it
     command = "import sys; from bigbatch.experiments.batch import recommend; sys.exit(recommend._train(sys.argv[1:]))"

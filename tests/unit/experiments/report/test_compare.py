@@ -1,4 +1,4 @@
-"""Runs side by side: figures of each, cells over seeds, what tells them apart, and the plot."""
+"""Runs side by side: figures of each, cells over seeds, the values that distinguish them, and the plot."""
 
 import csv
 import json

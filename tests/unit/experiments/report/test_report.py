@@ -147,7 +147,7 @@ def test_report_efficiency_and_its_causes_by_hand(told: tuple[Path, dict[str, An
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered_figures")
 def test_report_has_runs_of_cuda_graphs_with_what_they_tell(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On 4 ranks 300 images take 1 s beside an ideal 0.75, input 0.2 beside 0.075: the rest is not told apart."""
+    """On 4 ranks 300 images take 1 s instead of an ideal 0.75, input 0.2 instead of 0.075: the rest is not split."""
     unknown: dict[str, Any] = {"wire": None, "stragglers": None}
     write_point(sweep, 5, {"scaling": "graph", "ranks": 1}, batch=100, rates=3 * [100.0], wait=0.1, **unknown)
     write_point(sweep, 6, {"scaling": "graph", "ranks": 4}, batch=300, rates=3 * [300.0], wait=0.2, **unknown)
@@ -303,7 +303,7 @@ def change(path: Path, **changes: Any) -> None:
 
 @pytest.mark.slow
 def test_report_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
-    """Reports of 1 step and 400 images, after the first, take 720 J; those of other points are not told."""
+    """Reports of 1 step and 400 images, after the first, take 720 J; other points have no energy."""
     for number in range(4):
         change(sweep / f"points/{number}/run/summary.json", device="NVIDIA H100")
     metrics = sweep / "points/2/run/metrics.jsonl"

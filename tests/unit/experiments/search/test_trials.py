@@ -241,7 +241,7 @@ def test_search_picture_has_its_star_where_the_table_has_its_first_row():
 
 
 def test_search_whose_journal_was_cut_off_goes_on(tmp_path):
-    """A kill or a full disk may leave part of a line: what it told is told again, and the next line is whole."""
+    """A kill or a full disk may leave part of a line: its content is written again, and the next line is whole."""
     first = open_round(tmp_path)
     done, left = first.ask(), first.ask()
     first.tell(done[0], "finished", result=0.3)

@@ -1,4 +1,4 @@
-"""What cannot work is said on the host that starts or submits a job, all of it at once, and nothing is started."""
+"""All mistakes of a job are reported at once on the host that starts or submits it, and nothing is started."""
 
 import os
 import sys

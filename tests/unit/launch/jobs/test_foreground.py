@@ -139,7 +139,7 @@ def ready(process: "subprocess.Popen[str]") -> int:
 
 
 def test_foreground_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:
-    """The whole process group gets SIGINT, as from a terminal; the child must hear SIGUSR1, then SIGTERM."""
+    """The whole process group gets SIGINT, as from a terminal; the child must get SIGUSR1, then SIGTERM."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -62,7 +62,7 @@ def test_run_is_not_left_for_the_failure_of_another_job(
 
 
 def test_storage_that_does_not_answer_holds_no_launcher_up(tmp_path: Path, start: str) -> None:
-    """It must hear Ctrl-C, and see the launcher end."""
+    """It must react to Ctrl-C, and to the launcher's end."""
     os.mkfifo(tmp_path / ".owner-1")
     has_left = RunLeft(str(tmp_path), start=start)
     assert not any(has_left() for _ in range(9))

@@ -67,7 +67,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str]) -> Show:
-    """What a dry run prints, and what it says beside."""
+    """Return what a dry run prints on stdout and on stderr."""
 
     def run(*words: str) -> tuple[str, str]:
         assert main([words[0], "--dry-run", *words[1:], *(() if "--" in words else TRAIN)]) == 0

@@ -93,7 +93,7 @@ def test_launcher_that_is_new_is_a_subcommand_with_its_own_options(calls: list[o
 def test_launcher_that_divides_by_its_ranks_is_not_asked_to_divide_by_0(
     calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers that contradict each other are told beside an option that it refuses."""
+    """Contradicting numbers are reported together with a refused option."""
 
     def dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
         refuse(job, launcher="fake", refused=LAUNCHERS["fake"].refused)

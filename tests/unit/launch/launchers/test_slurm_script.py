@@ -218,7 +218,7 @@ def test_slurm_script_ends_with_the_code_of_the_ranks_or_goes_back_into_the_queu
 
 @pytest.mark.parametrize(("preempted", "is_requeued"), [("2026-01-01T00:00:00", True), ("None", False)])
 def test_slurm_script_that_is_preempted_is_requeued(stubs: Stubs, preempted: str, is_requeued: bool) -> None:
-    """Its tasks alone get SIGTERM, so that only their exit code tells."""
+    """Only its tasks get SIGTERM, so only their exit code shows the preemption."""
     code, output = stubs.run(SCRIPT, STUB_CODE="130", STUB_PREEMPT=preempted)
     assert stubs.requeued() is is_requeued
     assert ("preempted" in output) is is_requeued

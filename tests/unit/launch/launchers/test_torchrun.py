@@ -1,4 +1,4 @@
-"""What torchrun is told and leaves behind; its argument lists are in tests/golden."""
+"""torchrun's arguments and the processes that it leaves; its argument lists are in tests/golden."""
 
 import argparse
 import os

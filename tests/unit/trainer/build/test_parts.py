@@ -90,7 +90,7 @@ def test_make_eval_split_takes_packed_data_by_what_it_states(tmp_path: Path) -> 
 
 
 def agreed_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a rank that reads root tells the others."""
+    """Return the text on its images that a rank sends to the others."""
     said: list[str] = []
     monkeypatch.setattr(Communicator, "agree", lambda self, what, text: said.append(text))
     build_input._read_indices(cifar10(root), one_rank())

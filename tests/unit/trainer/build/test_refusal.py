@@ -10,7 +10,7 @@ from bigbatch.trainer.build.model import explain_refusal_
 
 
 class Raising(nn.Module):
-    """Raises what it is given."""
+    """Raises the given exception."""
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Own losses and metrics give what their formula says of each image, or are refused with what is wrong."""
+"""Own losses and metrics equal their formula for each image, or are refused with the reason."""
 
 import re
 

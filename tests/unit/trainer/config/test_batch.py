@@ -16,7 +16,7 @@ Batch = dict[str, int | None]
 
 
 def job_refusal(changes: Batch, *, world_size: int) -> str:
-    """What a job of so many ranks says of a config that is legal by itself."""
+    """Return the error of a job of so many ranks for a config that is legal by itself."""
     with pytest.raises(ConfigError) as caught:
         accumulation_steps(make_config(changes).batch, world_size=world_size)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What the log says of a schedule."""
+"""The log lines about a schedule."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What nvidia-smi and the kernel tell of GPUs: by a stand-in that writes what NVIDIA's manual page documents."""
+"""Facts on GPUs from nvidia-smi and the kernel: a stand-in prints what NVIDIA's manual page documents."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a GPU's driver tells: its energy and its clock."""
+"""Facts from a GPU's driver: its energy and its clock."""
 
 import math
 import sys

@@ -128,7 +128,7 @@ def test_spread_norm_parts_are_those_of_plain_batch_norm_of_the_whole(
 
 
 def test_spread_norm_rank_alone_would_be_wrong() -> None:
-    """What the comparison above says of statistics that stop at the rank."""
+    """The comparison above detects statistics of one rank alone."""
     inputs, grads = make_batch(2, torch.float32)
     norm = GhostBatchNorm2d(C, bn_span=PART, ghosts_per_step=1)
     outputs = run_norm(norm, inputs[:PART], grads[:PART]).outputs

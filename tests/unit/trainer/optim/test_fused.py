@@ -103,7 +103,7 @@ def test_fused_state_dict_resumes_bit_for_bit(make):
     ],
 )
 def test_fused_is_its_peer(ours, theirs):
-    """timm's LAMB does not adapt a group without decay; ours is told so by adapt."""
+    """timm's LAMB does not adapt a group without decay; ours has adapt for that."""
     ends, has_own_rate = [], "momentum_form" not in ours.keywords and ours.func is LARS
     for make in (ours, theirs):
         weights = random_weights(dtype=torch.float64)

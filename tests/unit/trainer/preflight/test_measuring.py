@@ -1,4 +1,4 @@
-"""What preflight measures on a host and between hosts, and what it tells where it cannot."""
+"""Measurements of preflight on a host and between hosts, and its findings if it cannot measure."""
 
 import json
 import re

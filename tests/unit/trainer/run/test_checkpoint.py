@@ -291,7 +291,7 @@ def test_checkpoint_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> 
 
 
 def ranks_that_write(write: Callable[[Event], None], *, limit: float) -> list[str]:
-    """What two ranks raise, whose sums may take 0.2 s; rank 0 writes, and is told when rank 1 has ended."""
+    """Return the errors of two ranks with a time limit of 0.2 s; rank 0 writes, and learns when rank 1 has ended."""
     ended = Event()
 
     def run(control: Control) -> str:

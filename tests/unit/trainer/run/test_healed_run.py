@@ -26,7 +26,7 @@ done: list[str] = []
 
 
 class Run:
-    """A run that loses a rank, and its successor, which tells what asked it to stop."""
+    """A run that loses a rank, and its successor, which records what asked it to stop."""
 
     def __init__(self, *arguments: Any, kept: Any, stop: StopRequest | None = None, **settings: Any) -> None:
         self._kept, self.parts = kept, SimpleNamespace(stop=stop or StopRequest())

@@ -26,7 +26,7 @@ from bigbatch.trainer.run.metrics import MetricsLog
 
 
 class PlayedWandb(ModuleType):
-    """Has as much of wandb as we call; init fails as often as told, and log always where told."""
+    """Has as much of wandb as we call; init fails a stated number of times, and log always if stated."""
 
     def __init__(
         self, *, failing_inits: int = 0, log: Callable[[], object] = lambda: None, disabled: bool = False
@@ -260,7 +260,7 @@ def send_to_mlflow(rundir: RunDir, *, from_step: int = 0) -> list[str]:
 
 
 class PlayedMlflow(ModuleType):
-    """Has as much of MlflowClient as we call, with its arguments' names; log_batch fails where told."""
+    """Has as much of MlflowClient as we call, with its arguments' names; log_batch fails if stated."""
 
     def __init__(self, *, log: Callable[[], object] = lambda: None) -> None:
         super().__init__("mlflow")

@@ -35,7 +35,7 @@ BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff
 def test_resume_takes_over_what_is_of_this_run_and_of_the_same_images(
     top1: float | None, samples: str | None, tmp_path: Path
 ) -> None:
-    """samples: those of the checkpoint, which an old one does not tell; the run has "a digest"."""
+    """samples: the checkpoint's, missing in old ones; the run has "a digest"."""
     evaluations = [{"step": 2, "top1": 0.5}, {"step": 4, "top1": 0.75}]
     kept = {"skipped": BAD, "evaluations": evaluations, **({"samples": samples} if samples else {})}
     for name in ("ours", "theirs"):

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""The lines of a run before its first step."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files of weights and checkpoints into a model: read without executing code, and what is wrong is told in one line."""
+"""Files of weights and checkpoints into a model: read without executing code, with each error in one line."""
 
 import argparse
 import os
@@ -58,7 +58,7 @@ def loaded(path: Path, config: Config) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("junk", [b"\x80\x02}]", b"\x80\x30}.", b"junk", b"hq"])
 def test_junk_is_said_to_hold_no_weights(junk: bytes, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """Whatever the unpickler raises out of it, such as KeyError(48), and warns of."""
+    """Also if the unpickler raises anything, such as KeyError(48), or warns."""
     (tmp_path / "a.pt").write_bytes(junk)
     said = refusal(tmp_path / "a.pt", small())
     assert re.search("holds no weights that torch.load reads|it ends too soon|Invalid magic number", said), said

@@ -94,7 +94,7 @@ def batches(sizes: tuple[int, ...] = (16,) * NUM_STEPS, *, error: str = "") -> I
 
 
 class Outcome:
-    """All that a run leaves behind, and what it reported."""
+    """The final state of a run, and its reports."""
 
     def __init__(self, plan: Plan, parts: Parts, source: Iterator[Batch]) -> None:
         recorder = Recorder()

@@ -164,7 +164,7 @@ def same(ours: object, theirs: object) -> bool:
 def test_precision_leaves_no_trace_of_a_skipped_update(
     name: str, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ) -> None:
-    """Twins: one is asked to skip an update in between, on whatever gradients, the other never hears of it."""
+    """Two equal runs: one skips an update in between, with any gradients, the other has no such step."""
     images = torch.randn(3, 8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     no, yes = torch.tensor([False]), torch.tensor([True])
     ends = []

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: which requests it hears, from which source, and that it says so at once."""
+"""Requests to stop a run: which signals count, from which source, and the line that acknowledges them at once."""
 
 import os
 import signal

@@ -38,7 +38,7 @@ DATA = encoded(smooth_image(0, width=48, height=36))
 
 
 class Clock:
-    """Time goes by where a cost is paid, and nowhere else."""
+    """A clock that advances only by stated costs."""
 
     def __init__(self) -> None:
         self.now = 0.0

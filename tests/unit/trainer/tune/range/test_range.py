@@ -114,7 +114,7 @@ class Reached(Exception):
 
 @pytest.mark.parametrize("words", [[], ["--schedule.range_test", "runs/older"], ["--schedule.range_test=runs/older"]])
 def test_range_needs_no_earlier_one(words, tmp_path, monkeypatch):
-    """Nor does the search that it suggests: what an earlier one says of another recipe is what it is repeated for."""
+    """Nor does the suggested search: a range test of another recipe is the reason for repeating it."""
     file = tmp_path / "mine.yaml"
     file.write_text("base: quickstart\n" + ("" if words else "schedule: {range_test: runs/older}\n"))
     experiment = [str(file), *words, "--data.flip", "false"]
