@@ -98,7 +98,8 @@ def test_data_that_go_away_change_no_bit(data: Path, tmp_path: Path) -> None:
     assert 9 <= done < epochs * STEPS_PER_EPOCH
     line = only_message(log.read_text())
     assert f"{moving}/train/" in line
-    assert f"The run stopped after step {done} and" in line
+    assert f"The run stopped after step {done}." in line
+    assert f"\nthe same command continues from step {done}\n" in log.read_text()
     assert steps(broken) == list(range(3, done + 1, 3)), "no report tells of steps that were none"
 
     (tmp_path / "away").rename(moving / "train")
