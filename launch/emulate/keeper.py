@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -62,7 +63,9 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are reaped silently
     save(folder, EmulatedCluster(plan, pid, start_ticks("self") or 0, boot_id()))
-    print("ok", flush=True)  # fails, and ends the cluster, if no process waits for it any more
+    # fails, and ends the cluster, if no process waits for it any more; with once the end of its input does both
+    with suppress(BrokenPipeError) if is_once else nullcontext():
+        print("ok", flush=True)
     # the starting process reads until all ends of the pipe are closed
     os.dup2(os.open("/dev/null", os.O_RDWR), sys.stdout.fileno())
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
@@ -78,7 +81,8 @@ def _end_with_input(folder: Path) -> None:
     """Wait until all writers of standard input have ended; then remove everything."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os.kill(-1, signal.SIGKILL)  # all but this one, so that no process writes to the folder any more
+    with suppress(ProcessLookupError):  # before the job there is none
+        os.kill(-1, signal.SIGKILL)  # all but this one, so that no process writes to the folder any more
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 

@@ -274,6 +274,18 @@ def test_nothing_is_left_behind_after_kill_9(
     assert emulate("down", "--name", "doomed").stdout == "doomed: there is none\n"
 
 
+@pytest.mark.parametrize("seen", ["hosts", "cluster.json"])
+def test_nothing_is_left_of_a_cluster_for_one_job_whose_start_is_killed(seen: str, runtime_folder: Path) -> None:
+    """Before it is up, when no process waits for its answer any more, and after, when no rank has started yet."""
+    root, before = state_root(os.environ), traces()
+    options = ("--nodes", "2", "--launcher", "plain", "--", "comm", "bench")
+    job = subprocess.Popen([sys.executable, "-m", "bigbatch", "launch", "emulate", "run", *options])
+    wait_until(lambda: any(root.glob(f"run-*/{seen}")))
+    job.kill()
+    job.wait()
+    wait_until(lambda: not any(root.glob("run-*")) and traces() == before)
+
+
 def test_daemon_does_not_outlive_its_job(emulate: Emulate, even: EmulatedCluster, tmp_path: Path) -> None:
     job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
     assert len(processes_in(namespaces_of(even))) == 2 + 8 * 2, "keeper, watcher, ranks and their children"
