@@ -34,6 +34,8 @@ UNIT_ERROR = 0.05
 
 BROKEN = "exclude"
 """The role of a row that its table excludes from comparisons."""
+MOST_PLAIN_GBIT = 25
+"""Rate of a node up to which Ethernet is taken to have no RDMA unless its name says so."""
 MEBIBYTE = 2**20
 DDP_FIRST_BYTES = MEBIBYTE
 """Bytes of PyTorch's first bucket."""
@@ -127,7 +129,16 @@ class Row:
             return "servers"
         if "socket" in library or "tcp" in self["inter_node_link"].lower():
             return "sockets"
-        return "host" if "mpi" in library and "nccl" not in library else "nccl"
+        if "mpi" in library and "nccl" not in library:
+            return "host"
+        return "sockets" if self._is_plain_ethernet else "nccl"
+
+    @property
+    def _is_plain_ethernet(self) -> bool:
+        """Return whether NCCL finds no RDMA on the link: slow Ethernet, as in clouds' machines."""
+        is_ethernet = re.search(r"ethernet|gbe", self["inter_node_link"], re.IGNORECASE)
+        has_rdma = re.search(r"roce|rdma|efa", self["inter_node_link"], re.IGNORECASE)
+        return bool(is_ethernet and not has_rdma) and (self.link_gbit_per_s or math.inf) <= MOST_PLAIN_GBIT
 
     @property
     def software(self) -> tuple[str, str]:

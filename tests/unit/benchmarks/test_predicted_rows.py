@@ -224,6 +224,11 @@ def test_factor_of_intervals_gives_each_system_the_same_weight():
 @pytest.mark.parametrize(
     ("stated", "carrier", "has_trees"),
     [
+        ({"inter_node_gbit_per_s": "", "inter_node_link": "Ethernet 25 Gb/s"}, "sockets", True),
+        ({"inter_node_gbit_per_s": "25", "inter_node_link": "1 x 25 GbE"}, "sockets", True),
+        ({"inter_node_gbit_per_s": "", "inter_node_link": "25 Gb/s RoCE over Ethernet"}, "nccl", True),
+        ({"inter_node_gbit_per_s": "", "inter_node_link": "1 x 100 GbE"}, "nccl", True),
+        ({"inter_node_gbit_per_s": "", "inter_node_link": "Ethernet, rate not stated"}, "nccl", True),
         ({}, "nccl", True),
         ({"collective_library_version": "NCCL 2.3.7"}, "nccl", False),
         ({"collective_library_version": "NCCL 2 over sockets, Open MPI"}, "sockets", True),
