@@ -1,6 +1,6 @@
 """Leave one family out: choose the constants of the model from all other families, and the width of intervals, too.
 
-Each ASSUMED constant is tried at FACTORS of its value, one after the other, by the mean error of the other families.
+Each fitted constant is tried at FACTORS of its value, one after the other, by the mean error of the other families.
 A constant that no other family shows costs nothing.
 """
 
@@ -23,9 +23,8 @@ UNSEEN = {
     "host_node_seconds": 0.0,
     "straggler_share": 0.0,
     "input_share": 0.0,
-    "unstated_gbit_per_device": 1e3,
 }
-"""The ASSUMED constants, each with the value that costs nothing: for families whose value no other family shows."""
+"""The fitted constants, each with the value that costs nothing: for families of which no other family shows it."""
 MOST_ERROR = 0.7
 """Largest error, as a logarithm, that counts: a row that no constant explains chooses none."""
 LEAST_GAIN = 2e-4
@@ -77,7 +76,7 @@ class Steps:
 
 
 def constants_without(steps: Steps, family: str | None) -> Constants:
-    """Choose each ASSUMED constant by the mean error of all families but one."""
+    """Choose each fitted constant by the mean error of all families but one."""
     others = [rows for name, rows in steps.families().items() if name != family]
 
     def loss(constants: Constants) -> float:

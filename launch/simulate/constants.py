@@ -48,7 +48,8 @@ class Constants:
     input_share: float = 0.02
     """Extra time of real images across nodes over one node: their decoding disturbs the slowest node. ASSUMED."""
     unstated_gbit_per_device: float = 100.0
-    """Rate of a network without a stated one. ASSUMED: a card of 100 Gbit/s for each accelerator."""
+    """Rate of a network without a stated one, which the interval widens. ASSUMED, and fitted to no row: a card of 100
+    Gbit/s for each accelerator."""
 
 
 DEFAULTS = Constants()
