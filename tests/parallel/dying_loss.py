@@ -1,7 +1,8 @@
 """A loss of one's own in which ranks are lost: DIE="rank/step/where" of each, where in forward, sums, or update.
 
-With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer. A rank that
-joins is not lost again. With JOIN_AT ranks join at the first boundary after so many steps, where the others wait.
+With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer. With JOIN_AT
+ranks join at the first boundary after so many steps, where the others wait. A rank that joins is not lost again, but
+with DIE_JOINING as soon as it has the state.
 """
 
 import os
@@ -60,12 +61,16 @@ def _ask_in_time(departure: Departure, *, joins: bool = False) -> None:
 
 
 def _wait_for_join(departure: Departure) -> bool:
-    is_awaited = 0 < int(os.environ.get("JOIN_AT", "0")) <= _steps_begun
+    is_awaited = 0 < int(os.environ.get("JOIN_AT", "0")) <= _steps_begun and "joined" not in _done
     while is_awaited and departure._control.world_size < read_process_env().world_size and not departure._has_told:
         time.sleep(0.01)
-    return _is_due(departure)
+    is_due = _is_due(departure)
+    _done.update(["joined"] if departure.is_join else [])
+    return is_due
 
 
+if read_process_env().joins and "DIE_JOINING" in os.environ:
+    os.kill(os.getpid(), signal.SIGKILL)
 Departure.ask = _ask_in_time  # type: ignore[method-assign]
 Departure.is_due = _wait_for_join  # type: ignore[method-assign]
 saving.save_checkpoint = _save_late

@@ -120,6 +120,17 @@ def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
     assert_identical(final_state(run), final_state(undisturbed))
 
 
+def test_rank_that_is_lost_while_it_joins_is_lost_as_any_other(data: Path, undisturbed: Path, tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    job = ForkedJob(forked(command_of(data, run, HEALING), ranks=3), log, DIE="2/4/forward", JOIN_AT="6")
+    job.ranks.append(job.join_again(2, DIE_JOINING="1"))
+    codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
+    said = log.read_text()
+    assert codes == [0, 0, -signal.SIGKILL, -signal.SIGKILL], said
+    assert re.findall(r"lost: rank 2 on \S+; going on from step (\d) with 2 ranks", said) == ["3", "5"], said
+    assert_identical(final_state(run), final_state(undisturbed))
+
+
 def test_loss_while_a_checkpoint_is_written(data: Path, tmp_path: Path) -> None:
     """Over gloo, whose process group has to be released before the next one is made."""
     settings = {"comm__backend": "gloo", "run__checkpoint_every_steps": 4, "run__keep_checkpoints": 9}
