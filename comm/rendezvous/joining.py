@@ -100,7 +100,7 @@ def find_requests(
 def _refusal(asked: Mapping[str, Any], group: Group, facts: Mapping[str, str]) -> str:
     """Return why a rank can never join; empty if it may."""
     for name, ours in facts.items():
-        theirs = asked["facts"].get(name, "")
+        theirs = asked.get("facts", {}).get(name, "")
         if theirs != ours:
             return f"its {name} is not that of the job: {first_difference(theirs, ours)}"
     for seat in group.seats.all:  # of the same release by now, so the fields are those of a Seat

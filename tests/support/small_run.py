@@ -30,7 +30,7 @@ from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.statistics import StepStatistics
-from bigbatch.trainer.step.stop_request import Stopped
+from bigbatch.trainer.step.stop_request import Joining, Stopped
 from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
 
@@ -115,6 +115,7 @@ class Stop:
     """A request to stop that is due at that boundary, and at all later ones."""
 
     asked_by = "SIGINT"
+    joining: Joining | None = None
 
     def __init__(self, at: float = math.inf) -> None:
         self.at = at

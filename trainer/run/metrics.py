@@ -42,7 +42,7 @@ class MetricsLog:
         self._opened_at = time.monotonic()
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Log one record: start, train, eval, noise, input, hint or skipped. It contains at least step.
+        """Log one record: start, train, eval, noise, input, joined, hint or skipped. It contains at least step.
 
         Adds the time of day (seconds since 1970) and the seconds since this start of the run, from which durations are
         computed, since the time of day may be changed. Raises: RunFolderError.

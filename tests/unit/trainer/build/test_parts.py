@@ -93,7 +93,7 @@ def agreed_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the text on its images that a rank sends to the others."""
     said: list[str] = []
     monkeypatch.setattr(Communicator, "agree", lambda self, what, text: said.append(text))
-    build_input._read_indices(cifar10(root), one_rank())
+    build_input.list_images(cifar10(root), one_rank())
     return said[-1]
 
 

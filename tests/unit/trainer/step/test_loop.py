@@ -24,6 +24,7 @@ from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.statistics import StepStatistics
+from bigbatch.trainer.step.stop_request import Joining
 from bigbatch.trainer.step.window import Totals
 
 
@@ -138,6 +139,16 @@ def test_train_stops_after_the_step_under_way_whatever_is_due_then(done: int) ->
     totals = train(plan, make_parts(stop=Stop(at=done)), recorder, iter(make_batches()))
     assert (totals.stopped_by, totals.steps) == ("SIGINT", done)
     assert recorder.events == [("report", done), ("save", done, None)]
+
+
+def test_train_reports_and_ends_at_a_boundary_at_which_a_rank_joins() -> None:
+    """An evaluation is due, which is the next group's."""
+    recorder, stop = Recorder(), Stop()
+    stop.joining = Joining(since=0.0)
+    plan = replace(PLAN, log_every_steps=100, eval_every_steps=1)
+    with pytest.raises(Joining):
+        train(plan, make_parts(stop=stop), recorder, iter(make_batches()))
+    assert recorder.events == [("report", 1)]
 
 
 @pytest.mark.parametrize(("eval_every", "done"), [(2, 2), (4, 4)])
