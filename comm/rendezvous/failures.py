@@ -12,7 +12,7 @@ and the same verdict. An event is (name, rank, ...):
 | heard | it asks the store for nothing more | the store's holder need not wait for it |
 | left, number | it begins no operation after that number | waits of others for it end |
 | ended | it has passed the last barrier | it is not missing |
-| waits, number, label, ranks | it waits in an operation in which some wait for long | they name the late, which have less time to answer |
+| waits, number, label, ranks | it waits in an operation in which some wait for long | the late are named |
 | flight, collectives | which collectives torch's flight recorder has seen begin | ranks can compare theirs |
 """
 
