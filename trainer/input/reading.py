@@ -14,7 +14,7 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
-from bigbatch.trainer.input.retry import Draw, Gathering, PatientReads
+from bigbatch.trainer.input.retry import Draw, PatientReads
 
 T = TypeVar("T")
 
@@ -116,16 +116,6 @@ class EncodedBatch:
 Found = tuple[int, bytes, Sequence[int]]
 """Position, content, (height, width)."""
 
-
-@dataclass(frozen=True)
-class _Begun:
-    """A batch whose images are being read, by so many threads."""
-
-    request: Request
-    gathering: Gathering[Found]
-    num_threads: int
-
-
 IMAGES_PER_SECOND = 12_000
 """Rate that reading aims at: beyond any GPU's need, since the threads of a batch also wait for its slowest read."""
 MOST_THREADS = 64
@@ -193,18 +183,8 @@ class EncodedReader:
 
         def batches() -> Iterator[EncodedBatch]:
             with reads.threads():
-                before: _Begun | None = None
                 for request in requests:
-                    if before is not None and before.num_threads != self._threads.number:
-                        # other threads read the next one: a read that hangs must be noticed before they replace these
-                        yield self._finish(before, reads)
-                        before = None
-                    begun = self._begin(request, reads)
-                    if before is not None:
-                        yield self._finish(before, reads)
-                    before = begun
-                if before is not None:
-                    yield self._finish(before, reads)
+                    yield self._read_batch(request, reads)
 
         # closing stops the reads before it waits for the batch in progress
         return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)
@@ -218,27 +198,19 @@ class EncodedReader:
         """Release the source's open files; reading again is possible."""
         self.source.close()
 
-    def _begin(self, request: Request, reads: PatientReads) -> "_Begun":
-        """Start to read a batch; the threads go on to it from the one before, so that none waits for that one's end.
-
-        Raises: ValueError if the request has not microbatch_size samples.
-        """
+    def _read_batch(self, request: Request, reads: PatientReads) -> EncodedBatch:
+        """Read one batch. Raises: ValueError if the request has not microbatch_size samples; StuckError."""
         if len(request.indices_B) != self.microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
         asked, known_B2 = request.indices_B.tolist(), self.source.sizes(request.indices_B)
         sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
-        number = self._threads.number
-        gathering = reads.begin(asked, lambda row: self._read_usable(asked[row], sizes[row], reads), num_threads=number)
-        return _Begun(request, gathering, number)
-
-    def _finish(self, begun: "_Begun", reads: PatientReads) -> EncodedBatch:
-        """Return the batch once it is read. Raises: DataError naming the image; StuckError."""
-        found = reads.finish(begun.gathering)
+        found = reads.gather(
+            asked, lambda row: self._read_usable(asked[row], sizes[row], reads), num_threads=self._threads.number
+        )
         if reads.latencies:
-            if begun.num_threads == self._threads.number:  # else the last change was not in effect yet
-                self._threads.learn(fmean(reads.latencies))
+            self._threads.learn(fmean(reads.latencies))
             reads.latencies.clear()
-        return self._encoded(begun.request, list(begun.gathering.asked), found)
+        return self._encoded(request, asked, found)
 
     def _encoded(self, request: Request, asked: list[int], found: list[Found]) -> EncodedBatch:
         positions = [position for position, _, _ in found]

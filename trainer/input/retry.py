@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Event, Lock, get_ident
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import StorageError, print_line
@@ -61,15 +60,6 @@ class Draw:
         """Seconds of reads during the wait, for this batch and for batches ahead of it."""
 
 
-@dataclass(frozen=True)
-class Gathering(Generic[T]):
-    """Rows that are being read: the positions asked for, what was found so far (else None), and the threads' parts."""
-
-    asked: Sequence[int]
-    found: list[T]
-    parts: "list[Future[None]]"
-
-
 class PatientReads:
     """Runs the reads of one stream of batches in threads."""
 
@@ -87,7 +77,6 @@ class PatientReads:
         self._stop = Event()
         self._threads: ThreadPoolExecutor | None = None
         self._num_threads = 0  # of the pool
-        self._begun: list[Future[None]] = []  # and not known to have ended
         self._under_way: dict[int, tuple[int, float] | None] = {}  # by thread: position, and since when
         self.latencies: list[float] = []
         """Seconds of each successful read since the caller cleared them."""
@@ -104,13 +93,15 @@ class PatientReads:
         finally:
             self.stop()
             if self._threads is not None:
-                self._threads.shutdown(wait=False, cancel_futures=True)
                 # nothing ends a thread that waits for a file system
-                is_stuck = is_stuck or bool(wait(self._begun, timeout=GRACE_SECONDS).not_done)
-                self._threads.shutdown(wait=not is_stuck)
+                self._threads.shutdown(wait=not is_stuck, cancel_futures=True)
 
-    def begin(self, asked: Sequence[int], take: Callable[[int], T], *, num_threads: int) -> Gathering[T]:
-        """Start take(row) for each row of the positions asked for, in num_threads threads, after those begun before."""
+    def gather(self, asked: Sequence[int], take: Callable[[int], T], *, num_threads: int) -> list[T]:
+        """Return take(row) for each row of the positions asked for, called in num_threads threads, in order of rows.
+
+        Raises: what take raises; StuckError naming an image, for one read that takes too long, for too many that take
+        long, or a moment after stop.
+        """
         found: list[Any] = [None] * len(asked)
         # one iterator for all threads: a slow read delays no other. One task per thread: a task costs as much as
         # reading a cached file
@@ -122,20 +113,10 @@ class PatientReads:
 
         threads = self._pool_of(num_threads)
         parts = [threads.submit(take_some) for _ in range(min(num_threads, len(asked)))]
-        self._begun += parts
-        return Gathering(asked, found, parts)
-
-    def finish(self, gathering: Gathering[T]) -> list[T]:
-        """Return take(row) of each row, in order.
-
-        Raises: what take raises; StuckError naming an image, for one read that takes too long, for too many that take
-        long, or a moment after stop.
-        """
-        self._wait_for(gathering.parts, gathering.asked, gathering.found)
-        self._begun = [part for part in self._begun if not part.done()]
-        for part in gathering.parts:
+        self._wait_for(parts, asked, found)
+        for part in parts:
             part.result()
-        return gathering.found
+        return found
 
     def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
         """Return threads, at least so many: a pool does not grow, so a larger one replaces it."""

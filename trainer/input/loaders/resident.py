@@ -126,6 +126,6 @@ def _decode_all(
         images_NHWC[position] = np.asarray(image.convert("RGB"))
 
     with reads.threads():
-        reads.finish(reads.begin(range(len(index)), fill, num_threads=num_threads))
+        reads.gather(range(len(index)), fill, num_threads=num_threads)
     index.close()
     return torch.from_numpy(images_NHWC)
