@@ -125,7 +125,7 @@ class Restartable(Protocol):
         """Return the number of operations submitted so far."""
 
     def restart(self, *, num_missed: int) -> None:
-        """End what is under way and connect anew; earlier groups have ended. Collective.
+        """End what is under way and connect again; earlier groups have ended. Collective.
 
         num_missed: the operations that another rank has submitted and this one has not.
         """

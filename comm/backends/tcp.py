@@ -51,7 +51,7 @@ class TcpBackend:
         return self._queue.number
 
     def restart(self, *, num_missed: int) -> None:
-        """Connect anew; see Restartable."""
+        """Connect again; see Restartable."""
         links, queue = self._links, self._queue
 
         def end() -> None:

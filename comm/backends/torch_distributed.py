@@ -106,7 +106,7 @@ class TorchDistributedBackend:
         return self._queue.number
 
     def restart(self, *, num_missed: int) -> None:
-        """Connect anew over gloo; see Restartable."""
+        """Connect again over gloo; see Restartable."""
         assert isinstance(self._queue, ThreadQueue)
 
         def end() -> None:

@@ -183,7 +183,7 @@ def _time_sizes(
 
 
 def _without(form: str, contestants: Mapping[str, Communicator], communicator: Communicator) -> dict[str, Communicator]:
-    """Connect the other contestants anew. Collective. Raises: CommError if there is none."""
+    """Connect the other contestants again. Collective. Raises: CommError if there is none."""
     others = {name: each for name, each in contestants.items() if name != form}
     if not others:
         raise CommError(f"{form} hangs, and no other all-reduce is left to measure")

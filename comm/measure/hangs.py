@@ -1,4 +1,4 @@
-"""A limit of its own for each measured form of the all-reduce: one that hangs is named, and the ranks connect anew."""
+"""A limit of its own for each measured form of the all-reduce: one that hangs is named, and the ranks connect again."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ HUNG = "hung"
 
 
 class HungError(Exception):
-    """A form hangs. The ranks are connected anew by then: communicators made before may hold what has ended."""
+    """A form hangs. The ranks are connected again by then: communicators made before may hold what has ended."""
 
     def __init__(self, form: str, seconds: float) -> None:
         super().__init__(f"{form} hangs: a sum did not end within {seconds:g} s; the others are measured without it")
@@ -64,7 +64,7 @@ def exchange(value: Any, communicator: Communicator) -> list[Any]:
 
 
 def _leave_behind(communicator: Communicator, late: Pending | None) -> HungError:
-    """Agree on the sum that hangs, the earliest that is late on a rank, and connect anew. Collective."""
+    """Agree on the sum that hangs, the earliest that is late on a rank, and connect again. Collective."""
     backend = communicator.backend
     assert isinstance(backend, Restartable)
     mine = [backend.num_submitted(), late and [late.number, late.label]]

@@ -19,7 +19,7 @@ from bigbatch.comm.measure.calibration import calibrate
 pytestmark = pytest.mark.long
 
 TIMEOUT_SECONDS = 16.0
-"""Of the job; a form has a quarter of it."""
+"""The job's; a form has a quarter of it."""
 
 
 def hang_in_ring(least_bytes: int) -> None:

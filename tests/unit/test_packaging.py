@@ -1,6 +1,6 @@
 """What is installed and released: wheel and sdist, make and its bootstrap, and what other services read of this folder.
 
-The tier long-unit of .ci/run trains from the wheel.
+The tier package of .ci/run trains from the wheel.
 """
 
 import io

@@ -26,7 +26,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import last_words, meeting, watch
+from bigbatch.comm.rendezvous import bounded_store, last_words, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
@@ -491,6 +491,16 @@ class Leaving:
         self.noted.append("reported")
 
 
+def leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have left connections, or requests that nothing answers."""
+    monkeypatch.setattr(communicator, "open_connections", {})
+    monkeypatch.setattr(communicator, "_aborted", [])
+    earlier, all_threads = set(threading.enumerate()), bounded_store.running_threads
+    monkeypatch.setattr(
+        bounded_store, "running_threads", lambda: [each for each in all_threads() if each not in earlier]
+    )
+
+
 def leaving() -> tuple[communicator.Communicator, list[str]]:
     told = Leaving()
     met = connect(env=ALONE, device=CPU)
@@ -524,8 +534,7 @@ def test_connection_is_closed_by_with_or_reports_its_failure(error: BaseExceptio
 def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_exception(
     last_value: BaseException | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(communicator, "open_connections", {})
-    monkeypatch.setattr(communicator, "_aborted", [])
+    leave_nothing_open(monkeypatch)
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     _, noted = leaving()
     communicator._close_all()
@@ -538,7 +547,7 @@ def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
     def lost(self: Leaving) -> None:
         raise PeerLostError("no answer from rank 1")
 
-    monkeypatch.setattr(communicator, "open_connections", {})
+    leave_nothing_open(monkeypatch)
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     monkeypatch.setattr(Leaving, "close", lost)
     codes: list[int] = []
@@ -553,8 +562,7 @@ def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """close() after a caught error returns; a script that ends without it fails."""
-    monkeypatch.setattr(communicator, "open_connections", {})
-    monkeypatch.setattr(communicator, "_aborted", [])
+    leave_nothing_open(monkeypatch)
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     monkeypatch.setattr(Leaving, "verdict", Verdict(frozenset({1}), "no answer from rank 1", 0.0))
     codes: list[int] = []
@@ -580,8 +588,7 @@ def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_l
     looks_to_the_end: int, last_value: BaseException | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that returns from a library while the interpreter ends would abort the process."""
-    monkeypatch.setattr(communicator, "open_connections", {})
-    monkeypatch.setattr(communicator, "_aborted", [])
+    leave_nothing_open(monkeypatch)
     monkeypatch.setattr(communicator, "LAST_SECONDS", 1e9 if looks_to_the_end < 10_000 else 0.05)
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     codes: list[int] = []
@@ -596,8 +603,7 @@ def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_l
 
 
 def test_process_that_ends_waits_for_a_request_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "open_connections", {})
-    monkeypatch.setattr(communicator, "_aborted", [])
+    leave_nothing_open(monkeypatch)
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)

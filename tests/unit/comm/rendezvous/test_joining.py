@@ -121,6 +121,7 @@ def test_ranks_wait_for_others_without_which_none_could_share_the_batch(job: Job
         (2, FACTS | {"config": "run:\n  seed: 2"}, "its config is not that of the job: 'seed: 2' against 'seed: 1'"),
         (1, FACTS, f"process {os.getpid()} on here is rank 1"),
     ],
+    ids=["release", "config", "place"],
 )
 def test_rank_that_cannot_join_is_told_why_and_the_others_are_not_disturbed(
     rank: int, facts: dict[str, str], said: str, job: Job

@@ -108,8 +108,8 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("name", "options", "ours", "settings"),
     [
-        ("apex.optimizers.FusedLAMB", {**LAMB, "max_grad_norm": 1e9}, "lamb", LAMB),
-        ("apex.optimizers.FusedSGD", {"momentum": 0.9, "nesterov": True}, "sgd", {"momentum": 0.9, "nesterov": True}),
+        ("apex.optimizers.FusedLAMB", {**LAMB, "max_grad_norm": 1e9}, "lamb", {"options": LAMB}),
+        ("apex.optimizers.FusedSGD", {"momentum": 0.9, "nesterov": True}, "sgd", {"options": {"nesterov": True}}),
     ],
 )
 def test_optimizer_of_apex_and_its_successor_make_the_same_steps(

@@ -80,7 +80,7 @@ augment.cutmix_alpha=0.2; batch.bn_span=128
   | spreads over ranks of batch.microbatch_size=64: set both | augment.cutmix_alpha=0.0
 
 model.name=alexnet_bn; data.image_size=63; model.options.width=8
-  | model.options.width has no meaning with model.name= & takes nesterov
+  | model.options.width has no meaning with model.name= & takes no options
 model.name=resnet50; model.options.width=8
   | model.options.width has no meaning with model.name= & takes zero_gamma, blurpool
 model.options.blurpool=true | model.options.blurpool has no meaning with model.name= & takes width, pool_first

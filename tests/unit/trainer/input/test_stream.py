@@ -94,7 +94,7 @@ def test_stream_state_before_the_failed_step_is_saved_bit_for_bit(
     batches = failing(make_batches(step * ACCUMULATION + microbatch))
     plan = replace(STEPS, log_every_steps=log_every)
     recorder, message = run(plan, batches, precision=precision, optimizer=optimizer)
-    assert re.search(naming(LOST, f"step {step} "), message)
+    assert re.search(naming(LOST, f"step {step}."), message)
     reports = [("report", done) for done in range(1, step + 1) if done % log_every == 0]
     assert recorder.events == [*reports, ("save", step, None)]
     expected = undisturbed(precision, optimizer)
@@ -104,7 +104,7 @@ def test_stream_state_before_the_failed_step_is_saved_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("first_step", "num_batches", "told"),
-    [(0, 0, None), (0, 1, "No step "), (2, 0, None), (2, 1, " step 2 ")],
+    [(0, 0, None), (0, 1, "No step "), (2, 0, None), (2, 1, " step 2.")],
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_stream_failure_before_the_end_of_the_first_step_saves_nothing(
@@ -126,7 +126,7 @@ def test_stream_evaluated_checkpoint_of_the_step_is_left_as_it_is() -> None:
 def test_stream_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
     parts = make_parts(stop=Stop(at=2))
     recorder = Recorder()
-    with pytest.raises(DataError, match=naming(LOST, "step 1 ")):
+    with pytest.raises(DataError, match=naming(LOST, "step 1.")):
         train(replace(STEPS, log_every_steps=2), parts, recorder, failing(make_batches(ACCUMULATION)))
     assert recorder.events == [("save", 1, None)]
 
@@ -223,7 +223,7 @@ def test_stream_images_of_steps_that_do_not_count_are_not_told() -> None:
     other = OtherRank([[2, LOST], [[5, "5.JPEG: is empty"]], "saved"], failed=1.0)
     recorder = Recorder()
     plan = replace(STEPS, log_every_steps=3)
-    with pytest.raises(DataError, match=naming(LOST, "step 2 ")):
+    with pytest.raises(DataError, match=naming(LOST, "step 2.")):
         train(plan, replace(other.parts, communicator=other), recorder, iter(batches))  # type: ignore[arg-type]
     told = {"train/3": "3.JPEG: is not an image", "train/5": "5.JPEG: is empty"}
     assert recorder.events == [("skipped", 2, told), ("save", 2, None)]

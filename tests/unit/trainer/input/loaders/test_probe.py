@@ -236,8 +236,8 @@ def test_probe_a_slow_source_and_a_heavy_decoder_are_found(
 
 
 def threads_of_loaders() -> set[threading.Thread]:
-    """All but those of the stores of earlier tests in this process, which may end meanwhile."""
-    return {each for each in threading.enumerate() if each.name != "bigbatch-store"}
+    """All but the process's clock, and the stores of earlier tests, which may end meanwhile."""
+    return {each for each in threading.enumerate() if each.name not in ("bigbatch-store", "awake-clock")}
 
 
 def test_probe_a_probed_loader_is_as_before(index: Any) -> None:
