@@ -77,6 +77,7 @@ def test_foreign_model_takes_ghost_batches(data: Path, tmp_path: Path) -> None:
     assert state["model/head.weight"].shape == (10, 4)
 
 
+@pytest.mark.long
 def test_foreign_model_of_timm_trains_on_two_ranks_and_goes_back_to_timm(data: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "run", tmp_path / "timm.safetensors"
     run(forked(train_command(data, folder, settings(TIMM, run__epochs=1, schedule__warmup_epochs=0)), ranks=2))

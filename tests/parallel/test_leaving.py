@@ -22,7 +22,7 @@ def run_processes(*arguments: str) -> list[tuple[int, str]]:
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [pytest.param("tcp", marks=weekly), "gloo"])
 def test_script_that_forgets_to_close_ends_well_and_in_silence(backend: str) -> None:
     assert run_processes("forgets", backend) == [(0, "rank 0: 2\n"), (0, "rank 1: 2\n")]

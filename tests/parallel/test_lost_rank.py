@@ -94,8 +94,8 @@ def test_survivors_name_the_lost_rank(
         assert code == SURVIVED, f"rank {rank} ended with {code}:\n{output}"
         match = NOTICED.search(output)
         assert match, output
-        seconds, named, reason, library = float(match[1]), int(match[2]), match[3], match[4]
-        assert (named, library) == (rank, backend)
+        seconds, said_by, reason, library = float(match[1]), int(match[2]), match[3], match[4]
+        assert (said_by, library) == (rank, backend)
         # what its library says of a dead peer may come before the end of the rendezvous that it held
         named_as = {named, "rank 0 on node0"} if named == HOLDER else {named}
         assert reason.removeprefix("no answer from ") in named_as, output
