@@ -34,14 +34,14 @@ from bigbatch.trainer.step.replicas import compare
 from bigbatch.trainer.step.sharded import ShardedWeights, shard_update
 
 ADAPTIVE = {"betas": (0.9, 0.99), "eps": 1e-6}
-HEAVY = {"momentum": 0.9, "nesterov": True}
+HEAVY = {"nesterov": True}
 LARS = {**HEAVY, "trust_coefficient": 0.02, "eps": 0.0, "momentum_form": "lr_inside"}
 OPTIMIZERS = {"lars": (LARS, 1.0), "lamb": (ADAPTIVE, 0.01), "sgd": (HEAVY, 2.0), "adamw": (ADAPTIVE, 0.01)}
-"""Settings and learning rate."""
+"""Options and learning rate."""
 SIGNS = {"lion": ({"betas": (0.9, 0.99)}, 0.002)}
 """The same of what takes signs: in fp32 alone, since a sign that rounding turns is as large as any other."""
-ORTHOGONAL = {"options": {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}}
-ROOTS = {"options": {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.9}, "eps": 1e-3}
+ORTHOGONAL = {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}
+ROOTS = {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.9, "eps": 1e-3}
 WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05), "shampoo": ({**HEAVY, **ROOTS}, 1.0)}
 """The same of those that need whole matrices."""
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
@@ -107,11 +107,12 @@ def start(
     precision = Precision(model, name=precision_name, device=communicator.device, scaling=scaling)
     sizes = {"threshold_bytes": 400, "buffer_bytes": 300}
     reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=sharded, **sizes)
-    settings, lr = {**OPTIMIZERS, **SIGNS, **WHOLE}[name]
+    options, lr = {**OPTIMIZERS, **SIGNS, **WHOLE}[name]
 
     def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         groups = param_groups(model, weight_decay=0.01, substitute=masters)
-        of_config: Any = SimpleNamespace(**{"name": name, "options": None, **settings})
+        momentum = None if name in ("lamb", "adamw", "lion") else 0.9
+        of_config: Any = SimpleNamespace(name=name, options=options, momentum=momentum)
         return make_native(of_config, groups, lr=lr)
 
     if sharded:
