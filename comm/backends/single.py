@@ -54,4 +54,4 @@ class SingleBackend:
     def close(self) -> None:
         """Return: there is nothing to release."""
 
-    abandon = close
+    abandon = abort = close

@@ -98,24 +98,28 @@ def test_survivors_go_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("backend", "deaths", "at"),
-    [("tcp", "0/3/forward", 5), ("gloo", "1/5/forward", 10), ("tcp", "3/4/forward", NUM_STEPS)],
+    ("backend", "deaths", "at", "num_ranks"),
+    [
+        ("tcp", "0/3/forward", 5, 2),
+        ("gloo", "0/5/forward", 10, 4),
+        ("tcp", "3/4/forward", NUM_STEPS, 4),
+    ],
 )
 def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
-    backend: str, deaths: str, at: int, data: Path, undisturbed: Path, tmp_path: Path
+    backend: str, deaths: str, at: int, num_ranks: int, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """Law 9: it has its old number, so rank 0 takes the run folder over again; after the last step it evaluates."""
     run, log, lost = tmp_path / "run", tmp_path / "log", int(deaths[0])
     command = command_of(data, run, HEALING | {"comm.backend": backend})
-    job = ForkedJob(forked(command, ranks=4), log, DIE=deaths, JOIN_AT=f"{at + 1}")  # a step is begun twice
+    job = ForkedJob(forked(command, ranks=num_ranks), log, DIE=deaths, JOIN_AT=f"{at + 1}")  # a step is begun twice
     job.ranks.append(job.join_again(lost))
     codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
-    assert codes == [-signal.SIGKILL if rank == lost else 0 for rank in range(4)] + [0], log.read_text()
+    assert codes == [-signal.SIGKILL if rank == lost else 0 for rank in range(num_ranks)] + [0], log.read_text()
     said = log.read_text()
     assert re.search(
-        rf"joined: rank {lost} on \S+; going on from step {at} with 4 ranks; the others waited \S+ s\n", said
+        rf"joined: rank {lost} on \S+; going on from step {at} with {num_ranks} ranks; the others waited \S+ s\n", said
     )
-    assert [(record["step"], record["ranks"]) for record in records(run, "joined")] == [(at, 4)]
+    assert [(record["step"], record["ranks"]) for record in records(run, "joined")] == [(at, num_ranks)]
     assert steps(run) == list(range(1, NUM_STEPS + 1))
     assert_identical(final_state(run), final_state(undisturbed))
 

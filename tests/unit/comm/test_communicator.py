@@ -20,6 +20,7 @@ from bigbatch.comm.backends import horovod
 from bigbatch.comm.backends.base import Capabilities, Group
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import abort_connection, open_connections
 from bigbatch.comm.connection import choose_device, connect, only_gpu, with_index
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
@@ -158,6 +159,12 @@ def test_with_algorithm_and_allocate_are_watched_where_nccl_waits_without_a_limi
 def test_close_of_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # not installed
     connect(env=ProcessEnv("openmpi", 0, 1, 0, 1, "here", None), device=CPU).close()
+
+
+def test_connection_of_one_process_can_be_aborted_so_that_others_join_it() -> None:
+    communicator = connect(backend="tcp", env=ALONE)
+    abort_connection(communicator.control)
+    assert communicator.control not in open_connections
 
 
 # --- what is refused ---
