@@ -1,7 +1,7 @@
 """Healing in place: after a loss the other ranks go on from the last step, in the same processes, or with others."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +104,14 @@ def heal(
     return go_on(config, job, group, kept=kept, ownership=ownership, error=error)
 
 
+@dataclass(frozen=True)
+class Entered:
+    """A group that this rank has connected, and the state on which its ranks have agreed."""
+
+    communicator: Communicator
+    state: dict[str, Any] | None
+
+
 def go_on(
     config: Config,
     job: JoinedRank,
@@ -112,13 +120,14 @@ def go_on(
     kept: dict[str, Any] | None,
     ownership: Ownership,
     error: PeerLostError | None = None,
-    joined: Sequence[str] = (),
+    entered: Entered | None = None,
+    told: str = "",
     since: float | None = None,
 ) -> Healed:
     """Connect a group, and agree on the state to go on from; after a loss form one of the others. Collective.
 
-    error: a loss that this rank has noticed already. joined, since: ranks that are new in the group; as for Healed.
-    Raises: as heal.
+    error: a loss that this rank has noticed already. entered: the group, if this rank has entered it already.
+    told: begin of the line for the log; since: as for Healed. Raises: as heal.
     """
     names = list[str]()
     while True:
@@ -131,20 +140,25 @@ def go_on(
             except ConfigError as misfit:
                 raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
         try:
-            communicator = _join(config, group, device=job.communicator.device)
-            ownership.succeed(communicator.control)
-            state = _agree_on_state(kept, communicator)
+            entered, now = None, entered or enter(config, group, kept=kept, device=job.communicator.device)
+            kept = now.state
+            ownership.succeed(now.communicator.control)
         except PeerLostError as again:  # another loss meanwhile
             if not may_follow(again):
                 raise
             error = again
         else:
-            where = f"from step {state['step']}" if state else "from the newest checkpoint"
+            where = f"from step {kept['step']}" if kept else "from the newest checkpoint"
             ranks = count(group.env.world_size, "rank")
-            lost = f"lost: {', '.join(names) or 'a connection'}; " if error else ""
-            new = f"joined: {', '.join(joined) or 'no rank, as it has ended'}; " if since is not None else ""
-            told = f"{new}{lost}going on {where} with {ranks}"
-            return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), state, told, since)
+            lost = f"lost: {', '.join(names) or 'a connection'}; " if error and (names or not told) else ""
+            line = f"{told}{lost}going on {where} with {ranks}"
+            return Healed(replace(job, communicator=now.communicator, env=group.env, tuned=None), kept, line, since)
+
+
+def enter(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Entered:
+    """Connect a group, and agree on the state to go on from. Collective. Raises: PeerLostError; CommError."""
+    communicator = _join(config, group, device=device)
+    return Entered(communicator, _agree_on_state(kept, communicator))
 
 
 def _join(config: Config, group: Group, *, device: torch.device) -> Communicator:

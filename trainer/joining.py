@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,24 +11,36 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator, abort_connection
 from bigbatch.comm.connection import HEALING, choose_device, connect
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
-from bigbatch.comm.rendezvous.joining import Admitted, Request, ask_to_join, find_requests, let_in
+from bigbatch.comm.rendezvous.joining import (
+    CONNECT_SECONDS,
+    Admitted,
+    Request,
+    ask_to_join,
+    find_requests,
+    former_ranks,
+    leave_former_group,
+    let_in,
+)
 from bigbatch.comm.rendezvous.places import release
 from bigbatch.comm.rendezvous.regroup import Group
 from bigbatch.errors import CommError, ConfigError, PeerLostError
+from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.input import Images, describe_images, list_images
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.healing import Healed, Ownership, go_on, may_follow
+from bigbatch.trainer.healing import Healed, Ownership, enter, go_on, may_follow
 from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.owner import newest_claim
+from bigbatch.trainer.run.owner import Claim, newest_claim
 from bigbatch.trainer.training_run import JoinedRank, why_not_healing
 
 LOOK_SECONDS = 0.5
 """Pause between two attempts to reach the ranks that go on."""
 MORE_SECONDS = 30.0
 """How much longer than twice comm.timeout_seconds these may take to open another store after a loss."""
+MOST_ATTEMPTS = 5
+"""How often a rank is let in and cannot take over the state, as ranks are lost meanwhile, until it gives up."""
 Facts = Callable[[], Mapping[str, str]]
 """Returns what must be equal on all ranks, by its name."""
 
@@ -63,28 +76,43 @@ def take_in(
     close: Callable[[], str | None],
     since: float,
     ownership: Ownership,
+    back_at: int | None,
 ) -> Healed:
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
-    close: flushes the former group's records. since: awake_seconds() at the boundary. Raises: as heal.
+    After a loss meanwhile the former group goes on, without those that were to join.
+    close: flushes the former group's records. since: awake_seconds() at the boundary. back_at: a checkpoint's step to
+    which the run went back because weights differed. Raises: as heal.
     """
-    former, seconds = job.communicator, config.run.checkpoint_timeout_seconds
-    assert former.seats is not None
-    group, error = Group(former.env, former.control, former.seats), None
-    joined: list[str] = []
+    communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
+    assert communicator.seats is not None
+    former = Group(communicator.env, communicator.control, communicator.seats)
+    go = partial(go_on, config, job, kept=kept, ownership=ownership)
     try:
         write_on_first(close, former.control, what="end of the former group's records", timeout_seconds=seconds)
-        found = find_waiting(config, former, facts)
-        names = [f"rank {each.seat.rank} on {each.seat.host}" for each in found]
-        told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names}
-        admitted = let_in(group, found, told=told)
-        abort_connection(group.control)
-        group, joined = admitted.group, admitted.told["joined"]
+        found = find_waiting(config, communicator, facts)
+        names = ", ".join(f"rank {each.seat.rank} on {each.seat.host}" for each in found)
+        told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
+        admitted = let_in(former, found, told=told)
     except PeerLostError as lost:
         if not may_follow(lost):
             raise
-        error = lost
-    return go_on(config, job, group, kept=kept, ownership=ownership, error=error, joined=joined, since=since)
+        return go(former, error=lost)
+    abort_connection(former.control)
+    group, names = admitted.group, admitted.told["joined"]
+    try:
+        entered = enter(config, group, kept=kept, device=communicator.device)
+        leave_former_group(group)
+    except CommError as error:
+        abort_connection(group.control)
+        loss = error if isinstance(error, PeerLostError) else PeerLostError(*error.args)
+        loss.lost_ranks = former_ranks(former, group, loss.lost_ranks)
+        if loss.lost_ranks and loss.exit_code != LOST:  # an error of a present rank
+            raise
+        return go(former, error=loss, told=f"did not join: {names or 'no rank'}; ")
+    if not names:
+        return go(group, entered=entered, told="no rank has joined, as it has ended; ")
+    return go(group, entered=entered, told=f"joined: {names}; ", since=since)
 
 
 def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
@@ -112,8 +140,17 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
     )
 
 
-def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> tuple[Healed, Images | None]:
-    """Join the ranks that go on, and take the state from one of them; return it, and the images of the data set.
+@dataclass(frozen=True)
+class Arrived:
+    """What a rank has that has joined. listed: images of the data set. back_at: as for take_in."""
+
+    healed: Healed
+    listed: Images | None
+    back_at: int | None
+
+
+def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
+    """Join the ranks that go on, and take the state from one of them.
 
     job: of this process alone. The data set is listed first, as the others wait from their boundary on.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
@@ -121,39 +158,66 @@ def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> tuple[He
     with job.communicator as alone:
         local, _ = stage_data(config, alone)
         listed = list_images(local, alone)
-    admitted = _ask(config, job, facts_of(config, listed))
-    told = admitted.told
+    for attempt in range(MOST_ATTEMPTS):
+        admitted = _ask(config, job, facts_of(config, listed))
+        group, told = admitted.group, admitted.told
+        try:
+            entered = enter(config, group, kept=None, device=job.communicator.device)
+            leave_former_group(group)
+        except PeerLostError:  # the others go on without this one, or another loss has prevented it
+            abort_connection(group.control)
+            admitted.leave()
+            if attempt + 1 == MOST_ATTEMPTS:
+                raise
+        else:
+            break
     ownership.number, since = told["owner"], awake_seconds() - told["waited"]
-    healed = go_on(config, job, admitted.group, kept=None, ownership=ownership, joined=told["joined"], since=since)
-    return healed, listed
+    line = f"joined: {told['joined']}; "
+    healed = go_on(config, job, group, kept=None, ownership=ownership, entered=entered, told=line, since=since)
+    return Arrived(healed, listed, told["back_at"])
 
 
 def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
     """Find the store of the ranks that go on by the owner of the run folder, and ask there."""
     env, control, folder = job.env, job.communicator.control, Path(config.run.directory)
     patience = 2 * control.timeout_seconds + MORE_SECONDS
-    deadline = awake_seconds() + patience
+    deadline, reason = awake_seconds() + patience, "no rank states an address in its run folder"
     while True:
         claim = newest_claim(folder)
-        if claim is None or claim.has_ended or not claim.store:
+        if claim and claim.has_ended and not claim.has_failed:
             raise PeerLostError(f"rank {env.rank} on {env.host}: the job that it was to join has ended")
-        address, port = claim.store.split()
-        started = awake_seconds()
-        try:
-            return ask_to_join(
-                env,
-                (address, int(port)),
-                facts=facts,
-                timeout_seconds=control.timeout_seconds,
-                warn_seconds=control.warn_seconds,
-                interface=env.interface or config.comm.interface,
-            )
-        except CommError:
-            raise
-        except (OSError, RuntimeError) as error:
-            reason = error
-        if awake_seconds() - started > control.timeout_seconds:  # it has waited for an answer there
-            deadline = awake_seconds() + patience
+        if store := claim and _address(claim):
+            started = awake_seconds()
+            try:
+                return ask_to_join(
+                    env,
+                    store,
+                    facts=facts,
+                    timeout_seconds=control.timeout_seconds,
+                    warn_seconds=control.warn_seconds,
+                    interface=env.interface or config.comm.interface,
+                    is_current=partial(_is_current, folder, store),
+                )
+            except CommError:
+                raise
+            except (OSError, RuntimeError) as error:
+                reason = f"{error}"
+            if awake_seconds() - started > LOOK_SECONDS + CONNECT_SECONDS:  # it has waited for an answer there
+                deadline = awake_seconds() + patience
         if awake_seconds() > deadline:
-            raise PeerLostError(f"rank {env.rank} on {env.host} reaches no rank of its job: {reason}") from reason
+            raise PeerLostError(f"rank {env.rank} on {env.host} reaches no rank of its job: {reason}")
         time.sleep(LOOK_SECONDS)
+
+
+def _address(claim: Claim) -> tuple[str, int] | None:
+    """Return where the owner's job has its store; None if it states none."""
+    with suppress(ValueError):
+        address, port = claim.store.split()
+        return address, int(port)
+    return None
+
+
+def _is_current(folder: Path, store: tuple[str, int]) -> bool:
+    """Return whether no later owner of the run folder states another store."""
+    claim = newest_claim(folder)
+    return claim is None or _address(claim) in (None, store)

@@ -135,7 +135,8 @@ def _run_agreed(
     output: RunOutput | None = None  # of the former group
     listed: Images | None = None  # on storage this may take minutes
     if job.env.joins:
-        healed, listed = arrive(config, job, ownership=ownership)
+        arrived = arrive(config, job, ownership=ownership)
+        healed, listed, been_back_at = arrived.healed, arrived.listed, arrived.back_at
         job, kept, came_back, since = healed.job, healed.state, healed.told, healed.since
         groups.append(job.communicator)
     while True:
@@ -150,8 +151,8 @@ def _run_agreed(
             run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop, listed=listed)
             stop, listed = run.parts.stop, run.listed
             facts = cache(partial(facts_of, config, listed))
-            is_joined = partial(find_waiting, config, job.communicator, facts)
-            return run.run(came_back=came_back, since=since, is_joined=is_joined)
+            wants_join = partial(find_waiting, config, job.communicator, facts)
+            return run.run(came_back=came_back, since=since, wants_join=wants_join)
         except Joining as joining:
             left_at = joining.since
         except ReplicasDiffer as error:
@@ -175,7 +176,16 @@ def _run_agreed(
             else:
                 assert left_at is not None
                 close = output.close if output else str
-                healed = take_in(config, job, kept=kept, facts=facts, close=close, since=left_at, ownership=ownership)
+                healed = take_in(
+                    config,
+                    job,
+                    kept=kept,
+                    facts=facts,
+                    close=close,
+                    since=left_at,
+                    ownership=ownership,
+                    back_at=been_back_at,
+                )
                 output = None
             job, kept, came_back, since = healed.job, healed.state, healed.told, healed.since
             groups.append(job.communicator)

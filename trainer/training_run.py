@@ -187,11 +187,11 @@ class TrainingRun:
         *,
         came_back: str = "",
         since: float | None = None,
-        is_joined: Callable[[], object] = lambda: False,
+        wants_join: Callable[[], object] = lambda: False,
     ) -> dict[str, Any] | None:
         """Train to the end or a stop signal; return the summary, or None if stopped.
 
-        came_back: why it starts here. since: when the ranks left off for others to join; awake_seconds(). is_joined:
+        came_back: why it starts here. since: when the ranks left off for others to join; awake_seconds(). wants_join:
         returns what is true if other ranks want to join. Raises: Joining once all ranks have agreed on it.
         """
         num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
@@ -213,7 +213,7 @@ class TrainingRun:
             if not self.is_healed:
                 self._introduce()
             control = self.communicator.control
-            with self.parts.stop.watch(control, acknowledge=self._acknowledge, is_joined=is_joined):
+            with self.parts.stop.watch(control, acknowledge=self._acknowledge, wants_join=wants_join):
                 try:
                     totals, seconds = self._train()
                 except Stopped:  # in an evaluation before the first step or beside all steps: nothing is new

@@ -151,10 +151,10 @@ class Control:
         count = int(self.store.get(key))
         return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
 
-    def read(self, key: str, *, what: str) -> str:
-        """Wait for a short value that another rank writes, and return it. Raises: PeerLostError."""
+    def read(self, key: str, *, what: str, source: int | None = None) -> str:
+        """Wait for a short value that another rank (source, if stated) writes, and return it. Raises: PeerLostError."""
         with self.detector.explained(what):
-            self._await(key, what=what)
+            self._await(key, what=what, source=source)
             return str(self.store.get(key).decode())
 
     def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:

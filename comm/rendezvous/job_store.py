@@ -57,6 +57,7 @@ class Line:
             except (OSError, TurnedAwayError) as error:
                 num_refusals += isinstance(error, TurnedAwayError)
                 if num_refusals == MOST_REFUSALS or awake_seconds() + AGAIN_SECONDS > deadline:
+                    self.close()
                     raise
                 time.sleep(AGAIN_SECONDS)
 
@@ -87,6 +88,13 @@ class Line:
             raise RuntimeError(f"the store at {self.address}:{self.port} has ended ({error})") from error
         self._idle.append(stream)
         return answer
+
+    def close(self) -> None:
+        """Let the store see that this rank has left; no request follows."""
+        while self._idle:
+            self._idle.pop().close()
+        if self._presence:
+            self._presence.close()
 
     def _connect(self, limit: float | None) -> socket.socket:
         stream = end_with_process(socket.create_connection((self.address, self.port), timeout=limit))

@@ -1,21 +1,25 @@
 """A rank that was started again joins the ranks that go on: it asks at their store, and the first rank lets it in.
 
 Requests and answers lie outside of the groups' keys, as a store may serve several groups in turn. The new group is in
-the same store, so a rank that dies while it joins is lost as any other one.
+the same store. A join is a transaction: the present ranks enter the new group all or none, and leave the former one for
+good after leave_former_group(), all or none. After a loss before that they go on in the former group, in which ranks
+that join have no vote, and these ask again.
 """
 
 import json
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, Line
+from bigbatch.comm.rendezvous.limits import HEED_SECONDS
 from bigbatch.comm.rendezvous.regroup import Group, Seat, Seats, bind_seat, holder_of, place_in
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, PeerLostError
 from bigbatch.words import first_difference
 
 REQUESTS = "bigbatch/joins"
@@ -25,6 +29,7 @@ CONNECT_SECONDS = 1.0
 """Limit of one attempt to reach the store."""
 LOOK_SECONDS = 1.0
 """Longest wait for an answer in one request."""
+_GO, _STAY = "+", "-"
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,12 @@ class Admitted:
     group: Group
     told: dict[str, Any]
 
+    def leave(self) -> None:
+        """Let the store see that this process has left the group."""
+        assert isinstance(self.group.control.store, JobStore)
+        self.group.control.store.line.close()
+        self.group.seats.socket.close()
+
 
 def ask_to_join(
     env: ProcessEnv,
@@ -51,25 +62,35 @@ def ask_to_join(
     timeout_seconds: float,
     warn_seconds: float,
     interface: str | None,
+    is_current: Callable[[], bool] = lambda: True,
 ) -> Admitted:
     """Ask the ranks of a store to take this process in, and wait for their next boundary, however long.
 
-    facts: what must be equal on all ranks, by its name.
-    Raises: CommError if they refuse it; RuntimeError if the store has ended, or does not know the secret; OSError.
+    facts: what must be equal on all ranks, by its name. is_current: returns whether the ranks still use this store.
+    Raises: CommError if they refuse it; RuntimeError if the store has ended, or does not know the secret; OSError, also
+    if the ranks use another store.
     """
     number = FIRST_NUMBER + secrets.randbelow(1 << 30)
     line = Line(*store, env.secret, rank=number, timeout_seconds=CONNECT_SECONDS)
-    requests = JobStore(line, REQUESTS, seconds=timeout_seconds)
-    seat, bound = bind_seat(env, towards=store[0], interface=interface)
-    asked = {"number": number, "seat": asdict(seat), "facts": dict(facts)}
-    requests.append("asked", json.dumps(asked) + "\n")
-    while not requests.wait_for(f"answer/{number}", LOOK_SECONDS):
-        pass
-    answer = json.loads(requests.get(f"answer/{number}"))
-    if why := answer.get("refused"):
-        raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks go on without it")
-    limits = timeout_seconds, warn_seconds
-    return Admitted(_form(answer, env, line, number=number, bound=bound, limits=limits), answer["told"])
+    bound: socket.socket | None = None
+    try:
+        requests = JobStore(line, REQUESTS, seconds=timeout_seconds)
+        seat, bound = bind_seat(env, towards=store[0], interface=interface)
+        asked = {"number": number, "seat": asdict(seat), "facts": dict(facts)}
+        requests.append("asked", json.dumps(asked) + "\n")
+        while not requests.wait_for(f"answer/{number}", LOOK_SECONDS):
+            if not is_current():
+                raise ConnectionError("its ranks use another store by now")
+        answer = json.loads(requests.get(f"answer/{number}"))
+        if why := answer.get("refused"):
+            raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks go on without it")
+        limits = timeout_seconds, warn_seconds
+        return Admitted(_form(answer, env, line, number=number, bound=bound, limits=limits), answer["told"])
+    except BaseException:
+        line.close()  # a request whose process seems to live would be answered
+        if bound:
+            bound.close()
+        raise
 
 
 def find_requests(
@@ -83,29 +104,49 @@ def find_requests(
     requests = _requests(group.control)
     news = requests.tail("asked", 0)
     found: list[Request] = []
-    for asked in map(json.loads, news.text.splitlines()):
-        number = asked["number"]
-        if number in news.gone or requests.check([f"answer/{number}"]):
+    taken = {seat.rank for seat in group.seats.all}  # the loss of its former process may not be known yet
+    for line in reversed(news.text.splitlines()):  # a rank's newest request counts
+        number, asked = _parse(line)
+        if number is None or number in news.gone or requests.check([f"answer/{number}"]):
             continue
-        if why := _refusal(asked, group, facts()):
+        seat = _seat_of(asked)
+        if why := _refusal(asked, seat, group, facts()):
             requests.set(f"answer/{number}", json.dumps({"refused": why}))
-            continue
-        seat = Seat(**asked["seat"])
-        # the loss of its former process may not be known yet
-        if seat.rank not in [each.rank for each in (*group.seats.all, *(one.seat for one in found))]:
+        elif seat and seat.rank not in taken:
+            taken.add(seat.rank)
             found.append(Request(number, seat))
-    return found if found and fits(group.env.world_size + len(found)) else []
+    while found and not fits(group.env.world_size + len(found)):
+        found.pop(0)
+    return found
 
 
-def _refusal(asked: Mapping[str, Any], group: Group, facts: Mapping[str, str]) -> str:
+def _parse(line: bytes) -> tuple[int | None, Mapping[str, Any]]:
+    """Return the number and the content of a request; no number if the line is none."""
+    with suppress(ValueError, TypeError, LookupError):
+        asked = json.loads(line)
+        return int(asked["number"]), asked
+    return None, {}
+
+
+def _seat_of(asked: Mapping[str, Any]) -> Seat | None:
+    """Return the seat of a request; None if another release has written it."""
+    with suppress(TypeError, LookupError):
+        return Seat(**asked["seat"])
+    return None
+
+
+def _refusal(asked: Mapping[str, Any], seat: Seat | None, group: Group, facts: Mapping[str, str]) -> str:
     """Return why a rank can never join; empty if it may."""
+    told = asked.get("facts")
     for name, ours in facts.items():
-        theirs = asked.get("facts", {}).get(name, "")
+        theirs = told.get(name, "") if isinstance(told, dict) else ""
         if theirs != ours:
-            return f"its {name} is not that of the job: {first_difference(theirs, ours)}"
-    for seat in group.seats.all:  # of the same release by now, so the fields are those of a Seat
-        if seat.rank == asked["seat"]["rank"] and seat.has_ended() is False:
-            return f"process {seat.pid} on {seat.host} is rank {seat.rank}"
+            return f"its {name} is not that of the job: {first_difference(f'{theirs}', ours)}"
+    if seat is None:
+        return "its request is of another format"
+    for each in group.seats.all:
+        if each.rank == seat.rank and each.has_ended() is False:
+            return f"process {each.pid} on {each.host} is rank {each.rank}"
     return ""
 
 
@@ -113,6 +154,7 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
     """Form the group of the present ranks and those found, in the launcher's order. Collective over the present ranks.
 
     found, told: on the first rank. No operation of the former group is under way afterwards.
+    Raises: PeerLostError, and then on all ranks that are left: no rank is in the new group.
     """
     env, control, seats = group.env, group.control, group.seats
     store = control.store
@@ -130,14 +172,56 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
             "told": dict(told),
         }
         text = json.dumps(answer)
-    text = control.gather_text(text, what="agreement on the ranks that join")[0]
+    text = _all_or_none(control, text, what="agreement on the ranks that join")
     if env.rank == 0 and found:
-        # after the others know: if this rank is lost before, those that join ask again at the next store
         _requests(control).multi_set([f"answer/{each.number}" for each in found], [text] * len(found))
     limits, number = (control.timeout_seconds, control.warn_seconds), store.numbers[env.rank]
     env, answer = replace(env, secret=control.secret), json.loads(text)
     formed = _form(answer, env, store.line, number=number, bound=seats.socket, limits=limits)
     return Admitted(formed, answer["told"])
+
+
+def leave_former_group(group: Group) -> None:
+    """Agree that all ranks of a new group have what they need: none goes back to its former group. Collective.
+
+    Raises: PeerLostError, and then on all ranks that are left, unless the store is lost while they read the answer.
+    """
+    _all_or_none(group.control, what="agreement to leave the former group")
+
+
+def former_ranks(former: Group, group: Group, ranks: Collection[int]) -> frozenset[int]:
+    """Return which ranks of the former group these ranks of the new one were there; learn who has ended since."""
+    log = former.control.detector.log
+    with suppress(RuntimeError):  # the store is lost, too
+        log.read(former.control.store.within(HEED_SECONDS))
+    seats = {group.seats.all[each] for each in ranks}
+    return frozenset(rank for rank, seat in enumerate(former.seats.all) if seat in seats)
+
+
+def _all_or_none(control: Control, text: str = "", *, what: str) -> str:
+    """Return rank 0's text on all ranks once all have come, or raise PeerLostError on all that are left. Collective.
+
+    The first value of one key decides, so ranks that find another one lost cannot be of another opinion. If the store
+    is lost, a rank that has not read that value raises.
+    """
+    store, key = control.store, f"{control.next_key()}/decision"
+    assert isinstance(store, JobStore)
+    try:
+        control.collect_text("", what=what)
+        with control.detector.explained(what):
+            if control.rank == 0:
+                decision = store.compare_set(key, "", _GO + text).decode()
+            else:
+                decision = control.read(key, what=what, source=0)
+            if decision == _STAY:
+                raise RuntimeError("another rank has found one lost")
+    except PeerLostError:
+        decision = _STAY
+        with suppress(RuntimeError):
+            decision = store.compare_set(key, "", _STAY).decode()
+        if decision == _STAY:
+            raise
+    return decision.removeprefix(_GO)
 
 
 def _requests(control: Control) -> JobStore:

@@ -13,6 +13,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.exit_record import record_end
+from bigbatch.comm.rendezvous.limits import MOST_LOOKS_PER_SECOND
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.step.signals import STOP_SIGNALS, heeded_signals
 
@@ -32,6 +33,13 @@ def leave_stopped(env: ProcessEnv) -> int:
         if env.stopped_file is not None and env.stopped_file.exists():
             return 0
     return INTERRUPTED
+
+
+def _is_true(look: Callable[[], object]) -> bool:
+    """Return whether look() finds any; not if it cannot: what listens to signals must not end by that."""
+    with suppress(RuntimeError, OSError):
+        return bool(look())
+    return False
 
 
 @cache
@@ -98,11 +106,11 @@ class StopRequest:
         control: Control,
         *,
         acknowledge: Callable[[str], None],
-        is_joined: Callable[[], object] = lambda: False,
+        wants_join: Callable[[], object] = lambda: False,
     ) -> Iterator[None]:
         """Agree with the other ranks on where to stop, meanwhile; tell acknowledge what asked for it once all agree.
 
-        is_joined: returns what is true if other ranks want to join; called every LOOK_SECONDS.
+        wants_join: returns what is true if other ranks want to join; called every LOOK_SECONDS.
         Collective, and in the main thread. A thread listens, which signals reach while the main one waits for a device
         or for other ranks.
         """
@@ -110,7 +118,9 @@ class StopRequest:
         heard, rings = socket.socketpair()
         rings.setblocking(False)
         previous = signal.set_wakeup_fd(rings.fileno(), warn_on_full_buffer=False)
-        what = (heard, self._departure, acknowledge, is_joined)
+        # each check is up to three requests, of all ranks
+        soon_seconds = max(AGREE_SECONDS, 3 * control.world_size / MOST_LOOKS_PER_SECOND)
+        what = (heard, self._departure, acknowledge, wants_join, soon_seconds)
         listener = Thread(target=self._listen, args=what, name="bigbatch-stop", daemon=True)
         listener.start()
         try:
@@ -128,7 +138,8 @@ class StopRequest:
         heard: socket.socket,
         departure: Departure,
         acknowledge: Callable[[str], None],
-        is_joined: Callable[[], object],
+        wants_join: Callable[[], object],
+        soon_seconds: float,
     ) -> None:
         has_said = has_asked = False
         # without its store the job is about to fail, and says so; OSError: watch() has ended, or stdout is closed
@@ -139,14 +150,14 @@ class StopRequest:
                 if self.signal_name and not has_asked:
                     has_asked = True
                     departure.ask()
-                if not departure.is_near and is_joined():
+                if not departure.is_near and _is_true(wants_join):
                     departure.ask(joins=True)
                 has_told = departure.heed()
                 if has_told and not has_said and departure.is_agreed():
                     has_said = True
                     acknowledge(self.asked_by)
                 is_soon = (has_told or departure.is_near) and not has_said
-                heard.settimeout(AGREE_SECONDS if is_soon else LOOK_SECONDS)
+                heard.settimeout(soon_seconds if is_soon else LOOK_SECONDS)
                 try:
                     numbers = heard.recv(64)
                 except TimeoutError:

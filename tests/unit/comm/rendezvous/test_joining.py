@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -12,13 +12,23 @@ import pytest
 from error_texts import naming
 
 from bigbatch.boot import own_kernel, start_ticks
+from bigbatch.comm.rendezvous import joining as joining_module
 from bigbatch.comm.rendezvous import regroup as regroup_module
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
-from bigbatch.comm.rendezvous.joining import FIRST_NUMBER, REQUESTS, Admitted, ask_to_join, find_requests, let_in
+from bigbatch.comm.rendezvous.joining import (
+    FIRST_NUMBER,
+    REQUESTS,
+    Admitted,
+    ask_to_join,
+    find_requests,
+    former_ranks,
+    leave_former_group,
+    let_in,
+)
 from bigbatch.comm.rendezvous.regroup import Group, Seat, Seats, regroup
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, PeerLostError
 
 SECRET = b"of this test"
 FACTS = {"release": "bigbatch 1", "config": "run:\n  seed: 1"}
@@ -29,9 +39,12 @@ def env_of(rank: int, world_size: int) -> ProcessEnv:
 
 
 class Job:
-    """The ranks 0, 1 and 3 of four, as threads, after the loss of rank 2; and the ranks that ask to join them."""
+    """The ranks 0, 1 and 3 of four, as threads, after the loss of rank 2; and the ranks that ask to join them.
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    left: other ranks that are left; the holder of the store is the first of them.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, left: Sequence[int] = (0, 1, 3)) -> None:
         self._pool = pool
         listener = socket.create_server(("127.0.0.1", 0))
         self.line = hold_store(listener, SECRET, world_size=4, timeout_seconds=60)
@@ -39,19 +52,28 @@ class Job:
         born = start_ticks(os.getpid()) or 0
         seats = tuple(
             Seat(
-                "here", "here", "127.0.0.1", each.getsockname()[1], own_kernel(), os.getpid(), born - (rank == 2), rank
+                "here",
+                "here",
+                "127.0.0.1",
+                each.getsockname()[1],
+                own_kernel(),
+                os.getpid(),
+                born - (rank not in left),
+                rank,
             )
             for rank, each in enumerate(sockets)
         )
         groups = []
-        for rank in (0, 1, 3):
-            joined = Joined(JobStore(self.line, "job", seconds=60, numbers=range(4)), 0)
+        for rank in left:
+            joined = Joined(JobStore(self.line, "job", seconds=60, numbers=range(4)), left[0])
             control = Control(env_of(rank, 4), timeout_seconds=60, joined=joined)
             groups.append(Group(env_of(rank, 4), control, Seats(seats, sockets[rank])))
-        self.groups = list(pool.map(lambda group: regroup(group, frozenset({2})), groups))
+        self.groups = list(pool.map(lambda group: regroup(group, frozenset(range(4)).difference(left)), groups))
 
-    def ask(self, rank: int, facts: Mapping[str, str] = FACTS) -> "Future[Admitted]":
-        limits = {"timeout_seconds": 60.0, "warn_seconds": 20.0}
+    def ask(
+        self, rank: int, facts: Mapping[str, str] = FACTS, *, is_current: Callable[[], bool] = lambda: True
+    ) -> "Future[Admitted]":
+        limits = {"timeout_seconds": 60.0, "warn_seconds": 20.0, "is_current": is_current}
         where = ("127.0.0.1", self.line.port)
         env = replace(env_of(rank, 4), joins=True)
         return self._pool.submit(ask_to_join, env, where, facts=facts, interface=None, **limits)  # type: ignore[arg-type]
@@ -68,7 +90,7 @@ class Job:
         found = find_requests(self.groups[0], lambda: FACTS, fits=lambda count: True)
         told = {"step": 7}
         admitted = list(self._pool.map(lambda group: let_in(group, found, told=told), self.groups))
-        assert [each.told for each in admitted] == [told] * 3
+        assert [each.told for each in admitted] == [told] * len(self.groups)
         return [each.group for each in admitted]
 
 
@@ -109,6 +131,7 @@ def test_ranks_wait_for_others_without_which_none_could_share_the_batch(job: Job
     assert job.find(misfit=4) == []
     second = job.ask(4)
     assert job.find(least=2, misfit=4) == [2, 4]
+    assert len(job.find(least=1, misfit=5)) == 1, "one of them can join without the other"
     groups = [*job.let_in(), first.result(60).group, second.result(60).group]
     assert sorted(group.env.rank for group in groups) == [0, 1, 2, 3, 4]
     assert gather(groups) == [[f"of {rank}" for rank in range(5)]] * 5
@@ -134,7 +157,7 @@ def test_rank_that_cannot_join_is_told_why_and_the_others_are_not_disturbed(
     assert gather(job.groups) == [["of 0", "of 1", "of 2"]] * 3
 
 
-def test_rank_that_ends_before_it_is_let_in_is_forgotten(job: Job) -> None:
+def test_rank_that_ends_after_it_was_found_is_forgotten(job: Job) -> None:
     line = Line("127.0.0.1", job.line.port, SECRET, rank=FIRST_NUMBER, timeout_seconds=60)
     asked = {"number": FIRST_NUMBER, "facts": FACTS, "seat": asdict(replace(job.groups[0].seats.all[0], rank=2))}
     JobStore(line, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
@@ -142,7 +165,110 @@ def test_rank_that_ends_before_it_is_let_in_is_forgotten(job: Job) -> None:
     for stream in (*line._idle, line._presence):
         assert stream
         stream.close()
+    deadline = time.monotonic() + 60
     while job.find():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     groups = job.let_in()
     assert gather(groups) == [["of 0", "of 1", "of 2"]] * 3, "of another generation"
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_loss_while_ranks_agree_on_a_join_parts_none_of_the_others(has_come: bool, job: Job) -> None:
+    """The third rank is lost before the others know, or between their reads of the answer."""
+    asking = job.ask(2)
+    job.find(least=1)
+    found = find_requests(job.groups[0], lambda: FACTS, fits=lambda count: True)
+
+    def outcome(group: Group) -> str:
+        try:
+            return let_in(group, found, told={}).group.control.store.prefix  # type: ignore[union-attr]
+        except PeerLostError as error:
+            return f"{sorted(error.lost_ranks)}"
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(outcome, group) for group in job.groups[:2]]
+        control = job.groups[2].control
+        if has_come:
+            control.next_key()  # of the answer
+            control.collect_text("", what="")
+            asked[1].result()
+        control.detector.crash()
+        first, second = [each.result() for each in asked]
+    assert first == second, "all enter the new group, or none"
+    if has_come:
+        asking.result(60)
+    else:
+        assert first == "[2]"
+        assert not asking.done()
+        answer_nothing_more(job, asking)
+
+
+def answer_nothing_more(job: Job, asking: "Future[Admitted]") -> None:
+    """End a rank that would ask for ever."""
+    store = JobStore(job.line, REQUESTS, seconds=60)
+    for line in store.get("asked").splitlines():
+        store.set(f"answer/{json.loads(line)['number']}", json.dumps({"refused": "the test ends"}))
+    assert isinstance(asking.exception(60), CommError)
+
+
+@pytest.mark.parametrize("left", [(1,), (0, 1, 3)])
+def test_rank_that_is_lost_before_it_has_the_state_has_no_vote(left: Sequence[int]) -> None:
+    """Its process lives, so in the new group the only rank with the state could not go on without it."""
+    job = Job(ThreadPoolExecutor(8), left)
+    lost = 0 if left == (1,) else 2
+    asking = job.ask(lost)
+    job.find(least=1)
+    others = job.let_in()
+    asking.result(60).leave()
+
+    def go_back(former: Group, group: Group) -> Group:
+        with pytest.raises(PeerLostError) as caught:
+            leave_former_group(group)
+        assert caught.value.lost_ranks == {lost}
+        ranks = former_ranks(former, group, caught.value.lost_ranks)
+        assert not ranks
+        return regroup(former, ranks)
+
+    with ThreadPoolExecutor(3) as pool:
+        job.groups = list(pool.map(go_back, job.groups, others))
+    assert gather(job.groups) == [[f"of {rank}" for rank in range(len(left))]] * len(left)
+    again = job.ask(lost)
+    assert job.find(least=1) == [lost]
+    others = job.let_in()
+    groups = sorted([*others, again.result(60).group], key=lambda group: group.env.rank)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(leave_former_group, groups))
+    assert gather(groups) == [[f"of {rank}" for rank in range(len(left) + 1)]] * (len(left) + 1)
+
+
+def test_requests_that_another_release_has_written_disturb_none(job: Job) -> None:
+    store = JobStore(job.line, REQUESTS, seconds=60)
+    seat = asdict(job.groups[0].seats.all[0])
+    lines = ["{", "7", "[]", '{"number": "x"}', "{}"]
+    lines += [json.dumps({"number": 5 << 20, "seat": seat | {"rank": 2, "cell": 3}, "facts": FACTS})]
+    lines += [json.dumps({"number": 6 << 20, "seat": {}, "facts": None})]
+    store.append("asked", "\n".join(lines) + "\n")
+    assert job.find() == []
+    assert json.loads(store.get(f"answer/{5 << 20}")) == {"refused": "its request is of another format"}
+    assert "its release is not that of the job" in json.loads(store.get(f"answer/{6 << 20}"))["refused"]
+
+
+def test_newest_request_of_a_rank_counts(job: Job) -> None:
+    """The former one's process may seem to live."""
+    for number in (FIRST_NUMBER, FIRST_NUMBER + 1):
+        line = Line("127.0.0.1", job.line.port, SECRET, rank=number, timeout_seconds=60)
+        asked = {"number": number, "facts": FACTS, "seat": asdict(replace(job.groups[0].seats.all[0], rank=2))}
+        JobStore(line, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
+    found = find_requests(job.groups[0], lambda: FACTS, fits=lambda count: True)
+    assert [each.number for each in found] == [FIRST_NUMBER + 1]
+
+
+def test_rank_asks_no_longer_at_a_store_that_the_others_have_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining_module, "LOOK_SECONDS", 0.01)
+    asking = job.ask(2, is_current=lambda: False)
+    with pytest.raises(ConnectionError, match="its ranks use another store by now"):
+        asking.result(60)
+    deadline = time.monotonic() + 60
+    while job.find():
+        assert time.monotonic() < deadline, "its request is still found"

@@ -35,7 +35,7 @@ class Run:
         self.output = SimpleNamespace(close=lambda: done.append("closed"))
         done.append("made")
 
-    def run(self, *, came_back: str, since: float | None, is_joined: Any) -> Any:
+    def run(self, *, came_back: str, since: float | None, wants_join: Any) -> Any:
         if self._kept is None:
             raise PeerLostError("rank 1 on n1 was lost")
         return {"asked by": self.parts.stop.signal_name}

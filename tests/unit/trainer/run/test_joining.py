@@ -1,6 +1,8 @@
 """A rank that is to join: what refuses it before it asks, what it looks for, and a loss while the others take it in."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,10 @@ from thread_controls import alone
 
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError, ConfigError, PeerLostError
+from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.trainer import joining
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.owner import own_claim, take
 
 ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins=True)
@@ -34,28 +38,79 @@ def test_rank_whose_job_cannot_take_it_in_says_so_before_it_asks(
         joining.connect_alone(load_config(["--config", "quickstart", *words]), ENV)
 
 
-def test_rank_whose_job_has_ended_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no owner, or one that has ended, or is reached no more."""
-    config = load_config(["--config", "quickstart", "--run.directory", f"{tmp_path}"])
-    job: Any = SimpleNamespace(env=ENV, communicator=SimpleNamespace(control=alone()))
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(joining, "LOOK_SECONDS", 0.01)
+    return SimpleNamespace(env=ENV, communicator=SimpleNamespace(control=alone()))
+
+
+def config_of(folder: Path) -> Config:
+    return load_config(["--config", "quickstart", "--run.directory", f"{folder}"])
+
+
+def test_rank_whose_job_has_ended_ends(job: Any, tmp_path: Path) -> None:
+    take(tmp_path, own_claim(store=("127.0.0.1", 1))).release()
     with pytest.raises(PeerLostError, match=naming("rank 2 on n1", "the job that it was to join has ended")):
-        joining._ask(config, job, {})
-    owner = take(tmp_path, own_claim(store=("127.0.0.1", 1)))
-    monkeypatch.setattr(joining, "MORE_SECONDS", -2 * job.communicator.control.timeout_seconds)
-    monkeypatch.setattr(joining, "ask_to_join", lambda *arguments, **options: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        joining._ask(config, job, {})
+        joining._ask(config_of(tmp_path), job, {})
+
+
+@pytest.mark.parametrize(("claim", "said"), [(True, "nothing listens"), (False, "no rank states an address")])
+def test_rank_that_reaches_no_other_ends(
+    claim: bool, said: str, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "MORE_SECONDS", 0.05 - 2 * job.communicator.control.timeout_seconds)
 
     def refuse(env: object, where: tuple[str, int], **options: object) -> None:
         assert where == ("127.0.0.1", 1)
         raise ConnectionRefusedError("nothing listens")
 
     monkeypatch.setattr(joining, "ask_to_join", refuse)
-    with pytest.raises(PeerLostError, match=naming("rank 2 on n1 reaches no rank of its job", "nothing listens")):
-        joining._ask(config, job, {})
-    owner.release()
-    with pytest.raises(PeerLostError, match="has ended"):
-        joining._ask(config, job, {})
+    owner = take(tmp_path, own_claim(store=("127.0.0.1", 1))) if claim else None
+    with pytest.raises(PeerLostError, match=naming("rank 2 on n1 reaches no rank of its job", said)):
+        joining._ask(config_of(tmp_path), job, {})
+    if owner:
+        owner.release()
+
+
+@pytest.mark.parametrize("claim", ["", "one two three", "1", None])
+def test_rank_waits_while_the_others_take_the_run_folder_over(
+    claim: str | None, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one has failed, has no store that others reach, or no claim is there at this moment."""
+    asked: list[tuple[str, int]] = []
+
+    def ask(env: object, where: tuple[str, int], **options: Any) -> str:
+        asked.append(where)
+        assert options["is_current"]()
+        found[:] = [own_claim(store=("127.0.0.1", 8))]
+        assert not options["is_current"]()
+        return "admitted"
+
+    monkeypatch.setattr(joining, "ask_to_join", ask)
+    former = None if claim is None else replace(own_claim(), store=claim, has_ended=True, has_failed=True)
+    found: list[Any] = [former, former, own_claim(store=("127.0.0.1", 7))]
+    monkeypatch.setattr(joining, "newest_claim", lambda folder: found.pop(0) if len(found) > 1 else found[0])
+    assert joining._ask(config_of(tmp_path), job, {}) == "admitted"  # type: ignore[comparison-overlap]
+    assert asked == [("127.0.0.1", 7)]
+
+
+def test_wait_for_an_answer_is_none_of_the_time_without_a_reachable_rank(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(joining, "awake_seconds", lambda: clock)
+    waits = [1000.0, 1000.0, 0.0]
+
+    def ask(*arguments: object, **options: object) -> str:
+        nonlocal clock
+        clock += (waited := waits.pop(0))
+        if waited:
+            raise ConnectionError("it has ended")
+        return "admitted"
+
+    monkeypatch.setattr(joining, "ask_to_join", ask)
+    monkeypatch.setattr(joining, "newest_claim", lambda folder: own_claim(store=("127.0.0.1", 7)))
+    assert joining._ask(config_of(tmp_path), job, {}) == "admitted"  # type: ignore[comparison-overlap]
 
 
 def test_return_to_a_checkpoint_makes_no_other_config() -> None:
@@ -67,26 +122,118 @@ def test_return_to_a_checkpoint_makes_no_other_config() -> None:
     assert facts.keys() == {"release", "config", "data set"}
 
 
-def test_loss_while_others_take_a_rank_in_is_healed_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = PeerLostError("rank 1 was lost")
-    lost.lost_ranks = frozenset({1})
+class Calls:
+    """take_in() of rank 1 of two, in which the calls of these names fail; went_on: its calls of go_on()."""
 
-    def let_in(*arguments: object, **options: object) -> None:
-        raise lost
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
+        self.went_on: list[tuple[Any, dict[str, Any]]] = []
+        self.closed: list[str] = []
+        group = SimpleNamespace(control="of the new group", seats=SimpleNamespace(all="012"))
+        told = SimpleNamespace(group=group, told={"joined": "rank 2 on n1"})
+        results = {"let_in": told, "enter": "entered", "leave_former_group": None, "abort_connection": None}
 
-    went_on: list[Any] = []
-    monkeypatch.setattr(joining, "let_in", let_in)
-    monkeypatch.setattr(joining, "find_waiting", lambda *arguments: [])
-    monkeypatch.setattr(joining, "go_on", lambda config, job, group, **options: went_on.append((group, options)))
-    communicator = SimpleNamespace(rank=0, env=ENV, control=alone(), seats=())
-    job: Any = SimpleNamespace(communicator=communicator)
-    ownership: Any = SimpleNamespace(number=3)
-    config, closed = load_config(["--config", "quickstart"]), list[str]()
-    close = lambda: closed.append("closed")  # noqa: E731
-    options: Any = {"kept": {"step": 3}, "facts": dict, "since": 0.0, "ownership": ownership, "close": close}
-    joining.take_in(config, job, **options)
-    ((group, given),) = went_on
-    assert (group.control, given["error"], given["joined"], closed) == (communicator.control, lost, [], ["closed"])
-    lost.lost_ranks = frozenset()
-    with pytest.raises(PeerLostError, match="rank 1 was lost"):
-        joining.take_in(config, job, **options)
+        def call(name: str) -> Any:
+            def run(*arguments: object, **options: object) -> Any:
+                if name in errors:
+                    raise errors[name]
+                return results[name]
+
+            return run
+
+        for name in results:
+            monkeypatch.setattr(joining, name, call(name))
+        monkeypatch.setattr(joining, "former_ranks", lambda former, group, ranks: ranks - {2})
+        monkeypatch.setattr(joining, "find_waiting", lambda *arguments: [])
+        go_on = lambda config, job, group, **options: self.went_on.append((group, options))  # noqa: E731
+        monkeypatch.setattr(joining, "go_on", go_on)
+        self.control = alone()
+
+    def take_in(self) -> None:
+        communicator = SimpleNamespace(rank=1, env=ENV, control=self.control, seats=(), device=torch.device("cpu"))
+        job: Any = SimpleNamespace(communicator=communicator)
+        ownership: Any = SimpleNamespace(number=3)
+        close = lambda: self.closed.append("closed")  # noqa: E731
+        options: Any = {"kept": {"step": 3}, "facts": dict, "since": 0.0, "ownership": ownership, "close": close}
+        joining.take_in(load_config(["--config", "quickstart"]), job, back_at=None, **options)
+
+
+def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:
+    error = PeerLostError("ranks were lost")
+    error.lost_ranks, error.exit_code = frozenset(ranks), exit_code
+    return error
+
+
+def test_rank_joins_once_all_have_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    calls.take_in()
+    ((group, given),) = calls.went_on
+    assert (group.control, given["entered"], given["told"]) == ("of the new group", "entered", "joined: rank 2 on n1; ")
+    assert calls.closed == ["closed"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "others", "told"),
+    [
+        ("let_in", lost(0), {0}, None),
+        ("enter", lost(2), set(), "did not join: rank 2 on n1; "),
+        ("enter", lost(2, exit_code=FAILED), set(), "did not join: rank 2 on n1; "),
+        ("enter", lost(), set(), "did not join: rank 2 on n1; "),
+        ("enter", CommError("two ranks share a GPU"), set(), "did not join: rank 2 on n1; "),
+        ("leave_former_group", lost(0, 2), {0}, "did not join: rank 2 on n1; "),
+    ],
+)
+def test_former_group_goes_on_after_a_loss_before_all_have_the_state(
+    failing: str, error: Any, others: set[int], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch, **{failing: error})
+    calls.take_in()
+    ((group, given),) = calls.went_on
+    assert (group.control, given["error"].lost_ranks, given.get("told")) == (calls.control, others, told)
+    assert not given.get("since")
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"), [("let_in", lost()), ("let_in", lost(0, exit_code=FAILED)), ("enter", lost(0, exit_code=1))]
+)
+def test_loss_after_which_none_may_go_on_ends_a_join(
+    failing: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch, **{failing: error})
+    with pytest.raises(PeerLostError, match="ranks were lost"):
+        calls.take_in()
+    assert not calls.went_on
+
+
+@pytest.mark.parametrize("num_losses", [1, joining.MOST_ATTEMPTS])
+def test_rank_asks_again_if_it_does_not_get_the_state(num_losses: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, left = [lost(0)] * num_losses, list[str]()
+
+    def enter(*arguments: object, **options: object) -> str:
+        if losses:
+            raise losses.pop()
+        return "entered"
+
+    told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
+    admitted = SimpleNamespace(group=SimpleNamespace(control=None), told=told, leave=lambda: left.append("left"))
+    for name, value in {
+        "enter": enter,
+        "leave_former_group": lambda group: None,
+        "_ask": lambda *arguments: admitted,
+        "stage_data": lambda config, alone: (config, None),
+        "list_images": lambda config, alone: None,
+        "abort_connection": lambda control: None,
+        "go_on": lambda *arguments, **options: options["entered"],
+    }.items():
+        monkeypatch.setattr(joining, name, value)
+    communicator: Any = nullcontext()
+    communicator.device = torch.device("cpu")
+    job: Any = SimpleNamespace(env=ENV, communicator=communicator)
+    ownership: Any = SimpleNamespace(number=0)
+    arrive = partial(joining.arrive, load_config(["--config", "quickstart"]), job, ownership=ownership)
+    if num_losses == joining.MOST_ATTEMPTS:
+        with pytest.raises(PeerLostError, match="ranks were lost"):
+            arrive()
+    else:
+        arrived = arrive()
+        assert (arrived.healed, arrived.back_at, ownership.number) == ("entered", 9, 5)
+    assert left == ["left"] * num_losses

@@ -82,7 +82,7 @@ def test_ranks_that_want_to_join_end_the_run_at_a_boundary_and_nothing_says_that
 ) -> None:
     monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
     said: SimpleQueue[str] = SimpleQueue()
-    with stop.watch(alone(), acknowledge=said.put, is_joined=lambda: True):
+    with stop.watch(alone(), acknowledge=said.put, wants_join=lambda: True):
         assert stop.joining is None
         wait_until_told(stop)
         assert not stop.is_due()
@@ -90,6 +90,23 @@ def test_ranks_that_want_to_join_end_the_run_at_a_boundary_and_nothing_says_that
         with pytest.raises(Joining):
             stop.leave_if_due()
     assert said.empty()
+
+
+def test_stop_is_heeded_although_no_look_for_ranks_that_join_succeeds(
+    stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
+    looked: SimpleQueue[str] = SimpleQueue()
+
+    def fail() -> None:
+        looked.put("looked")
+        raise OSError("no such data set any more")
+
+    said: SimpleQueue[str] = SimpleQueue()
+    with stop.watch(alone(), acknowledge=said.put, wants_join=fail):
+        looked.get(timeout=200)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert said.get(timeout=200) == "SIGTERM"
 
 
 def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest) -> None:
