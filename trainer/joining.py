@@ -1,8 +1,8 @@
 """A rank that was started again joins the others at a boundary of all: what each side does."""
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,14 @@ from bigbatch.comm.rendezvous.joining import (
 )
 from bigbatch.comm.rendezvous.places import release
 from bigbatch.comm.rendezvous.regroup import Group
-from bigbatch.errors import CommError, ConfigError, PeerLostError
+from bigbatch.errors import CommError, ConfigError, PeerLostError, UserError
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.input import Images, describe_images, list_images
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.healing import Healed, Ownership, enter, go_on, may_follow
+from bigbatch.trainer.healing import Entered, Healed, Ownership, enter, go_on, may_follow
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Claim, newest_claim
 from bigbatch.trainer.training_run import JoinedRank, why_not_healing
@@ -115,6 +115,17 @@ def take_in(
     return go(group, entered=entered, told=f"joined: {names}; ", since=since)
 
 
+@contextmanager
+def failing_alone(env: ProcessEnv) -> Iterator[None]:
+    """Give an error of a rank before it has joined the exit code of a lost one: the others go on without it."""
+    try:
+        yield
+    except UserError as error:
+        if env.joins:
+            error.exit_code = LOST
+        raise
+
+
 def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
     """Return a connection of this process alone, for what it does before it joins. Raises: ConfigError; CommError."""
     device = choose_device(env, backend=config.comm.backend)
@@ -155,26 +166,36 @@ def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
     job: of this process alone. The data set is listed first, as the others wait from their boundary on.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
     """
-    with job.communicator as alone:
-        local, _ = stage_data(config, alone)
-        listed = list_images(local, alone)
+    with failing_alone(job.env):
+        with job.communicator as alone:
+            local, _ = stage_data(config, alone)
+            listed = list_images(local, alone)
+        admitted, entered = _enter(config, job, facts_of(config, listed))
+    if job.env.joins_file:
+        with suppress(OSError):
+            job.env.joins_file.unlink()
+    told = admitted.told
+    ownership.number, since = told["owner"], awake_seconds() - told["waited"]
+    line = f"joined: {told['joined']}; "
+    healed = go_on(config, job, admitted.group, kept=None, ownership=ownership, entered=entered, told=line, since=since)
+    return Arrived(healed, listed, told["back_at"])
+
+
+def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Entered]:
+    """Ask the ranks that go on until this rank has their state. Raises: as arrive."""
     for attempt in range(MOST_ATTEMPTS):
-        admitted = _ask(config, job, facts_of(config, listed))
-        group, told = admitted.group, admitted.told
+        admitted = _ask(config, job, facts)
         try:
-            entered = enter(config, group, kept=None, device=job.communicator.device)
-            leave_former_group(group)
+            entered = enter(config, admitted.group, kept=None, device=job.communicator.device)
+            leave_former_group(admitted.group)
         except PeerLostError:  # the others go on without this one, or another loss has prevented it
-            abort_connection(group.control)
+            abort_connection(admitted.group.control)
             admitted.leave()
             if attempt + 1 == MOST_ATTEMPTS:
                 raise
         else:
             break
-    ownership.number, since = told["owner"], awake_seconds() - told["waited"]
-    line = f"joined: {told['joined']}; "
-    healed = go_on(config, job, group, kept=None, ownership=ownership, entered=entered, told=line, since=since)
-    return Arrived(healed, listed, told["back_at"])
+    return admitted, entered
 
 
 def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:

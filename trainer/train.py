@@ -18,7 +18,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.healing import Ownership, can_heal, heal
-from bigbatch.trainer.joining import Facts, arrive, connect_alone, facts_of, find_waiting, take_in
+from bigbatch.trainer.joining import Facts, arrive, connect_alone, facts_of, failing_alone, find_waiting, take_in
 from bigbatch.trainer.machine.host import leave_compiler_out
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.largest_batch import free_memory
@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: UserError, such as OutOfMemory.
     """
-    config = load_config(argv)
+    env = read_process_env()
+    with failing_alone(env):
+        config = load_config(argv)
     is_dry_run = "--dry-run" in argv
     if is_dry_run:  # a dry run copies nothing, and neither measures nor stores anything
         config = replace(
@@ -45,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
             comm=replace(config.comm, calibrate="never"),
         )
     leave_compiler_out()  # the process is the command's: bigbatch.train leaves a script's own as it is
-    env = read_process_env()
     job = join(config, env)
     gc.freeze()  # or each collection looks at all that torch's imports made, also while other ranks wait for healing
     summary = lead(config, job, is_dry_run=is_dry_run, is_quiet="--quiet" in argv)
@@ -59,7 +60,8 @@ def join(config: Config, env: ProcessEnv) -> JoinedRank:
     """
     bound = bind_rank(config, env)
     if env.joins:
-        return JoinedRank(connect_alone(config, env), env, None, bound)
+        with failing_alone(env):
+            return JoinedRank(connect_alone(config, env), env, None, bound)
     kept = RunDir(Path(config.run.directory)).calibration
     communicator, tuned = join_job(config, env, kept_calibration=kept)
     return JoinedRank(communicator, env, tuned, bound)

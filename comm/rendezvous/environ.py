@@ -37,7 +37,8 @@ DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 """Set by `bigbatch launch mpirun` for the ranks: the file in which the first one leaves its exit code."""
 JOINS_VARIABLE = "BIGBATCH_JOINS"
-"""Set by `bigbatch launch` for a rank that it starts again: it joins the ranks that go on."""
+"""Set by `bigbatch launch` for a rank that it starts again to the path of a file, which it removes once it has joined
+the ranks that go on."""
 IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
 """Our launchers set these for their ranks and remove all others; * matches any end of a name."""
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
@@ -99,6 +100,8 @@ class ProcessEnv:
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
     joins: bool = False
     """This process takes the place of a lost one, in a job that goes on."""
+    joins_file: Path | None = None
+    """File that it removes once it has joined."""
     former_rank: int | None = None
     """Rank that the launcher gave this process, if ranks have had new numbers since, after a loss."""
 
@@ -159,6 +162,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         local_rank=local_rank,
         local_size=local_size,
         joins=bool(environ.get(JOINS_VARIABLE)),
+        joins_file=Path(environ[JOINS_VARIABLE]) if environ.get(JOINS_VARIABLE) else None,
         master=_master(environ, launcher, is_one_host=one_host),
         names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,
         master_runs=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -103,6 +103,14 @@ def heals_in_place(job: JobSpec) -> bool:
     return config is not None and config.run.heal == "in_place"
 
 
+def count_joins(job: JobSpec) -> int:
+    """Return how often a lost rank of `train` may start again to join the others; 0 if they cannot give it a state."""
+    config = known_experiment(job)
+    if config is None or config.run.heal != "in_place" or config.optimizer.sharded:
+        return 0
+    return (job.restarts or 0) if config.comm.backend in ("auto", "tcp", "gloo") else 0
+
+
 def seconds_to_leave(timeout_seconds: float, *, heals: bool) -> float:
     """Return the time after the first rank's end at which the launcher ends the others.
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bigbatch.comm.rendezvous.environ import JOINS_VARIABLE
 from bigbatch.errors import tell
-from bigbatch.exit_codes import FAILED, INTERRUPTED, LOST
+from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import Ended, Stopper, not_installed, shell_code
 from bigbatch.launch.jobs.restarts import may_go_on
 from bigbatch.orphans import ending_orphans
@@ -49,8 +51,8 @@ def run_together(
 
     heals: the others go on without one that is lost; 0 if any succeeded and no other failed than by being lost. If all
     others are stopped from the exit of one with LOST on, for GRACE_SECONDS, none goes on, and all are ended.
-    joins: how often, in all, a process that a signal or CRASHED has ended starts again, to join the others. If one
-    fails then, it does not end the others.
+    joins: how often, in all, a process that a signal or CRASHED has ended starts again, to join the others: not if it
+    was to join and has not, nor if there are no others.
     enter(node): called in each new process. look: called again and again while they run. Every process has its own
     session, so Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third
     SIGKILL. If this process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its
@@ -61,7 +63,8 @@ def run_together(
     stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
     watching: AbstractContextManager[Callable[[int], None]]
     watching = ending_orphans(asks_to_stop) if enter is None else nullcontext(lambda pid: None)
-    with handling_stops(stopper), watching as watch:
+    with TemporaryDirectory(prefix="bigbatch-joins-") as folder, handling_stops(stopper), watching as watch:
+        has_to_join = lambda number: Path(folder, f"{number}").exists()  # noqa: E731
 
         def begin(number: int, start: NodeProcess) -> None:
             running[number] = _start(start, environ=environ, enter=enter)
@@ -72,7 +75,9 @@ def run_together(
             if not joins or stopper.asked:
                 return False
             joins -= 1
-            begin(number, replace(starts[number], variables=(*starts[number].variables, (JOINS_VARIABLE, "1"))))
+            path = Path(folder, f"{number}")
+            path.touch()
+            begin(number, replace(starts[number], variables=(*starts[number].variables, (JOINS_VARIABLE, f"{path}"))))
             return True
 
         try:
@@ -82,7 +87,7 @@ def run_together(
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)
             names = [start.name for start in starts]
-            code = _wait(running, names=names, heals=heals, start_again=start_again, look=look)
+            code = _wait(running, names=names, heals=heals, start_again=start_again, has_to_join=has_to_join, look=look)
             return Ended(code, was_asked=stopper.asked > 0)
         finally:
             _send(running, signal.SIGKILL)
@@ -111,15 +116,16 @@ def _wait(
     names: Sequence[str],
     heals: bool = False,
     start_again: Callable[[int], bool] = lambda number: False,
+    has_to_join: Callable[[int], bool] = lambda number: False,
     look: Callable[[], object] = lambda: None,
 ) -> int:
     """Wait until all have ended; each is removed from running when it ends.
 
-    start_again(number): starts a lost one again, and returns whether it has.
+    start_again(number): starts a lost one again, and returns whether it has. has_to_join(number): returns whether that
+    one has not joined the others yet.
     Polls: after this process has joined a cluster's namespaces it cannot start threads that wait.
     """
     failed: int | None = None
-    again = set[int]()
     has_finished = False
     is_stuck = False
     """Whether one has exited with LOST, and all others have been stopped since."""
@@ -135,18 +141,18 @@ def _wait(
             del running[number]
             since_end = 0.0
             has_finished = has_finished or (heals and code == 0)
-            may_restart = may_go_on(shell_code(code), is_python=False)
-            is_lost = heals and failed is None and (may_restart or (number in again and code == FAILED))
-            if is_lost and (running or has_finished):
+            is_lost = heals and failed is None and may_go_on(shell_code(code), is_python=False)
+            left = {each for each in running if not has_to_join(each)}  # that can go on
+            if is_lost and (left or has_finished):
                 is_stuck = is_stuck or code == LOST
-                starts = may_restart and code != LOST and not has_finished and start_again(number)
-                again |= {number} if starts else set()
+                may_join = code != LOST and not (has_finished or has_to_join(number)) and left - ended.keys()
+                starts = may_join and start_again(number)
                 goes_on = "; it starts again, to join the others" if starts else "; the others may go on"
                 tell(f"{names[number]} {_how(code)}{'' if has_finished else goes_on}")
                 continue
             # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:
-                failed = LOST if is_lost and not may_restart else shell_code(code)
+                failed = shell_code(code)
                 # a single process has reported its failure itself, except for a signal
                 if names[number] and failed != INTERRUPTED and (running or code < 0):
                     others = "; ending the others" if running else ""

@@ -15,7 +15,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
-from bigbatch.launch.jobs.run_folder import heals_in_place
+from bigbatch.launch.jobs.run_folder import count_joins, heals_in_place
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
@@ -109,7 +109,7 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     def start(job: JobSpec) -> Ended:
         starts = local_starts(job, port=free_port())
         variables = shared_cores(job) | own_environment(job, environ)
-        joins = (job.restarts or 0) if heals else 0
+        joins = count_joins(job)
         return run_together(starts, environ=variables, asks_to_stop=signal.SIGTERM, heals=heals, joins=joins)
 
     return run_healing(start, job).code

@@ -173,6 +173,26 @@ def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
     assert_identical(final_state(run), final_state(undisturbed))
 
 
+def test_launcher_starts_a_lost_rank_again_and_it_joins(data: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Of two, so one holds the state alone meanwhile."""
+    command = command_of(data, tmp_path / "run", HEALING)
+    done = subprocess.run(
+        [sys.executable, "-m", "bigbatch", "launch", "local", "--ranks", "2", "--restarts", "3", "--", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DIE": "0/3/forward", "JOIN_AT": "6"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall("rank . was ended by .*", done.stderr) == [
+        "rank 0 was ended by SIGKILL; it starts again, to join the others"
+    ]
+    assert [(record["step"], record["ranks"]) for record in records(tmp_path / "run", "joined")] == [(5, 2)]
+    assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))
+
+
 @pytest.mark.parametrize(
     ("launcher", "lost", "told"),
     [("local", 1, ["rank 1 was ended by SIGKILL; the others may go on"]), ("mpirun", 0, [])],

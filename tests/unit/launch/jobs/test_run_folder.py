@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
-from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft
+from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft, count_joins
+from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.run.owner import owning
 
 
@@ -67,3 +68,20 @@ def test_storage_that_does_not_answer_holds_no_launcher_up(tmp_path: Path, start
     has_left = RunLeft(str(tmp_path), start=start)
     assert not any(has_left() for _ in range(9))
     os.close(os.open(tmp_path / ".owner-1", os.O_RDWR | os.O_NONBLOCK))  # lets the thread go
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--run.heal in_place", 3),
+        ("--run.heal in_place --comm.backend tcp", 3),
+        ("--run.heal restart", 0),
+        ("--run.heal in_place --comm.backend mpi", 0),
+        ("--run.heal in_place --optimizer.sharded true", 0),
+        ("--run.heal nowhere", 0),
+    ],
+)
+def test_lost_rank_starts_again_only_if_the_others_can_give_it_their_state(words: str, expected: int) -> None:
+    command = ("train", "--config", "quickstart", *words.split())
+    assert count_joins(JobSpec(command, 2, restarts=3)) == expected
+    assert count_joins(JobSpec(command, 2)) == 0

@@ -72,10 +72,11 @@ def test_run_together_lets_the_others_go_on_in_a_job_that_heals(
 @pytest.mark.parametrize(
     ("lost", "again", "other", "expected"),
     [
-        ("kill -KILL $$", "", "", 0),
-        ("kill -KILL $$", "exit 1", "", 0),  # refused: the others go on
-        ("kill -KILL $$", "kill -KILL $$", "kill -KILL $$", 128 + signal.SIGKILL),  # once alone
-        ("kill -KILL $$", "sleep 0.3; exit 1", "kill -KILL $$", LOST),  # there is no job to join any more
+        ("kill -KILL $$", "rm $BIGBATCH_JOINS", "", 0),
+        ("kill -KILL $$", f"exit {LOST}", "", 0),  # refused: the others go on
+        ("kill -KILL $$", "rm $BIGBATCH_JOINS; exit 1", "exec sleep 600", 1),  # an error of the user's, as of any rank
+        ("kill -KILL $$", "kill -KILL $$", "", 0),  # it has not joined, and does not start a second time
+        ("kill -KILL $$", "exec sleep 600", "exit 7", 7),  # there is no job to join any more
         (f"exit {LOST}", "exit 9", "", 0),  # it has lost the others
         ("exit 1", "exit 9", "", 1),
     ],
@@ -85,12 +86,33 @@ def test_run_together_starts_a_lost_process_again_to_join_the_others(
 ) -> None:
     """The other one ends after that, if it is to happen."""
     starts_again = lost.startswith("kill")
-    script = f'if [ "$BIGBATCH_JOINS" ]; then touch {tmp_path}/again; {again or ":"}; else {lost}; fi'
+    script = f'if [ "$BIGBATCH_JOINS" ]; then echo >> {tmp_path}/again; {again}; else {lost}; fi'
     waits = f"until [ -e {tmp_path}/again ]; do sleep 0.02; done; sleep 0.1; {other}" if starts_again else "sleep 0.2"
     starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (script, waits)]
-    ended = run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True, joins=1)
+    ended = run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True, joins=2)
     assert ended.code == expected
     assert (tmp_path / "again").exists() == starts_again
+    assert not starts_again or (tmp_path / "again").read_text() == "\n", "one start was enough"
+
+
+def test_run_together_starts_none_again_if_all_have_ended_at_once() -> None:
+    """There is no job to join."""
+    started = list[int]()
+    ended = [subprocess.Popen(("sh", "-c", "kill -KILL $$")) for _ in range(3)]
+    for process in ended:
+        process.wait()
+    code = together._wait(
+        dict(enumerate(ended)), names=["rank"] * 3, heals=True, start_again=lambda n: bool(started.append(n))
+    )
+    assert (code, started) == (128 + signal.SIGKILL, [])
+
+
+def test_run_together_starts_a_process_again_that_has_joined_the_others(tmp_path: Path) -> None:
+    lost = f'echo >> {tmp_path}/starts; [ "$BIGBATCH_JOINS" ] && rm $BIGBATCH_JOINS; '
+    lost += f"[ $(wc -l < {tmp_path}/starts) = 3 ] || kill -KILL $$"
+    waits = f"until [ -e {tmp_path}/starts ] && [ $(wc -l < {tmp_path}/starts) = 3 ]; do sleep 0.02; done"
+    starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (lost, waits)]
+    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True, joins=2).code == 0
 
 
 def test_run_together_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(

@@ -205,7 +205,9 @@ def test_loss_after_which_none_may_go_on_ends_a_join(
 
 
 @pytest.mark.parametrize("num_losses", [1, joining.MOST_ATTEMPTS])
-def test_rank_asks_again_if_it_does_not_get_the_state(num_losses: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_asks_again_if_it_does_not_get_the_state(
+    num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     losses, left = [lost(0)] * num_losses, list[str]()
 
     def enter(*arguments: object, **options: object) -> str:
@@ -227,7 +229,9 @@ def test_rank_asks_again_if_it_does_not_get_the_state(num_losses: int, monkeypat
         monkeypatch.setattr(joining, name, value)
     communicator: Any = nullcontext()
     communicator.device = torch.device("cpu")
-    job: Any = SimpleNamespace(env=ENV, communicator=communicator)
+    path = tmp_path / "joins"
+    path.touch()
+    job: Any = SimpleNamespace(env=replace(ENV, joins_file=path), communicator=communicator)
     ownership: Any = SimpleNamespace(number=0)
     arrive = partial(joining.arrive, load_config(["--config", "quickstart"]), job, ownership=ownership)
     if num_losses == joining.MOST_ATTEMPTS:
@@ -237,3 +241,12 @@ def test_rank_asks_again_if_it_does_not_get_the_state(num_losses: int, monkeypat
         arrived = arrive()
         assert (arrived.healed, arrived.back_at, ownership.number) == ("entered", 9, 5)
     assert left == ["left"] * num_losses
+    assert path.exists() == (num_losses == joining.MOST_ATTEMPTS), "the launcher knows whether it has joined"
+
+
+def test_rank_that_fails_before_it_has_joined_ends_as_a_lost_one() -> None:
+    """By another code the launcher would end the others."""
+    for joins, code in ((True, LOST), (False, FAILED)):
+        with pytest.raises(CommError) as caught, joining.failing_alone(replace(ENV, joins=joins)):
+            raise CommError("refused")
+        assert caught.value.exit_code == code
