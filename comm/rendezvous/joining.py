@@ -85,6 +85,7 @@ def ask_to_join(
         if why := answer.get("refused"):
             raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks go on without it")
         limits = timeout_seconds, warn_seconds
+        env = replace(env, master=store)
         return Admitted(_form(answer, env, line, number=number, bound=bound, limits=limits), answer["told"])
     except BaseException:
         line.close()  # a request whose process seems to live would be answered
@@ -176,7 +177,7 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
     if env.rank == 0 and found:
         _requests(control).multi_set([f"answer/{each.number}" for each in found], [text] * len(found))
     limits, number = (control.timeout_seconds, control.warn_seconds), store.numbers[env.rank]
-    env, answer = replace(env, secret=control.secret), json.loads(text)
+    env, answer = replace(env, secret=control.secret, master=control.master), json.loads(text)
     formed = _form(answer, env, store.line, number=number, bound=seats.socket, limits=limits)
     return Admitted(formed, answer["told"])
 
@@ -238,10 +239,13 @@ def _form(
     bound: socket.socket,
     limits: tuple[float, float],
 ) -> Group:
-    """Return the group of an answer. number: of this rank; limits: timeout_seconds and warn_seconds."""
+    """Return the group of an answer.
+
+    env.master: where others reach the store. number: of this rank. limits: timeout_seconds and warn_seconds.
+    """
     seats, numbers = [Seat(**each) for each in answer["seats"]], list(map(int, answer["numbers"]))
     env = replace(env, rank=numbers.index(number), former_rank=env.launched_as)
-    env = place_in(env, seats, range(len(seats)), master=(line.address, line.port), secret=env.secret)
+    env = place_in(env, seats, range(len(seats)), master=env.master, secret=env.secret)
     store = JobStore(line, answer["prefix"], seconds=limits[0], numbers=numbers)
     joined = Joined(store, answer["holder"])
     control = Control(env, timeout_seconds=limits[0], warn_seconds=limits[1], joined=joined)

@@ -122,12 +122,13 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
         raise excluded(env, lost)
     if holder in left:  # the store lives: its verdict is the same on all ranks
         members, line, first = left, store.line, holder
+        master = control.master  # the holder's own connection may be over another address
         numbers = [store.numbers[each] if store.numbers else each for each in members]
         if not has_quorum(members, _silent(group, members, lost)):
             members = []
     else:
         members, line, first = _meet_elsewhere(group, lost)
-        numbers = members
+        numbers, master = members, (line.address, line.port)
     if not members:
         raise PeerLostError(
             f"rank {rank} on {env.host} reaches too few of the {env.world_size} ranks: those that it does not reach "
@@ -138,7 +139,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     # ranks that disagree about the members never meet
     prefix = f"{store.prefix}>{','.join(map(str, members))}"
     joined = Joined(JobStore(line, prefix, seconds=control.timeout_seconds, numbers=numbers), members.index(first))
-    place = place_in(env, seats.all, members, master=(line.address, line.port), secret=control.secret)
+    place = place_in(env, seats.all, members, master=master, secret=control.secret)
     return Group(
         place,
         Control(place, timeout_seconds=control.timeout_seconds, warn_seconds=control.warn_seconds, joined=joined),
@@ -147,7 +148,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
 
 
 def place_in(
-    env: ProcessEnv, seats: Sequence[Seat], members: Sequence[int], *, master: tuple[str, int], secret: bytes
+    env: ProcessEnv, seats: Sequence[Seat], members: Sequence[int], *, master: tuple[str, int] | None, secret: bytes
 ) -> ProcessEnv:
     """Return the environment of a rank in the group of these members of its former group; seats: of that one."""
     here = [each for each in members if seats[each].machine == seats[env.rank].machine]

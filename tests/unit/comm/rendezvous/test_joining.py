@@ -31,11 +31,13 @@ from bigbatch.comm.rendezvous.regroup import Group, Seat, Seats, regroup
 from bigbatch.errors import CommError, PeerLostError
 
 SECRET = b"of this test"
+PUBLISHED = ("127.0.0.1", 1)
+"""Address of the store for other hosts, by which nothing connects here."""
 FACTS = {"release": "bigbatch 1", "config": "run:\n  seed: 1"}
 
 
 def env_of(rank: int, world_size: int) -> ProcessEnv:
-    return ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 1), secret=SECRET)
+    return ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", PUBLISHED, secret=SECRET)
 
 
 class Job:
@@ -116,6 +118,7 @@ def test_rank_that_joins_has_its_old_number_in_a_group_that_can_lose_ranks_again
         (rank, rank, rank) for rank in range(4)
     ]
     assert {group.env.world_size for group in groups} == {4}
+    assert {group.control.master for group in others} == {PUBLISHED}
     assert gather(groups) == [[f"of {rank}" for rank in range(4)]] * 4
     assert {group.control.holder for group in groups} == {"rank 0"}
     left = [groups[0], groups[2], groups[3]]
