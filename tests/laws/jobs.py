@@ -126,14 +126,14 @@ class ForkedJob:
         self._places = places(job.ranks) if job.ranks > 1 else [{}]
         self.ranks = [self._start(place) for place in self._places]
 
-    def _start(self, place: dict[str, str]) -> BaseProcess:
+    def _start(self, place: dict[str, str], target: str = "") -> BaseProcess:
         environ, command = {**self._environ, **place}, self._job.command
-        return start_rank(self._job.target, command, environ=environ, stdout=self._log, stderr=self._stderr)
+        return start_rank(target or self._job.target, command, environ=environ, stdout=self._log, stderr=self._stderr)
 
-    def join_again(self, rank: int, **environ: str) -> BaseProcess:
+    def join_again(self, rank: int, *, target: str = "", **environ: str) -> BaseProcess:
         """Start a rank that has ended as one that joins the others."""
         self.ranks[rank].join(TIMEOUT_SECONDS)
-        return self._start({**self._places[rank], "BIGBATCH_JOINS": "1", **environ})
+        return self._start({**self._places[rank], "BIGBATCH_JOINS": "1", **environ}, target)
 
     def poll(self) -> int | None:
         """The exit code of the first rank that failed, or 0; None while all live."""

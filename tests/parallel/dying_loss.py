@@ -2,7 +2,7 @@
 
 With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer. With JOIN_AT
 ranks join at the first boundary after so many steps, where the others wait. A rank that joins is not lost again, but
-with DIE_JOINING as soon as it has the state.
+with DIE_JOINING as soon as it has the state, and by stopped_before_the_state() before.
 """
 
 import os
@@ -10,12 +10,14 @@ import signal
 import time
 from pathlib import Path
 
+import forked_ranks
 import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.trainer import joining
 from bigbatch.trainer.run import saving
 from bigbatch.trainer.step.precision import Precision
 
@@ -83,3 +85,13 @@ def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of each image, for the ranks that go on."""
     _die_if_due("forward")
     return F.cross_entropy(logits_BK, targets, reduction="none")
+
+
+def stopped_before_the_state(*command: str) -> int:
+    """A rank that is let in, and is stopped before it connects to the others."""
+
+    def stop(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    joining.enter = stop  # type: ignore[assignment]
+    return forked_ranks.bigbatch(*command)

@@ -135,6 +135,26 @@ def test_rank_that_is_lost_while_it_joins_is_lost_as_any_other(data: Path, undis
     assert_identical(final_state(run), final_state(undisturbed))
 
 
+def test_rank_that_stalls_before_it_has_the_state_does_not_end_the_only_one_that_has_it(
+    data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """It would be the first rank of the new group, so by vote the other one could not go on without it."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    limits = {"comm.timeout_seconds": 4, "comm.warn_seconds": 1, "data.patience_seconds": 1}
+    job = ForkedJob(forked(command_of(data, run, HEALING | limits), ranks=2), log, DIE="0/4/forward", JOIN_AT="6")
+    joiner = job.join_again(0, target="tests.parallel.dying_loss:stopped_before_the_state")
+    try:
+        codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
+    finally:
+        joiner.kill()
+        joiner.join()
+    said = log.read_text()
+    assert codes == [-signal.SIGKILL, 0], said
+    assert re.search(r"did not join: rank 0 on \S+; going on from step 5 with 1 rank", said), said
+    assert not records(run, "joined")
+    assert_identical(final_state(run), final_state(undisturbed))
+
+
 def test_loss_while_a_checkpoint_is_written(data: Path, tmp_path: Path) -> None:
     """Over gloo, whose process group has to be released before the next one is made."""
     settings = {"comm__backend": "gloo", "run__checkpoint_every_steps": 4, "run__keep_checkpoints": 9}
