@@ -32,7 +32,7 @@ def run_job(
     environ: Mapping[str, str],
     asks_to_stop: signal.Signals,
     counters: Path | None,
-    heals: bool = False,
+    heals: Callable[[], bool] | None = None,
     joins: int = 0,
     look: Callable[[], object] = lambda: None,
 ) -> Ended:

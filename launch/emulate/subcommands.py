@@ -38,7 +38,7 @@ from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
 from bigbatch.launch.jobs.restarts import run_healing
-from bigbatch.launch.jobs.run_folder import count_joins, heals_in_place, load_experiment
+from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place, load_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
@@ -219,7 +219,8 @@ def _run_on(
                 environ={"OMP_NUM_THREADS": "1", **environ},
                 asks_to_stop=launcher.asks_to_stop,
                 counters=arguments.counters,
-                heals=heals and is_plain,  # the others end a job that has lost a rank themselves
+                # the others end a job that has lost a rank themselves
+                heals=has_begun(job) if heals and is_plain else None,
                 joins=count_joins(job) if is_plain else 0,
                 look=rehearsal,
             )

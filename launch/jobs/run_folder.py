@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.owner import has_failed
+from bigbatch.trainer.run.owner import has_failed, newest_number
 
 OF_A_RUN = (("evaluate",), ("predict",), ("export",))
 LEFT_LOOKS = 3
@@ -109,6 +109,19 @@ def count_joins(job: JobSpec) -> int:
     if config is None or config.run.heal != "in_place" or config.optimizer.sharded:
         return 0
     return (job.restarts or 0) if config.comm.backend in ("auto", "tcp", "gloo") else 0
+
+
+def has_begun(job: JobSpec) -> Callable[[], bool]:
+    """Return a check whether the ranks of `train` on this host, which are about to start, own their run folder.
+
+    They have met then: before, they wait in vain for one that is lost. True if the folder may be on other hosts only.
+    """
+    config = known_experiment(job)
+    if config is None or (job.num_nodes or 1) > 1:
+        return lambda: True
+    folder = Path(config.run.directory)
+    before = newest_number(folder)
+    return lambda: newest_number(folder) != before
 
 
 def seconds_to_leave(timeout_seconds: float, *, heals: bool) -> float:

@@ -43,14 +43,15 @@ def run_together(
     environ: Mapping[str, str],
     enter: Callable[[int], None] | None = None,
     asks_to_stop: signal.Signals,
-    heals: bool = False,
+    heals: Callable[[], bool] | None = None,
     joins: int = 0,
     look: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
-    heals: the others go on without one that is lost; 0 if any succeeded and no other failed than by being lost. If all
-    others are stopped from the exit of one with LOST on, for GRACE_SECONDS, none goes on, and all are ended.
+    heals: whether the others go on without one that is lost now; then 0 if any succeeded and no other failed than by
+    being lost. If all others are stopped from the exit of one with LOST on, for GRACE_SECONDS, none goes on, and all
+    are ended.
     joins: how often, in all, a process that a signal or CRASHED has ended starts again, to join the others: not if it
     was to join and has not, nor if there are no others.
     enter(node): called in each new process. look: called again and again while they run. Every process has its own
@@ -114,7 +115,7 @@ def _wait(
     running: dict[int, subprocess.Popen[bytes]],
     *,
     names: Sequence[str],
-    heals: bool = False,
+    heals: Callable[[], bool] | None = None,
     start_again: Callable[[int], bool] = lambda number: False,
     has_to_join: Callable[[int], bool] = lambda number: False,
     look: Callable[[], object] = lambda: None,
@@ -140,10 +141,10 @@ def _wait(
         for number, code in sorted(ended.items(), key=lambda each: each[1] == LOST):
             del running[number]
             since_end = 0.0
-            has_finished = has_finished or (heals and code == 0)
-            is_lost = heals and failed is None and may_go_on(shell_code(code), is_python=False)
+            has_finished = has_finished or (heals is not None and code == 0)
+            is_lost = failed is None and may_go_on(shell_code(code), is_python=False)
             left = {each for each in running if not has_to_join(each)}  # that can go on
-            if is_lost and (left or has_finished):
+            if is_lost and heals is not None and heals() and (left or has_finished):
                 is_stuck = is_stuck or code == LOST
                 may_join = code != LOST and not (has_finished or has_to_join(number)) and left - ended.keys()
                 starts = may_join and start_again(number)

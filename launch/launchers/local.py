@@ -15,7 +15,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
-from bigbatch.launch.jobs.run_folder import count_joins, heals_in_place
+from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
@@ -104,9 +104,8 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    heals = heals_in_place(job)
-
     def start(job: JobSpec) -> Ended:
+        heals = has_begun(job) if heals_in_place(job) else None
         starts = local_starts(job, port=free_port())
         variables = shared_cores(job) | own_environment(job, environ)
         joins = count_joins(job)

@@ -246,6 +246,13 @@ def _lives(owner: Claim, claim: Claim) -> bool | None:
     return None
 
 
+def newest_number(folder: Path) -> int:
+    """Return the number of the folder's owner, which grows with each; 0 without one."""
+    with suppress(OSError):  # no folder yet
+        return max(_numbers(folder), default=0)
+    return 0
+
+
 def _numbers(folder: Path) -> list[int]:
     """Return the numbers of all claims, lowest first."""
     names = (name.removeprefix(PREFIX) for name in os.listdir(folder) if name.startswith(PREFIX))

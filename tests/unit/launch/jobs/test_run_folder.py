@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
-from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft, count_joins
+from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft, count_joins, has_begun
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.run.owner import owning
 
@@ -85,3 +85,18 @@ def test_lost_rank_starts_again_only_if_the_others_can_give_it_their_state(words
     command = ("train", "--config", "quickstart", *words.split())
     assert count_joins(JobSpec(command, 2, restarts=3)) == expected
     assert count_joins(JobSpec(command, 2)) == 0
+
+
+def test_job_has_begun_once_it_owns_its_run_folder(tmp_path: Path) -> None:
+    job = JobSpec(("train", "--config", "quickstart", "--run.directory", str(tmp_path / "run")), 2)
+    begun = has_begun(job)
+    assert not begun()
+    with owning(tmp_path / "run"):
+        assert begun()
+    assert begun(), "and has ended"
+    again = has_begun(job)
+    assert not again()
+    with owning(tmp_path / "run"):
+        assert again()
+    several = JobSpec(job.command, 2, num_nodes=2)
+    assert has_begun(several)(), "the folder may be on another one"

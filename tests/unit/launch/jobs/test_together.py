@@ -66,7 +66,13 @@ def test_run_together_lets_the_others_go_on_in_a_job_that_heals(
 ) -> None:
     monkeypatch.setattr(together, "GRACE_SECONDS", 0.3 if "STOP" in scripts[-1] else FOREVER)
     starts = [NodeProcess(0, ("sh", "-c", script), name="rank") for script in scripts]
-    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True).code == expected
+    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True).code == expected
+
+
+def test_run_together_ends_the_others_of_a_job_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "GRACE_SECONDS", FOREVER)
+    starts = [NodeProcess(0, ("sh", "-c", script)) for script in ("kill -KILL $$", f"sleep {FOREVER}")]
+    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: False).code == 137
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_run_together_starts_a_lost_process_again_to_join_the_others(
     script = f'if [ "$BIGBATCH_JOINS" ]; then echo >> {tmp_path}/again; {again}; else {lost}; fi'
     waits = f"until [ -e {tmp_path}/again ]; do sleep 0.02; done; sleep 0.1; {other}" if starts_again else "sleep 0.2"
     starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (script, waits)]
-    ended = run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True, joins=2)
+    ended = run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2)
     assert ended.code == expected
     assert (tmp_path / "again").exists() == starts_again
     assert not starts_again or (tmp_path / "again").read_text() == "\n", "one start was enough"
@@ -102,7 +108,7 @@ def test_run_together_starts_none_again_if_all_have_ended_at_once() -> None:
     for process in ended:
         process.wait()
     code = together._wait(
-        dict(enumerate(ended)), names=["rank"] * 3, heals=True, start_again=lambda n: bool(started.append(n))
+        dict(enumerate(ended)), names=["rank"] * 3, heals=lambda: True, start_again=lambda n: bool(started.append(n))
     )
     assert (code, started) == (128 + signal.SIGKILL, [])
 
@@ -112,7 +118,7 @@ def test_run_together_starts_a_process_again_that_has_joined_the_others(tmp_path
     lost += f"[ $(wc -l < {tmp_path}/starts) = 3 ] || kill -KILL $$"
     waits = f"until [ -e {tmp_path}/starts ] && [ $(wc -l < {tmp_path}/starts) = 3 ]; do sleep 0.02; done"
     starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (lost, waits)]
-    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True, joins=2).code == 0
+    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2).code == 0
 
 
 def test_run_together_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(
