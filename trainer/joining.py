@@ -90,7 +90,8 @@ def take_in(
     go = partial(go_on, config, job, kept=kept, ownership=ownership)
     try:
         write_on_first(close, former.control, what="end of the former group's records", timeout_seconds=seconds)
-        found = find_waiting(config, communicator, facts)
+        with former.control.detector.explained("look for ranks that join"):  # the store may be lost
+            found = find_waiting(config, communicator, facts)
         names = ", ".join(f"rank {each.seat.rank} on {each.seat.host}" for each in found)
         told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
         admitted = let_in(former, found, told=told)

@@ -204,6 +204,19 @@ def test_loss_after_which_none_may_go_on_ends_a_join(
     assert not calls.went_on
 
 
+def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the store has ended")
+
+    monkeypatch.setattr(joining, "find_waiting", fail)
+    monkeypatch.setattr(calls.control.detector, "explain", lambda what, seconds, error: lost(0))
+    calls.take_in()
+    ((group, given),) = calls.went_on
+    assert (group.control, given["error"].lost_ranks) == (calls.control, {0})
+
+
 @pytest.mark.parametrize("num_losses", [1, joining.MOST_ATTEMPTS])
 def test_rank_asks_again_if_it_does_not_get_the_state(
     num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
