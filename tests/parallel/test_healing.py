@@ -194,7 +194,7 @@ def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
 
 
 def test_launcher_starts_a_lost_rank_again_and_it_joins(data: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Of two, so one holds the state alone meanwhile."""
+    """There are two ranks, so one holds the state alone meanwhile."""
     command = command_of(data, tmp_path / "run", HEALING)
     done = subprocess.run(
         [sys.executable, "-m", "bigbatch", "launch", "local", "--ranks", "2", "--restarts", "3", "--", *command],
