@@ -165,6 +165,16 @@ def test_figures_of_largest_microbatches() -> None:
             require(cell, found[model.lower().replace("-", ""), name])
 
 
+def test_figures_of_healing() -> None:
+    layouts = record("healing-trials")["layouts"]
+    rows = rows_of("healing.md", "killed ranks")[1:]
+    assert len(rows) == len(layouts)
+    for (_, *cells), name in zip(rows, ("4x1", "2x2"), strict=True):
+        keys = ("n", "median_seconds", "percentile_95_seconds", "max_seconds", "steps_lost", "equal")
+        for cell, key in zip(cells, keys, strict=True):
+            require(cell, layouts[name][key])
+
+
 TO_MEASURE_AGAIN = set(
     """
     ablations-imagenette-short beyond-cifar10-medium beyond-imagenette-medium comm-exchange-2x4-1gbit
