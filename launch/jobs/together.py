@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from bigbatch.comm.rendezvous.environ import JOINS_VARIABLE
 from bigbatch.errors import tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
+from bigbatch.files import write_whole
 from bigbatch.launch.jobs.foreground import Ended, Stopper, not_installed, shell_code
 from bigbatch.launch.jobs.restarts import may_go_on
 from bigbatch.orphans import ending_orphans
@@ -64,8 +65,9 @@ def run_together(
     stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
     watching: AbstractContextManager[Callable[[int], None]]
     watching = ending_orphans(asks_to_stop) if enter is None else nullcontext(lambda pid: None)
-    with TemporaryDirectory(prefix="bigbatch-joins-") as folder, handling_stops(stopper), watching as watch:
-        has_to_join = lambda number: Path(folder, f"{number}").exists()  # noqa: E731
+    makes_folder = TemporaryDirectory(prefix="bigbatch-joins-") if joins else nullcontext("")
+    with makes_folder as folder, handling_stops(stopper), watching as watch:
+        has_to_join = lambda number: bool(folder) and Path(folder, f"{number}").exists()  # noqa: E731
 
         def begin(number: int, start: NodeProcess) -> None:
             running[number] = _start(start, environ=environ, enter=enter)
@@ -77,7 +79,7 @@ def run_together(
                 return False
             joins -= 1
             path = Path(folder, f"{number}")
-            path.touch()
+            write_whole(path, b"")
             begin(number, replace(starts[number], variables=(*starts[number].variables, (JOINS_VARIABLE, f"{path}"))))
             return True
 
