@@ -117,6 +117,13 @@ def _count_gpus() -> int:
     return 0
 
 
+def backend_for(device: torch.device, backend: str) -> str:
+    """Return the transport that a backend's name means for sums on this device: auto is nccl or tcp."""
+    if backend != "auto":
+        return backend
+    return "nccl" if device.type == "cuda" else "tcp"
+
+
 def connect(
     *,
     backend: str = "auto",
@@ -170,8 +177,7 @@ def connect(
         device = choose_device(env, backend=backend)
         gpu = only_gpu(device)
     device = with_index(device)
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "tcp"
+    backend = backend_for(device, backend)
     _require_possible(backend, device, interface=interface, buffers=buffers)
     warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
     if not 0 < warn_seconds <= timeout_seconds:

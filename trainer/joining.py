@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator, abort_connection
-from bigbatch.comm.connection import HEALING, choose_device, connect
+from bigbatch.comm.connection import HEALING, backend_for, choose_device, connect
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.joining import (
     CONNECT_SECONDS,
@@ -130,9 +130,7 @@ def failing_alone(env: ProcessEnv) -> Iterator[None]:
 def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
     """Return a connection of this process alone, for what it does before it joins. Raises: ConfigError; CommError."""
     device = choose_device(env, backend=config.comm.backend)
-    backend = config.comm.backend
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "tcp"
+    backend = backend_for(device, config.comm.backend)
     if backend not in HEALING:
         raise CommError(f"rank {env.rank} on {env.host} cannot join: {why_not_healing(backend)}")
     if config.optimizer.sharded:

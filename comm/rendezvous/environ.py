@@ -98,12 +98,15 @@ class ProcessEnv:
 
     notice_seconds: int | None = None
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
-    joins: bool = False
-    """This process takes the place of a lost one, in a job that goes on."""
     joins_file: Path | None = None
-    """File that it removes once it has joined."""
+    """File that a process removes once it has joined a job that goes on; None if it takes no lost one's place."""
     former_rank: int | None = None
     """Rank that the launcher gave this process, if ranks have had new numbers since, after a loss."""
+
+    @property
+    def joins(self) -> bool:
+        """Return whether this process takes the place of a lost one, in a job that goes on."""
+        return self.joins_file is not None
 
     @property
     def launched_as(self) -> int:
@@ -161,7 +164,6 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         world_size=world_size,
         local_rank=local_rank,
         local_size=local_size,
-        joins=bool(environ.get(JOINS_VARIABLE)),
         joins_file=Path(environ[JOINS_VARIABLE]) if environ.get(JOINS_VARIABLE) else None,
         master=_master(environ, launcher, is_one_host=one_host),
         names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,

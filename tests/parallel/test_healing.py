@@ -193,19 +193,27 @@ def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
     assert_identical(final_state(run), final_state(undisturbed))
 
 
-def test_launcher_starts_a_lost_rank_again_and_it_joins(data: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """There are two ranks, so one holds the state alone meanwhile."""
-    command = command_of(data, tmp_path / "run", HEALING)
+def launched(
+    launcher: str, *options: str, data: Path, folder: Path, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Train on two ranks by the command line, to a good end."""
+    command = command_of(data, folder / "run", HEALING)
     done = subprocess.run(
-        [sys.executable, "-m", "bigbatch", "launch", "local", "--ranks", "2", "--restarts", "3", "--", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DIE": "0/3/forward", "JOIN_AT": "6"},
-        cwd=tmp_path,
+        [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", *options, "--", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_launcher_starts_a_lost_rank_again_and_it_joins(data: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """There are two ranks, so one holds the state alone meanwhile."""
+    done = launched("local", "--restarts", "3", data=data, folder=tmp_path, DIE="0/3/forward", JOIN_AT="6")
     assert re.findall("rank . was ended by .*", done.stderr) == [
         "rank 0 was ended by SIGKILL; it starts again, to join the others"
     ]
@@ -221,16 +229,6 @@ def test_job_ends_well_without_the_rank_that_was_lost(
     launcher: str, lost: int, told: list[str], data: Path, tmp_path: Path
 ) -> None:
     """The job is started by the command line."""
-    command = command_of(data, tmp_path / "run", HEALING)
-    done = subprocess.run(
-        [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", "--", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DIE": f"{lost}/3/forward"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = launched(launcher, data=data, folder=tmp_path, DIE=f"{lost}/3/forward")
     assert re.findall("rank . was ended by .*", done.stderr) == told
     assert steps(tmp_path / "run") == list(range(1, NUM_STEPS + 1))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from error_texts import naming
@@ -77,7 +78,7 @@ class Job:
     ) -> "Future[Admitted]":
         limits = {"timeout_seconds": 60.0, "warn_seconds": 20.0, "is_current": is_current}
         where = ("127.0.0.1", self.line.port)
-        env = replace(env_of(rank, 4), joins=True)
+        env = replace(env_of(rank, 4), joins_file=Path("no such file"))
         return self._pool.submit(ask_to_join, env, where, facts=facts, interface=None, **limits)  # type: ignore[arg-type]
 
     def find(self, *, least: int = 0, misfit: int = 0) -> list[int]:

@@ -20,7 +20,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.owner import own_claim, take
 
-ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins=True)
+ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins_file=Path("no such file"))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
 
 def test_rank_that_fails_before_it_has_joined_ends_as_a_lost_one() -> None:
     """By another code the launcher would end the others."""
-    for joins, code in ((True, LOST), (False, FAILED)):
-        with pytest.raises(CommError) as caught, joining.failing_alone(replace(ENV, joins=joins)):
+    for path, code in ((Path("joins"), LOST), (None, FAILED)):
+        with pytest.raises(CommError) as caught, joining.failing_alone(replace(ENV, joins_file=path)):
             raise CommError("refused")
         assert caught.value.exit_code == code
