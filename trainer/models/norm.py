@@ -141,16 +141,17 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
                 f"ghosts_per_step {self.ghosts_per_step}"
             )
         momenta = [self._take_momentum() for _ in range(num_ghosts)]
+        if num_ghosts == 1:  # not split: backward of a split copies, even of one part
+            return self._normalize_ghost(images_BCHW, momenta[0])
         # a compiler fuses the kernels; on a GPU torch takes cuDNN's, which write no slices (docs/decisions/003)
         is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
-        if num_ghosts > 1 and self.group is None and is_eager_cpu:
+        if self.group is None and is_eager_cpu:
             normalized: Tensor = NormalizeGhosts.apply(
                 images_BCHW, self.weight, self.bias, *self._running(), momenta, self.eps
             )
             return normalized
         parts = images_BCHW.split(self.part_size)
-        ghosts = [self._normalize_ghost(*pair) for pair in zip(parts, momenta, strict=True)]
-        return ghosts[0] if len(ghosts) == 1 else torch.cat(ghosts)
+        return torch.cat([self._normalize_ghost(*pair) for pair in zip(parts, momenta, strict=True)])
 
     def _take_momentum(self) -> float:
         """Return the momentum of the next ghost batch: a Python number, for which nothing waits."""

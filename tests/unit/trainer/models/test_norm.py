@@ -144,9 +144,9 @@ class Traffic(TorchDispatchMode):
 
 def test_norm_of_ghosts_moves_no_more_bytes_than_plain_batch_norm_but_for_one_copy_in_backward() -> None:
     images_BCHW = torch.randn(4 * SPAN, C, 32, 32).contiguous(memory_format=torch.channels_last)
-    ghost, plain = GhostBatchNorm2d(C, bn_span=SPAN, ghosts_per_step=4), nn.BatchNorm2d(C)
+    ghosts, alone = (GhostBatchNorm2d(C, bn_span=4 * SPAN // count, ghosts_per_step=count) for count in (4, 1))
     moved = []
-    for norm in (plain, ghost):
+    for norm in (nn.BatchNorm2d(C), ghosts, alone):
         inputs_BCHW = images_BCHW.clone(memory_format=torch.preserve_format).requires_grad_()
         grad_BCHW = images_BCHW.clone(memory_format=torch.preserve_format)
         with Traffic() as forward:
@@ -157,6 +157,7 @@ def test_norm_of_ghosts_moves_no_more_bytes_than_plain_batch_norm_but_for_one_co
     # vectors of C elements are 0.001 of the images
     assert moved[0] == pytest.approx((2, 3), abs=0.05)
     assert moved[1] == pytest.approx((2, 5), abs=0.05)
+    assert moved[2] == pytest.approx((2, 3), abs=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
