@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bigbatch.trainer.models.max_pool import MaxPool3x3
 from bigbatch.trainer.models.norm import NormFactory
 from bigbatch.trainer.models.regions import Region
 
@@ -119,7 +120,7 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False)
         self.bn1 = norm(64)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        self.maxpool = MaxPool3x3()
         in_channels = 64
         for number, count in enumerate(num_blocks, 1):
             channels, blocks = 32 * 2**number, []

@@ -18,6 +18,7 @@ from bigbatch.trainer.optim.fused import (
     unscaled_grads,
     write_,
 )
+from bigbatch.trainer.optim.scaled_step import ScaledStep, can_step
 
 MOMENTUM_FORMS = ("lr_inside", "lr_outside")
 
@@ -50,15 +51,16 @@ class LARS(FusedOptimizer):
     momentum * v plus v's last summand instead of v (u alike), as in TensorFlow's reference.
 
     Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
-    Gradients are only read; a step on a GPU needs two more copies of a group's gradients, three under a GradScaler, and
-    as many zeros as its largest tensor has elements.
+    Gradients are only read. A step of fp32 weights on a GPU is one kernel after the norms (ScaledStep), and needs one
+    more copy of a group's gradients under a GradScaler; without Triton two more, and as many zeros as its largest
+    tensor has elements.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an
     overflow leaves weights and momentum untouched.
     Source: mlcommons/training, retired_benchmarks/resnet-tf1 (tf.contrib LARSOptimizer);
     mlcommons/training_results_v4.0, NVIDIA's MXNet optimizer.py.
     """
 
-    _own = ("norms",)
+    _own = ("norms", "_step")
     _numbers = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")
 
     def __init__(
@@ -88,6 +90,7 @@ class LARS(FusedOptimizer):
         super().__init__(params, defaults)
         self.norms: Norms = norms_of
         """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
+        self._step = ScaledStep()
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         if group["momentum_form"] not in MOMENTUM_FORMS:
@@ -105,16 +108,16 @@ class LARS(FusedOptimizer):
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make one update of weights that share device and dtype: as few kernels for many weights as for one."""
         grads = unscaled_grads(self, weights)
-        decayed = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
-        updates = scaled(decayed, self._scales(weights, grads, group))
-        overflow = overflow_flag(self, weights[0].device)
-        write_(
-            weights,
-            updates,
-            momentum_buffers(self, weights, momentum=group["momentum"]),
-            overflow=overflow,
-            **_writing(group),
-        )
+        scales_N = self._scales(weights, grads, group)
+        momenta = momentum_buffers(self, weights, momentum=group["momentum"])
+        writing = {**_writing(group), "overflow": overflow_flag(self, weights[0].device)}
+        decay = group["weight_decay"]
+        if can_step(weights[0]) and self._step(
+            weights, grads, momenta, scales_N=scales_N, weight_decay=decay, **writing
+        ):
+            return
+        decayed = list(torch._foreach_add(grads, weights, alpha=decay))
+        write_(weights, scaled(decayed, scales_N), momenta, **writing)
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make the same update in portions that fit the cache: memory traffic limits a CPU, reading scales is free."""

@@ -1,0 +1,44 @@
+"""The kernels of the stem's max-pool beside torch's own, by Triton's interpreter, which needs no GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forked_ranks import exit_codes, start_rank
+from torch import Tensor
+
+from bigbatch.trainer.models.max_pool import MaxPool3x3, has_triton
+
+
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+def test_kernels_give_torchs_maxima_and_gradients(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    target = "interpreted_kernels:pool_like_torch"
+    process = start_rank(target, [], environ={"TRITON_INTERPRET": "1"}, stdout=log, stderr=log)
+    assert exit_codes([process], timeout_seconds=120) == [0], log.read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pool_on_a_gpu_is_torchs(dtype: torch.dtype, is_compiled: bool) -> None:
+    torch.manual_seed(0)
+    ours: Callable[[Tensor], Tensor] = MaxPool3x3().train()
+    ours = torch.compile(ours, fullgraph=True) if is_compiled else ours
+    images_BCHW = torch.randn(4, 64, 56, 56, device="cuda", dtype=dtype).mul(4).round()
+    images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)
+    grad_BCHW = torch.randn(4, 64, 28, 28, device="cuda", dtype=dtype)
+    found = []
+    for pool in (ours, lambda images: F.max_pool2d(images, 3, 2, 1)):
+        given_BCHW = images_BCHW.clone(memory_format=torch.preserve_format).requires_grad_()
+        pooled_BCHW = pool(given_BCHW)
+        found.append((pooled_BCHW, torch.autograd.grad(pooled_BCHW, given_BCHW, grad_BCHW)[0]))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=2 * torch.finfo(dtype).eps, atol=2e-6)
+
+
+def test_pool_is_torchs_where_the_kernels_do_not_go() -> None:
+    images_BCHW = torch.randn(2, 3, 9, 8)
+    assert torch.equal(MaxPool3x3().train()(images_BCHW), F.max_pool2d(images_BCHW, 3, 2, 1))
