@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton_package
 
 BLOCK = 1024
 """Elements of the result that one program of a kernel computes."""
@@ -25,7 +25,7 @@ class MaxPool3x3(nn.MaxPool2d):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Pool (B, C, H, W) to (B, C, H / 2, W / 2), rounded up."""
-        if not (self.training and images_BCHW.is_cuda and _has_form(images_BCHW) and has_triton()):
+        if not (self.training and images_BCHW.is_cuda and _has_form(images_BCHW) and has_triton_package()):
             return super().forward(images_BCHW)
         pooled: Tensor = max_pool_operator()(images_BCHW)[0]
         return pooled
@@ -35,11 +35,6 @@ def _has_form(images_BCHW: Tensor) -> bool:
     """Return whether the kernels can walk these images: even sides, channels last."""
     height, width = images_BCHW.shape[2:]
     return height % 2 == width % 2 == 0 and images_BCHW.is_contiguous(memory_format=torch.channels_last)
-
-
-def has_triton() -> bool:
-    """Return whether Triton is installed, as it is with torch's builds for GPUs on Linux."""
-    return find_spec("triton") is not None
 
 
 @cache

@@ -1,10 +1,10 @@
 """The end of a LARS step on a GPU: decay, scale, momentum and weights of many tensors in one pass by one kernel."""
 
-from importlib.util import find_spec
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 BLOCK = 4096
 """Elements that one program of the kernel updates."""
@@ -85,7 +85,7 @@ class ScaledStep:
 
 def can_step(weight: Tensor) -> bool:
     """Return whether the kernel can update tensors of this one's device and dtype."""
-    return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
+    return weight.is_cuda and weight.dtype == torch.float32 and has_triton_package()
 
 
 def _make_table(columns: tuple[list[Tensor], ...]) -> Table:

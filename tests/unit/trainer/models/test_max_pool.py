@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from forked_ranks import exit_codes, start_rank
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
-from bigbatch.trainer.models.max_pool import MaxPool3x3, has_triton
+from bigbatch.trainer.models.max_pool import MaxPool3x3
 
 
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
 def test_kernels_give_torchs_maxima_and_gradients(tmp_path: Path) -> None:
     log = tmp_path / "log"
     target = "interpreted_kernels:pool_like_torch"

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import exit_codes, start_rank
+from torch.utils._triton import has_triton_package
 
-from bigbatch.trainer.models.max_pool import has_triton
 from bigbatch.trainer.optim import scaled_step
 from bigbatch.trainer.optim.scaled_step import BLOCK, MOST_TABLES, ScaledStep, can_step
 
 
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
 def test_lars_on_the_interpreter_follows_its_formula(tmp_path: Path) -> None:
     log = tmp_path / "log"
     target = "interpreted_kernels:lars_by_its_formula"
