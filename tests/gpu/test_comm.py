@@ -57,7 +57,7 @@ def test_contract_over_nccl(num_ranks: int, group_size: int, tmp_path: Path) -> 
         pytest.skip(f"needs {num_ranks} GPUs")
     log = tmp_path / "log"
     ranks = [
-        start_rank("ranks:run_rank", ["check", "-", str(group_size), "nccl"], environ=place, stdout=log, stderr=log)
+        start_rank("ranks:main", ["check", "-", str(group_size), "nccl"], environ=place, stdout=log, stderr=log)
         for place in places(num_ranks)
     ]
     assert exit_codes(ranks, timeout_seconds=280) == [0] * num_ranks, log.read_text()
