@@ -31,9 +31,8 @@ def targets_in(tree: ast.AST) -> Iterator[str]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             values += node.args[: name in STARTS]
         elif isinstance(node, ast.arguments):
-            named = dict(zip(reversed((*node.posonlyargs, *node.args)), reversed(node.defaults), strict=False))
-            named |= dict(zip(node.kwonlyargs, node.kw_defaults, strict=True))
-            values += [value for argument, value in named.items() if argument.arg == "target"]
+            named = zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            values += [value for argument, value in named if argument.arg == "target"]
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             names = node.targets if isinstance(node, ast.Assign) else [node.target]
             values += [node.value for each in names if isinstance(each, ast.Name) and each.id == "target"]

@@ -169,8 +169,9 @@ def _examine(
     whole: Config,
     budget: Budget,
 ) -> None:
-    limit_seconds = partial(budget.limit, arguments.limit or LIMIT[arguments.quick])
-    numbers = count()
+    limit, numbers = arguments.limit or LIMIT[arguments.quick], count()
+    # what --only names is tried without regard to the budget
+    limit_seconds = (lambda: limit) if arguments.only else partial(budget.limit, limit)
     with tempfile.TemporaryDirectory(prefix="bigbatch-doctor-") as place, _progress(console) as say:
 
         def start(values: Mapping[str, Any]) -> Child:

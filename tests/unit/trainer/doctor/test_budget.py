@@ -1,13 +1,16 @@
 """An examination within a budget: probes of known speed, and a clock that they move; nothing is measured."""
 
+import io
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bigbatch.errors import DoctorError
 from bigbatch.trainer.config.file import load_config
@@ -151,6 +154,25 @@ def test_what_only_names_is_tried_whatever_it_takes() -> None:
     findings = run(machine, seconds=80.0, only=("layout",))
     assert [row.candidate.name for row in findings.rows] == ["layout"]
     assert not any("no time left" in each.why for each in findings.unmeasured)
+
+
+def test_start_and_turns_of_what_only_names_may_take_longer_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, findings = Machine(CONFIGS["quickstart"], 0.03, 25.0), ExaminationResults()
+
+    def start(config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> Process:
+        machine.spend(machine.start_seconds, limit=start_seconds)
+        return Process(machine, {})
+
+    monkeypatch.setattr(consult, "Child", start)
+    consult._examine(
+        consult._parser().parse_args(["--config", "quickstart", "--quick", "--only", "layout"]),
+        findings,
+        Console(file=io.StringIO()),
+        config=machine.config,
+        whole=machine.config,
+        budget=Budget(60.0, clock=lambda: machine.now, started=0.0),
+    )
+    assert [(row.candidate.name, row.failure) for row in findings.rows] == [("layout", "")]
 
 
 def test_nothing_is_cut_or_left_out_without_a_budget() -> None:
