@@ -5,8 +5,10 @@ GPU two ranks could not have one each. With it only tests marked gpu run, and fa
 """
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,13 @@ collect_ignore = [] if "BIGBATCH_OPENREG" in os.environ else ["openreg"]
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; every process of a test inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files that mark no test gpu if only those run: most of a start, and packages that may be missing."""
+    if EXPECT_GPU and collection_path.match("test_*.py"):
+        return re.search(r"mark\.gpu|DEVICES", collection_path.read_text()) is None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,9 +18,9 @@ from benchmarks.gpu.suite.scripts import bigbatch, run_script, train
 from bigbatch.trainer.input.loaders import dali
 
 ROOT = Path(__file__).resolve().parents[3]
-ITS_OWN = "test_benchmarks.py"
-"""The suite's own test under tests/gpu, which would run these parts inside one of them."""
-PLUGINS = {"xdist": ("-n", "8"), "pytest_timeout": ("--timeout", "150")}
+ITS_OWN = "tests/gpu/test_benchmarks.py"
+"""The suite's own test, which would run these parts inside one of them."""
+PLUGINS = {"xdist": ("-n", "8", "--dist", "worksteal"), "pytest_timeout": ("--timeout", "150")}
 """Options by the package that brings them."""
 NO_GPU = "needs a GPU"
 TINY = {
@@ -81,15 +81,9 @@ def measure_tests(context: Context) -> Found:
         return found
     for module, words in PLUGINS.items():
         command += words if importlib.util.find_spec(module) else []
-    subprocess.run([*command, *map(str, marked_files())], cwd=ROOT, env=environ)
+    subprocess.run([*command, f"--ignore={ITS_OWN}", "tests"], cwd=ROOT, env=environ)
     describe_tests(found, report)
     return found
-
-
-def marked_files() -> list[Path]:
-    """List the files with such tests: others may need packages that this machine lacks."""
-    texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.name != ITS_OWN}
-    return [path for path, text in texts.items() if re.search(r"mark\.gpu|DEVICES", text)]
 
 
 def describe_tests(found: Found, report: Path) -> None:
