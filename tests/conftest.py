@@ -35,9 +35,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a she
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out files that mark no test gpu if only those run: most of a start, and packages that may be missing."""
-    if EXPECT_GPU and collection_path.match("test_*.py"):
-        return re.search(r"mark\.gpu|DEVICES", collection_path.read_text()) is None
-    return None
+    if not EXPECT_GPU or not collection_path.match("test_*.py"):
+        return None
+    marks_gpu = re.search(r"mark\.gpu|DEVICES", collection_path.read_text())
+    return None if marks_gpu else True  # False would overrule --ignore
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -65,7 +65,7 @@ def backward(model: nn.Module, precision: str, *, size: int = SIZE) -> float:
 def test_compiled_step_is_as_close_to_the_truth_as_the_eager_one(precision: str, eps: float) -> None:
     """The truth: the same rounded weights and images in float64. 50 layers multiply what each rounds.
 
-    In a net of few layers the signs of a few ReLUs would decide. Recomputed blocks run the code that is compiled already.
+    In a net of few layers the signs of a few ReLUs would decide. Recomputed blocks run what is compiled already.
     """
     _, truth_N = step(make(precision, dtype=torch.float64), precision)
     eager_loss, eager_N = step(make(precision), precision)

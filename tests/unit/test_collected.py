@@ -25,3 +25,10 @@ def test_every_file_is_collected_by_some_tier() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100)
     collected = {Path(name) for name in re.findall(r"^collected (/.+\.py)$", done.stdout, re.M)}
     assert {*ROOT.glob("tests/**/test_*.py")} - collected == set(), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_files_with_a_test_marked_gpu_say_so_in_their_own_text() -> None:
+    """By mark.gpu or DEVICES: tests/conftest.py leaves out all others if a GPU is expected."""
+    others = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    marks = [line for path in others for line in path.read_text().splitlines() if "mark.gpu" in line]
+    assert {line.split(" ")[0] for line in marks} == {"DEVICES"}
