@@ -11,9 +11,9 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder, read_process_env
 from bigbatch.errors import OutOfMemory, PeerLostError, ReplicasDiffer, add_note, notes_of
-from bigbatch.trainer.build.input import Images
+from bigbatch.trainer.build.input import Images, list_images, num_train_samples
 from bigbatch.trainer.build.job import bind_rank, join_job
-from bigbatch.trainer.build.staging import using_staged
+from bigbatch.trainer.build.staging import stage_data, using_staged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode
@@ -87,21 +87,26 @@ def lead(
             ownership = stack.enter_context(Ownership(config))
             if not (is_dry_run or job.env.joins):
                 ownership.take(communicator.control)
+            listed: Images | None = None
             if not job.env.joins:
+                local, staged = stage_data(config, communicator)
+                listed = list_images(local, communicator)
                 chosen = choose_mode(
                     config,
                     communicator,
+                    num_samples=num_train_samples(config, listed),
                     kept=RunDir(Path(config.run.directory)).mode,
                     folder=measured_folder("modes"),
                     is_dry_run=is_dry_run,
                 )
-                config, job = chosen.config, replace(job, mode_told=chosen.told, mode_record=chosen.text)
+                config, job = chosen.config, replace(job, staged=staged, mode_told=chosen.told, mode_record=chosen.text)
             make_run = partial(TrainingRun, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
             if is_dry_run:
                 stop = StopRequest(takes_signals=False)
-                summary: dict[str, Any] | None = make_run(config, job=job, owner=None, stop=stop).describe()
+                run = make_run(config, job=job, owner=None, stop=stop, listed=listed)
+                summary: dict[str, Any] | None = run.describe()
             else:
-                summary = _run_agreed(make_run, config, job, ownership, groups=groups)
+                summary = _run_agreed(make_run, config, job, ownership, groups=groups, listed=listed)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -122,6 +127,7 @@ def _run_agreed(
     ownership: Ownership,
     *,
     groups: list[Communicator],
+    listed: Images | None,
 ) -> dict[str, Any] | None:
     """Train to the end or to a stop signal; return the summary, or None if stopped. Collective.
 
@@ -135,7 +141,6 @@ def _run_agreed(
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
     output: RunOutput | None = None  # of the former group
-    listed: Images | None = None  # on storage this may take minutes
     if job.env.joins:
         arrived = arrive(config, job, ownership=ownership)
         healed, listed, been_back_at = arrived.healed, arrived.listed, arrived.back_at

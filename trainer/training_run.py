@@ -23,7 +23,6 @@ from bigbatch.trainer.build.optimizer import stated_settings
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.score import make_score
-from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator, reason_to_end
@@ -56,6 +55,8 @@ class JoinedRank:
     tuned: Tuned | None
     bound: str | None
     """Line for the log: the cores to which this process is bound."""
+    staged: str | None = None
+    """Line for the log: where the data was staged."""
     mode_told: str = ""
     """Line for the log: how compute.mode=auto chose."""
     mode_record: str = ""
@@ -88,18 +89,17 @@ class TrainingRun:
     ) -> None:
         """kept: a state in memory, equal on all ranks, from which the run goes on after a loss.
 
-        stop, listed: of the job's former run, if it had one.
+        stop: of the job's former run, if it had one. listed: the images, if they are listed already; staged data is.
         """
         communicator = self.communicator = job.communicator
         self.config, self.is_first, self.is_healed = config, communicator.rank == 0, kept is not None
         self.rundir = RunDir(Path(config.run.directory))
-        local, staged = (config, None) if listed else stage_data(config, communicator)
-        self.train_split, self.eval_split = build_input.make_splits(local, communicator, listed=listed)
+        self.train_split, self.eval_split = build_input.make_splits(config, communicator, listed=listed)
         samples, classes = build_input.samples_digest(self.train_split), build_input.class_names(self.train_split)
         # the state is not kept: it is as large as the model and its momentum
         self.start, state = self._find_start(kept, samples=samples, classes=classes)
         start = self.start
-        self.placement = self._describe_place(job, staged)
+        self.placement = self._describe_place(job)
         plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
         self.plan: Plan = plan.ending_at_once() if is_finished else plan
@@ -165,11 +165,11 @@ class TrainingRun:
         self.communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
         return start, state
 
-    def _describe_place(self, job: JoinedRank, staged: str | None) -> list[str]:
+    def _describe_place(self, job: JoinedRank) -> list[str]:
         """Return lines for the log: how this process is placed, and where its data lies."""
         config, communicator = self.config, self.communicator
         left_out = describe_left_out(config.data.root, self.train_split.index, self.eval_split.index)
-        lines = [left_out, job.bound, staged, describe_load(communicator.device), job.mode_told]
+        lines = [left_out, job.bound, job.staged, describe_load(communicator.device), job.mode_told]
         if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.seats is None:
             lines.append(why_not_healing(communicator.backend.name))
         if self.start.is_of_unknown_classes:

@@ -18,6 +18,7 @@ from bigbatch.trainer import train as training
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.doctor import mode_time
 from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.doctor.modes import Mode, Trial
 from tests.laws.jobs import (
@@ -65,8 +66,9 @@ class Played:
         pass
 
 
-def train_by_rates(rates: str, *command: str) -> int:
-    """Run a command of bigbatch as on GPUs. rates: by rank and microbatch, in JSON."""
+def train_by_rates(rates: str, share: str, *command: str) -> int:
+    """Run a command of bigbatch as on GPUs. rates: by rank and microbatch, in JSON. share: of the run's time."""
+    mode_time.LEAST_IMAGES, mode_time.SHARE_OF_RUN = 0, float(share)  # the runs of a test are short
     played = Played(json.loads(rates)[read_process_env().rank])
     training.choose_mode = partial(  # type: ignore[attr-defined]
         choose_mode, measures=lambda communicator: True, start_trials=lambda config, **_: played
@@ -85,12 +87,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(data: Path, tmp_path: Path) -> Train:
     """Train on two ranks with a home each, in the folder run; all that was said."""
 
-    def run(*options: str, run: str, rates: object = RATES) -> str:
+    def run(*options: str, run: str, rates: object = RATES, share: float = 1000.0) -> str:
         homes = [{"XDG_CACHE_HOME": str(tmp_path / f"home{rank}")} for rank in range(2)]
         environs = [{**place, **home} for place, home in zip(places(2), homes, strict=True)]
-        command = train_command(data, tmp_path / run, {**SGD, **OF_AUTO})
+        command = (json.dumps(rates), str(share), *train_command(data, tmp_path / run, {**SGD, **OF_AUTO}))
         code, text = fork_job(
-            "test_mode:train_by_rates", (json.dumps(rates), *command, *options), environs, timeout_seconds=250
+            "test_mode:train_by_rates",
+            (*command, *options),
+            environs,
+            timeout_seconds=250,
         )
         assert code == 0, text
         return text
@@ -126,6 +131,13 @@ def test_two_ranks_choose_alike_and_train_the_same_update(train: Train, tmp_path
     assert len(step_gradients(ours)) == 2
     assert 0 < gradient_distance(step_gradients(ours), step_gradients(theirs)) < ROUNDING
     assert statistics_distance(final_state(ours), final_state(theirs)) < ROUNDING
+
+    path.rename(tmp_path / "kept.json")
+    text = train(run="little", share=10.0)  # 3 s of a run of 32 images at 100 images/s
+    assert "microbatch 4: 100 images/s of each GPU; measured" in text
+    assert "eager, microbatch 8 not tried: it needs 5 s, and 3 s are left of 3 s, 1000% of this run's time" in text
+    assert microbatch_of(tmp_path / "little") == 4
+    (tmp_path / "kept.json").rename(path)
 
     untried = [{}, {}]  # a trial would raise
     text = train(run="again", rates=untried)

@@ -105,6 +105,14 @@ def list_images(config: Config, communicator: Communicator) -> Images | None:
     return images
 
 
+def num_train_samples(config: Config, images: Images | None) -> int:
+    """Return the number of training samples. images: as list_images gives them."""
+    if images is not None:
+        return len(images[0])
+    assert config.data.num_synthetic_samples is not None
+    return config.data.num_synthetic_samples
+
+
 def describe_images(images: Images | None) -> str:
     """Return the counts and digests of both splits; "" for generated images."""
     if images is None:

@@ -230,9 +230,10 @@ class ComputeConfig:
     """How forward and backward are computed: these keys change speed and memory, not what is learned."""
 
     mode: Literal["auto", "eager"] = "auto"
-    """auto: on a GPU, the first start times larger microbatches, a CUDA graph and compilation for up to 60 seconds, and
-    trains by the fastest that gives the loss and gradients of the eager step; later starts take what it found. On a
-    CPU, and with run.reproducible, the same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
+    """auto: on a GPU, the first start times larger microbatches, a CUDA graph and compilation, and trains by the
+    fastest that gives the loss and gradients of the eager step; later starts take what it found. Trials take at most a
+    tenth of the run's time, and 240 seconds; a run of few images has none. On a CPU, and with run.reproducible, the
+    same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
     mode_keeps: tuple[ModeKey, ...] = ()
     """Keys that mode auto leaves as they are. Unless a file states this list, it holds those of the three that the
     command line or your own file states; a packaged recipe's do not count."""

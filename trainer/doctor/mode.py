@@ -1,9 +1,10 @@
 """compute.mode=auto: time the ways to compute a job's update at its first start, and take the fastest. Collective."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from functools import partial
 from hashlib import sha256
@@ -21,6 +22,14 @@ from bigbatch.trainer.build.compute import require_capturable
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import AugmentConfig
+from bigbatch.trainer.doctor.mode_time import (
+    LEAST_IMAGES,
+    MOST_SECONDS,
+    SHARE_OF_RUN,
+    TrialTime,
+    limit_of,
+    seconds_needed,
+)
 from bigbatch.trainer.doctor.mode_trials import ModeTrials
 from bigbatch.trainer.doctor.modes import (
     Mode,
@@ -28,6 +37,7 @@ from bigbatch.trainer.doctor.modes import (
     Trial,
     best_and_next,
     describe,
+    describe_refusals,
     find_modes,
     merge_ranks,
     read_mode,
@@ -36,13 +46,7 @@ from bigbatch.trainer.doctor.modes import (
 )
 from bigbatch.trainer.machine.gpu_driver import driver_version
 
-FORMAT = "bigbatch compute mode 1"
-SECONDS = 60.0
-"""How much longer the first start may take."""
-LEAST_SECONDS = 1.0
-"""Seconds without which no trial begins."""
-SHARE = 0.5
-"""Share of the remaining time that a trial may take, but for the first one and for compiling."""
+FORMAT = "bigbatch compute mode 2"
 KEYS = (
     *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
     *(f"augment.{field.name}" for field in fields(AugmentConfig) if field.name != "randaugment_magnitude"),
@@ -83,6 +87,7 @@ def choose_mode(
     config: Config,
     communicator: Communicator,
     *,
+    num_samples: int,
     kept: Path | None,
     folder: Path | None,
     is_dry_run: bool = False,
@@ -92,9 +97,10 @@ def choose_mode(
 ) -> ChosenMode:
     """Return the config in the fastest mode that computes the same update, or as it is. Collective.
 
-    Rank 0 reads the files and tells the other ranks: first kept, of a run that may be resumed, then one in folder
-    (None: there is none). Without a valid file all ranks try the same modes at the same time, and store what they
-    found. Nothing that a trial does ends the run. A dry run tries nothing. Raises: PeerLostError.
+    num_samples: images of an epoch, over all ranks. Rank 0 reads the files and tells the other ranks: first kept, of a
+    run that may be resumed, then one in folder (None: there is none). Without a valid file all ranks try the same modes
+    at the same time, and store what they found. Nothing that a trial does ends the run. A dry run tries nothing, and
+    neither does a short run. Raises: PeerLostError.
     """
     if config.compute.mode != "auto" or not measures(communicator):
         return ChosenMode(config)
@@ -108,21 +114,30 @@ def choose_mode(
     facts = _collect_facts(config, communicator, modes)
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"{digest}.json" if folder else None
-    record, told, earlier = _find(communicator, kept=kept, path=path, facts=facts, modes=modes)
+    trial_time = _trial_time(config, num_samples=num_samples, world_size=ranks)
+    record, told, earlier = _find(
+        communicator,
+        kept=kept,
+        path=path,
+        check=partial(_require_valid, facts=facts, modes=modes),
+        trial_time=trial_time,
+    )
+    if record is None and trial_time.is_too_short:
+        few = f"{trial_time.num_images:,} images of each GPU, fewer than {LEAST_IMAGES:,}, repay no trial"
+        return ChosenMode(config, f"{prefix}{told}{modes.stated}, as stated: {few}")
     if record is None and is_dry_run:
-        return ChosenMode(config, f"{prefix}{told}the first start would time {modes}, for up to {SECONDS:g} s")
+        limits = f"{SHARE_OF_RUN:.0%} of the run's time, {MOST_SECONDS:g} s at most"
+        return ChosenMode(config, f"{prefix}{told}the first start would time {modes}, for {limits}")
     if record is None:
         trials = start_trials(config, modes=modes, device=communicator.device)
         try:
-            seconds = min(SECONDS, config.comm.timeout_seconds / 2)  # the other ranks wait for the slowest
-            best, tried, took = _try_all(modes, trials, communicator, seconds=seconds, clock=clock)
+            best, tried, took = _try_all(modes, trials, communicator, trial_time=trial_time, clock=clock)
         finally:
             trials.close()
-        refused = "".join(f"; {mode} refused: {trial.refusal}" for mode, trial in tried.items() if trial.refusal)
         record, stored = _record(
             communicator, path, facts=facts, found=write_mode(modes, tried, best=best), earlier=earlier
         )
-        told += f"measured in {took:.0f} s and {stored}{refused}"
+        told += f"measured in {took:.0f} s and {stored}{describe_refusals(tried)}"
     mode = read_mode(record, modes=modes)
     chosen = with_mode(config, mode, world_size=ranks)
     return ChosenMode(chosen, f"{prefix}{describe(record, mode=mode, modes=modes)}; {told}", as_text(record))
@@ -136,6 +151,19 @@ def _can_capture(communicator: Communicator) -> bool:
     return True
 
 
+def _trial_time(config: Config, *, num_samples: int, world_size: int) -> TrialTime:
+    num_steps = config.run.epochs * (num_samples // config.batch.global_batch_size)
+    return TrialTime(
+        num_steps * _images_per_rank(config, world_size=world_size),
+        config.comm.timeout_seconds / 2 if world_size > 1 else math.inf,
+    )
+
+
+def _images_per_rank(config: Config, *, world_size: int) -> int:
+    """Return the images of a step of the rank with the most."""
+    return config.batch.microbatch_size * accumulation_steps(config.batch, world_size=world_size)
+
+
 def _collect_facts(config: Config, communicator: Communicator, modes: Modes) -> dict[str, Any]:
     """Collect the facts of config and ranks on which a choice depends, as JSON values. Collective."""
     device = communicator.device
@@ -144,8 +172,7 @@ def _collect_facts(config: Config, communicator: Communicator, modes: Modes) -> 
         "gpus": sorted(set(gpus)),
         "backend": communicator.backend.name,
         "versions": {"bigbatch": __version__, "torch": torch.__version__},
-        "images_per_rank": config.batch.microbatch_size
-        * accumulation_steps(config.batch, world_size=communicator.world_size),
+        "images_per_rank": _images_per_rank(config, world_size=communicator.world_size),
         "keys": {key: lookup(config, key) for key in KEYS},
         "stated": asdict(modes.stated),
         "keeps": sorted(config.compute.mode_keeps),
@@ -155,21 +182,35 @@ def _collect_facts(config: Config, communicator: Communicator, modes: Modes) -> 
 
 
 def _find(
-    communicator: Communicator, *, kept: Path | None, path: Path | None, facts: Mapping[str, Any], modes: Modes
+    communicator: Communicator,
+    *,
+    kept: Path | None,
+    path: Path | None,
+    check: Callable[[dict[str, Any]], object],
+    trial_time: TrialTime,
 ) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]:
     """Return rank 0's record and its origin, or what was wrong with the files; and a record that is tried once more."""
     record, told, earlier = None, "", None
     if communicator.rank == 0:
-        check = partial(_require_valid, facts=facts, modes=modes)
         record, told = find_record([kept] if kept else [], form=FORMAT, check=check)
         if record is None:
             record, more = find_record([path] if path else [], form=FORMAT, check=check)
             told += more
-            if record is not None and not record["is_final"]:
+            if record is not None and _has_time_for_more(record, trial_time):
                 record, earlier = None, record
-                told += "; tried once more, since a trial was cut short; "
+                told += "; tried once more, since a trial was cut short or left out; "
     record, told, earlier = from_first(communicator, [record, told, earlier])
     return record, told, earlier
+
+
+def _has_time_for_more(record: Mapping[str, Any], trial_time: TrialTime) -> bool:
+    """Return whether this start may take the time that trials of a record's start needed and had not."""
+    needed = record["needs_seconds"]
+    return (
+        needed is not None
+        and not trial_time.is_too_short
+        and trial_time.allowed(record["images_per_second"]["stated"])[0] >= needed
+    )
 
 
 def _record(
@@ -184,8 +225,11 @@ def _record(
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record = {"format": FORMAT, "date": date, **facts, **found}
     if earlier:
+        was_cut = earlier["is_cut"]
         record = max(record, earlier, key=lambda each: float(each["images_per_second"]["mode"]))
-        record["is_final"] = True
+        record |= {key: found[key] for key in ("is_cut", "needs_seconds")}
+        if was_cut and found["is_cut"]:  # its compiled code of then did not help
+            record["needs_seconds"] = None
     record, stored = from_first(communicator, [record, store_record(path, record) if communicator.rank == 0 else ""])
     return record, stored
 
@@ -194,15 +238,16 @@ def _require_valid(record: dict[str, Any], *, facts: Mapping[str, Any], modes: M
     """Raise ValueError, KeyError or TypeError for a record that does not hold here."""
     if difference := difference_of(record, dict(facts)):
         raise ValueError(f"it is of another GPU, job or config: {difference}")
-    if type(record["is_final"]) is not bool:
+    needed = record["needs_seconds"]
+    if type(record["is_cut"]) is not bool or not (needed is None or (type(needed) is float and needed >= 0)):
         raise ValueError("it is damaged")
     read_mode(record, modes=modes)
 
 
 def _try_all(
-    modes: Modes, trials: Trials, communicator: Communicator, *, seconds: float, clock: Callable[[], float]
+    modes: Modes, trials: Trials, communicator: Communicator, *, trial_time: TrialTime, clock: Callable[[], float]
 ) -> tuple[Mode, dict[Mode, Trial], float]:
-    """Try modes until none is left or time is up; return the best, all, and the seconds. Collective.
+    """Try modes until none is left or the next one does not fit; return the best, all, and the seconds. Collective.
 
     All ranks try the same one, and time it at the same time.
     """
@@ -212,12 +257,15 @@ def _try_all(
         best, mode = best_and_next(modes, tried)
         if mode is None:
             return best, tried, used
-        left = seconds - used
-        if left < LEAST_SECONDS and tried:
-            return best, {**tried, mode: Trial(refusal="there was no time left", is_cut=True)}, used
-        is_long = not tried or mode.compile is not None  # starts a process, or compiles
-        mine = trials(mode, limit_seconds=left if is_long else SHARE * left, meet=partial(communicator.gather_text, ""))
+        allowed, why = trial_time.allowed(tried[modes.stated].images_per_second if tried else 0.0)
+        left, needed = max(0.0, allowed - used), seconds_needed(mode)
+        if tried and left < needed:
+            reason = f"it needs {needed:g} s, and {left:.0f} s are left of {allowed:.0f} s, {why}"
+            return best, {**tried, mode: Trial(refusal=reason, needs_seconds=used + needed)}, used
+        limit = limit_of(mode, left=left) if tried else trial_time.first_limit(mode)
+        mine = trials(mode, limit_seconds=limit, meet=partial(communicator.gather_text, ""))
         texts = communicator.gather_text(json.dumps([clock() - start, asdict(mine)]))
         answers = [json.loads(text) for text in texts]
         used = max(answer[0] for answer in answers)
-        tried[mode] = merge_ranks([Trial(**answer[1]) for answer in answers])
+        trial = merge_ranks([Trial(**answer[1]) for answer in answers])
+        tried[mode] = replace(trial, needs_seconds=allowed) if trial.is_cut else trial

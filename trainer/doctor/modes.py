@@ -77,6 +77,8 @@ class Trial:
     refusal: str = ""
     is_cut: bool = False
     """It took longer than there was time for; another start may find its compiled code."""
+    needs_seconds: float | None = None
+    """Time for all trials of a start that tries this again, or for the first time; None if none does."""
 
 
 def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
@@ -118,8 +120,8 @@ def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
 def best_and_next(modes: Modes, tried: Mapping[Mode, Trial]) -> tuple[Mode, Mode | None]:
     """Return the best mode so far, and the one to try next, or None at the end.
 
-    First larger microbatches, until one gains nothing; then a CUDA graph; then compiling, which takes longest and gains
-    least where the host limits a step.
+    First larger microbatches, until one gains nothing; then a CUDA graph: each takes seconds. Compiling takes a minute
+    or more and is last, of the best so far: so it is done once, and if it is cut, nothing else is lost.
     """
     best = modes.stated
     if best not in tried:
@@ -200,7 +202,10 @@ def write_mode(modes: Modes, tried: Mapping[Mode, Trial], *, best: Mode) -> dict
             "mode": tried[best].images_per_second,
             "stated": tried[modes.stated].images_per_second,
         },
-        "is_final": not any(trial.is_cut for trial in tried.values()),
+        "is_cut": any(trial.is_cut for trial in tried.values()),
+        "needs_seconds": min(
+            (each.needs_seconds for each in tried.values() if each.needs_seconds is not None), default=None
+        ),
         "tried": {str(mode): trial.refusal or trial.images_per_second for mode, trial in tried.items()},
     }
 
@@ -212,3 +217,11 @@ def describe(record: Mapping[str, Any], *, mode: Mode, modes: Modes) -> str:
         return f"{modes.stated}, as stated, since its trial failed"
     line = f"{mode}: {rates['mode']:,.0f} images/s of each GPU"
     return line if mode == modes.stated else f"{line} ({modes.stated}: {rates['stated']:,.0f})"
+
+
+def describe_refusals(tried: Mapping[Mode, Trial]) -> str:
+    """Return which modes were refused or not tried, with the reasons; "" if none was."""
+    verbs = {
+        mode: "refused" if trial.is_cut or trial.needs_seconds is None else "not tried" for mode, trial in tried.items()
+    }
+    return "".join(f"; {mode} {verbs[mode]}: {trial.refusal}" for mode, trial in tried.items() if trial.refusal)

@@ -24,8 +24,10 @@ from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor import mode as doctor_mode
+from bigbatch.trainer.doctor.budget import EXTRA_SECONDS
 from bigbatch.trainer.doctor.exchange import Child
-from bigbatch.trainer.doctor.mode import SECONDS, ChosenMode, choose_mode
+from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode
+from bigbatch.trainer.doctor.mode_time import FIRST_SECONDS, LEAST_IMAGES, MOST_SECONDS, SHARE_OF_RUN, TrialTime
 from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, TrialStep, relative_distance, take_step
 from bigbatch.trainer.doctor.modes import (
     BOUNDS,
@@ -188,8 +190,10 @@ def test_mode_distance_is_relative_to_the_eager_gradient() -> None:
 class Played:
     """Trials with known rates, that take so many seconds of a played clock; the limits that they were given."""
 
-    def __init__(self, rates: Mapping[Mode, float | str], *, seconds: float = 5.0) -> None:
-        self.rates, self.seconds, self.now = rates, seconds, 0.0
+    def __init__(
+        self, rates: Mapping[Mode, float | str], *, seconds: float = 5.0, compile_seconds: float = 5.0
+    ) -> None:
+        self.rates, self.seconds, self.compile_seconds, self.now = rates, seconds, compile_seconds, 0.0
         self.limits: dict[Mode, float] = {}
         self.is_closed = False
 
@@ -200,9 +204,12 @@ class Played:
         meet()
         self.limits[mode] = limit_seconds
         found = self.rates.get(mode, "hangs")
-        is_cut = found == "hangs"
-        self.now += limit_seconds if is_cut else self.seconds
-        return Trial(refusal=found, is_cut=is_cut) if isinstance(found, str) else Trial(found)
+        seconds = self.compile_seconds if mode.compile else self.seconds
+        if found == "hangs" or seconds > limit_seconds:
+            self.now += limit_seconds
+            return Trial(refusal="hangs", is_cut=True)
+        self.now += seconds
+        return Trial(refusal=found) if isinstance(found, str) else Trial(found)
 
     def close(self) -> None:
         self.is_closed = True
@@ -210,12 +217,15 @@ class Played:
 
 SIZES = {Mode(8): 100.0, Mode(16): 180.0, Mode(32): 250.0}
 COMPILED = {**SIZES, Mode(32, "default"): 2950.0}
+LONG, MEDIUM, SHORT = 1_000_000, 4192, 32
+"""Images of an epoch: at 100 images/s, 12 epochs take 120,000 s, 503 s, and 4 s."""
 
 
 def choose(config: Config, played: Played, folder: Path | None, **options: Any) -> ChosenMode:
     return choose_mode(
         config,
         one_rank(),
+        num_samples=options.pop("num_samples", LONG),
         kept=options.pop("kept", None),
         folder=folder,
         measures=lambda communicator: True,
@@ -300,9 +310,12 @@ def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mo
     "spoiled",
     [
         *NO_RECORDS,
-        spoil(lambda record: record.update(format="bigbatch compute mode 9")),
+        spoil(lambda record: record.update(format="bigbatch compute mode 1")),
         spoil(lambda record: record.pop("mode")),
-        spoil(lambda record: record.update(is_final="yes")),
+        spoil(lambda record: record.update(is_cut="yes")),
+        spoil(lambda record: record.pop("needs_seconds")),
+        spoil(lambda record: record.update(needs_seconds="soon")),
+        spoil(lambda record: record.update(needs_seconds=float("nan"))),
         spoil(lambda record: record.update(date="2026-01-01\n0: all is well")),
         spoil(lambda record: record["mode"].update(microbatch_size=12)),
         spoil(lambda record: record["mode"].update(microbatch_size=True)),
@@ -342,9 +355,9 @@ def test_mode_trial_that_hangs_is_cut_and_tried_once_more(tmp_path: Path) -> Non
     """It gets all of the time that is left, and the last start's answer holds."""
     hangs = Played(SIZES)
     first = choose(quickstart(), hangs, tmp_path)
-    assert hangs.now == SECONDS
-    assert hangs.limits[Mode(8)] == SECONDS, "it starts the process"
-    assert hangs.limits[Mode(16)] == (SECONDS - 5) / 2
+    assert hangs.now == MOST_SECONDS
+    assert hangs.limits[Mode(8)] == FIRST_SECONDS, "it starts the process"
+    assert hangs.limits[Mode(16)] == (MOST_SECONDS - 5) / 2
     assert first.config.batch.microbatch_size == 32
     assert first.told.endswith("; microbatch 32, compiled refused: hangs")
     slower = Played({mode: rate / 2 for mode, rate in SIZES.items() if isinstance(rate, float)})
@@ -374,14 +387,77 @@ def test_mode_that_was_chosen_is_named_when_memory_ends(tmp_path: Path, monkeypa
 
 
 def test_mode_search_ends_in_time(tmp_path: Path) -> None:
-    slow = Played(COMPILED, seconds=SECONDS / 2 + 1)
-    found = choose(quickstart(), slow, tmp_path)
-    assert list(slow.limits) == [Mode(8), Mode(16)]
-    assert found.config.batch.microbatch_size == 16
-    assert found.told.endswith("microbatch 32 refused: there was no time left")
-    quick = Played(COMPILED)
-    choose(quickstart("--comm.timeout_seconds=60"), quick, None)
-    assert quick.limits[Mode(8)] == 30.0, "the other ranks wait no longer"
+    slow = Played({**COMPILED, Mode(64): 300.0}, seconds=55.0)
+    found = choose(quickstart("--batch.global_batch_size=64"), slow, tmp_path)
+    assert list(slow.limits) == [Mode(8), Mode(16), Mode(32), Mode(64)]
+    assert found.config.batch.microbatch_size == 32
+    assert found.told.endswith(
+        "; eager, microbatch 64 refused: hangs; microbatch 32, compiled not tried: it needs 60 s, and 38 s are left of "
+        "240 s, the most for any run"
+    )
+
+
+def test_mode_trials_of_several_ranks_wait_half_of_the_timeout() -> None:
+    time = TrialTime(LEAST_IMAGES, 30.0)
+    assert time.first_limit(Mode(8)) == 30.0
+    assert time.allowed(100.0) == (30.0, "half of comm.timeout_seconds")
+    assert TrialTime(LEAST_IMAGES).first_limit(Mode(8, "default")) == MOST_SECONDS, "it compiles"
+
+
+@pytest.mark.parametrize("rate", [100.0, 1000.0, 0.0])
+def test_mode_trials_take_a_tenth_of_the_run(rate: float) -> None:
+    seconds, _ = TrialTime(200_000).allowed(rate)
+    assert seconds == (min(MOST_SECONDS, 0.1 * 200_000 / rate) if rate else MOST_SECONDS)
+
+
+def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> None:
+    untried = Played({})
+    for is_dry_run in (False, True):
+        found = choose(quickstart(), untried, tmp_path, num_samples=SHORT, is_dry_run=is_dry_run)
+        assert found == ChosenMode(
+            quickstart(),
+            "compute.mode auto: eager, microbatch 8, as stated: 384 images of each GPU, fewer than 50,000, repay no "
+            "trial",
+        )
+    most = LEAST_IMAGES // (12 * 32) * 32
+    assert choose(quickstart(), untried, tmp_path, num_samples=most).config == quickstart()
+    assert (untried.limits, list(tmp_path.iterdir())) == ({}, [])
+    longer = Played(SIZES)
+    choose(quickstart(), longer, None, num_samples=most + 32)
+    assert longer.limits
+
+    long = choose(quickstart(), Played(COMPILED), tmp_path)
+    assert choose(quickstart(), untried, tmp_path, num_samples=SHORT).config == long.config, "it costs nothing"
+    (tmp_path / "mode.json").write_text(long.text)
+    kept = choose(quickstart(), untried, None, kept=tmp_path / "mode.json", num_samples=SHORT)
+    assert kept.config == long.config
+
+
+def test_mode_of_a_long_run_lets_a_compilation_end(tmp_path: Path) -> None:
+    played = Played(COMPILED, seconds=20.0, compile_seconds=100.0)
+    found = choose(quickstart(), played, tmp_path)
+    assert found.config.compute.compile == "default"
+    assert played.limits[Mode(32, "default")] == MOST_SECONDS - 60.0
+
+
+def test_mode_of_a_run_of_medium_length_leaves_the_compilation_to_a_longer_one(tmp_path: Path) -> None:
+    played = Played(COMPILED)
+    medium = choose(quickstart(), played, tmp_path, num_samples=MEDIUM)
+    assert list(played.limits) == list(SIZES)
+    assert played.now < SHARE_OF_RUN * 503
+    assert medium.config.batch.microbatch_size == 32
+    assert medium.told.endswith(
+        "; microbatch 32, compiled not tried: it needs 60 s, and 35 s are left of 50 s, 10% of this run's time"
+    )
+    assert json.loads(medium.text)["needs_seconds"] == 15.0 + EXTRA_SECONDS["compile"]
+    untried = Played({})
+    for num_samples in (SHORT, MEDIUM):
+        again = choose(quickstart(), untried, tmp_path, num_samples=num_samples)
+        assert (again.config, untried.limits) == (medium.config, {}), "there is no more time than then"
+    long = choose(quickstart(), Played(COMPILED), tmp_path)
+    assert "tried once more, since a trial was cut short or left out" in long.told
+    assert long.config.compute.compile == "default"
+    assert choose(quickstart(), untried, tmp_path).config == long.config
 
 
 def test_mode_trial_that_fails_leaves_the_run_as_it_is(tmp_path: Path) -> None:
@@ -408,7 +484,7 @@ def test_mode_trial_that_fails_leaves_the_run_as_it_is(tmp_path: Path) -> None:
 
 def test_mode_auto_measures_nothing_where_it_means_eager(tmp_path: Path) -> None:
     config = quickstart()
-    assert choose_mode(config, one_rank(), kept=None, folder=tmp_path) == ChosenMode(config), "a CPU"
+    assert choose_mode(config, one_rank(), num_samples=LONG, kept=None, folder=tmp_path) == ChosenMode(config), "a CPU"
     untried = Played({})
     eager = quickstart("--compute.mode=eager")
     assert choose(eager, untried, tmp_path) == ChosenMode(eager)
@@ -425,7 +501,7 @@ def test_mode_of_a_dry_run_is_what_would_be_measured(tmp_path: Path) -> None:
     found = choose(quickstart(), untried, tmp_path, is_dry_run=True)
     assert found.told == (
         "compute.mode auto: the first start would time eager, microbatch 8, microbatch 16, microbatch 32, compiled, "
-        "for up to 60 s"
+        "for 10% of the run's time, 240 s at most"
     )
     assert (found.config, untried.limits, list(tmp_path.iterdir())) == (quickstart(), {}, [])
     choose(quickstart(), Played(COMPILED), tmp_path)
