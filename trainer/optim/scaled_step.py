@@ -16,7 +16,7 @@ Table: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class ScaledStep:
-    """Writes v = momentum * v + scale * (g + weight_decay * w) and w -= lr * v, with a scale for each tensor.
+    """Writes v = momentum * v + scale * (g / divisor + weight_decay * w) and w -= lr * v, with a scale for each tensor.
 
     That reads and writes 20 bytes per weight, torch's kernels for lists of tensors 44. A table on the device tells
     where the tensors lie; it is made again when that has changed.
@@ -34,6 +34,7 @@ class ScaledStep:
         momenta: list[Tensor],
         *,
         scales_N: Tensor,
+        divisor: Tensor | None,
         lr: float | Tensor,
         overflow: Tensor | None,
         momentum: float,
@@ -42,8 +43,8 @@ class ScaledStep:
     ) -> bool:
         """Update N fp32 tensors laid out alike, or none if overflow is 1; return False if it cannot.
 
-        lr, overflow: () fp32. momenta: empty without momentum. It cannot while a CUDA graph is captured that has seen
-        no step of these tensors before: a table is a copy from the host.
+        divisor, lr, overflow: () fp32 on the device. momenta: empty without momentum. It cannot while a CUDA graph is
+        captured if no step of these tensors came before: a table is a copy from the host.
         """
         from bigbatch.trainer.optim.scaled_step_kernel import update_kernel
 
@@ -56,12 +57,16 @@ class ScaledStep:
             sizes_N,
             programs_2P,
             scales_N,
-            lr if isinstance(lr, Tensor) else scales_N.new_full((), lr),
-            scales_N.new_zeros(()) if overflow is None else overflow,
+            scales_N if divisor is None else divisor,  # anything, where it is not read
+            lr,
+            scales_N if overflow is None else overflow,
             momentum,
             weight_decay,
             len(weights),
             programs_2P.shape[1],
+            HAS_DIVISOR=divisor is not None,
+            HAS_OVERFLOW=overflow is not None,
+            IS_LR_ON_DEVICE=isinstance(lr, Tensor),
             HAS_MOMENTUM=bool(momenta),
             NESTEROV=nesterov,
             BLOCK=BLOCK,

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from forked_ranks import exit_codes, start_rank
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._triton import has_triton_package
 
-from bigbatch.trainer.models.max_pool import MaxPool3x3
+from bigbatch.trainer.models.max_pool import MaxPool3x3, register_operators
 
 
 @pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
@@ -19,6 +20,23 @@ def test_kernels_give_torchs_maxima_and_gradients(tmp_path: Path) -> None:
     target = "interpreted_kernels:pool_like_torch"
     process = start_rank(target, [], environ={"TRITON_INTERPRET": "1"}, stdout=log, stderr=log)
     assert exit_codes([process], timeout_seconds=120) == [0], log.read_text()
+
+
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
+def test_compiler_traces_the_operator_without_a_break() -> None:
+    register_operators()
+    pool, graphs = MaxPool3x3().train(), []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with FakeTensorMode():  # tensors that have a device and no values
+        images_BCHW = torch.empty(2, 8, 12, 16, device="cuda").contiguous(memory_format=torch.channels_last)
+        pooled_BCHW = torch.compile(pool, fullgraph=True, backend=keep)(images_BCHW)
+    assert pooled_BCHW.shape == (2, 8, 6, 8)
+    assert pooled_BCHW.is_contiguous(memory_format=torch.channels_last)
+    assert "bigbatch.max_pool3x3" in graphs[0].code
 
 
 @pytest.mark.gpu
