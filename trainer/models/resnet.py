@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bigbatch.trainer.models.max_pool import MaxPool3x3
 from bigbatch.trainer.models.norm import NormFactory
 from bigbatch.trainer.models.regions import Region
+from bigbatch.trainer.models.stem_conv import StemConv2d
 
 
 class BlurConv2d(nn.Conv2d):
@@ -117,7 +118,7 @@ class ResNet(nn.Module):
         blurpool: bool = False,
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        self.conv1 = StemConv2d(64)
         self.bn1 = norm(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = MaxPool3x3()
