@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHANNELS = 16
-"""Of a block: 2 x 2 pixels of 3 channels, and zeros up to what tensor cores take."""
+"""Channels in a block: 2 x 2 pixels of 3 channels, and zeros up to what tensor cores take."""
 
 
 class StemConv2d(nn.Conv2d):
