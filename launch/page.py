@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from bigbatch.launch.tables import Table
+from bigbatch.launch.tables import Table, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,10 +36,10 @@ def make_page(
     """Return the page. images: name -> our own SVG; all other text is escaped. note: explanation of terms."""
     parts = [
         "<!DOCTYPE html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        f'<html lang="en"><head><meta charset="utf-8"><title>{_html(title)}</title>',
         f"<style>{STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
-        *(f'<p class="finding">{escape(text)}</p>' for text in findings),
+        f"<h1>{_html(title)}</h1>",
+        *(f'<p class="finding">{_html(text)}</p>' for text in findings),
         *(f'<figure aria-label="{escape(name)}">{svg}</figure>' for name, svg in images.items()),
         *(_table(table) for table in tables),
         *([f'<p class="note">{escape(note)}</p>'] if note else []),
@@ -63,9 +63,13 @@ def _table(table: Table) -> str:
     kinds = [' class="number"' if is_number else "" for is_number in table.is_number]
     top = _cells("th", table.head, kinds) if any(table.head) else ""
     body = "\n".join(_cells("td", row, kinds) for row in table.rows)
-    return f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table>{top}\n{body}</table></div>'
+    return f'<h2>{_html(table.title)}</h2>\n<div class="scroll"><table>{top}\n{body}</table></div>'
 
 
 def _cells(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
-    told = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+    told = (f"<{tag}{kind}>{_html(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
     return f"<tr>{''.join(told)}</tr>"
+
+
+def _html(text: str) -> str:
+    return escape(plain(text))

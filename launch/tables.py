@@ -62,10 +62,15 @@ def show_table(table: Table, console: Console) -> None:
 def markdown(table: Table) -> str:
     rules = ["---:" if is_number else "---" for is_number in table.is_number]
     lines = [table.head, rules, *table.rows]
-    rows = ("| " + " | ".join(map(plain_cell, line)) + " |" for line in lines)
-    return "\n".join([f"## {table.title}", "", *rows])
+    rows = ("| " + " | ".join(map(as_markdown, line)) + " |" for line in lines)
+    return "\n".join([f"## {as_markdown(table.title)}", "", *rows])
 
 
-def plain_cell(text: str) -> str:
-    """Return a cell of a Markdown table: one line, escaped."""
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+def as_markdown(text: str) -> str:
+    """Return text as one line of Markdown, or one cell of its tables, without markup: HTML, links, images."""
+    return re.sub(r"[\\\[|]", r"\\\g<0>", html.escape(plain(text), quote=False))
+
+
+def plain(text: str) -> str:
+    """Return text as one line without control characters; its white space may be any."""
+    return printable(" ".join(text.split()))

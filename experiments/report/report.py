@@ -23,7 +23,7 @@ from bigbatch.experiments.report.compare import (
 )
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.tables import Table, markdown, plain_cell, show_table, shown_text, stdout_console
+from bigbatch.launch.tables import Table, as_markdown, markdown, show_table, shown_text, stdout_console
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.words import percent
 
@@ -146,7 +146,7 @@ class Report:
         title = f"{kind}: {names}" if names else kind
         is_scaling = any(each.point != each.base for _, found in self.efficiencies for each in found)
         all_tables = [*self.tables, tables.conditions_table(self.conditions)]
-        lines = [f"# {title}", *map(plain_cell, self.findings), *map(markdown, all_tables)]
+        lines = [f"# {as_markdown(title)}", *map(as_markdown, self.findings), *map(markdown, all_tables)]
         texts = {f"{name}.svg": image for name, image in images.items()}
         texts["report.html"] = make_page(
             title=title,

@@ -13,6 +13,9 @@ from bigbatch.trainer.mlperf.reference import Event
 from bigbatch.trainer.run.cost import durations
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
+NUMBERS_OF_JOB = ("world_size", "accumulation_steps", "steps_per_epoch", "train_samples", "eval_samples")
+"""Figures of the record of a start that the rules and the log contain."""
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -39,10 +42,13 @@ def read_run(rundir: RunDir) -> FinishedRun:
         records.append(record | {"time": at})
     starts = [record for record in records if record["kind"] == "start"]
     evaluations = tuple(
-        record for record in records if record["kind"] == "eval" and has_measures(record, "step", "epoch", "top1")
+        record
+        for record in records
+        if record["kind"] == "eval" and has_measures(record, "step", "epoch", "top1", "seconds")
     )
-    if not starts:
-        raise RunFolderError(f"{rundir.metrics} does not say when the run started: train it with this version")
+    job = starts[0].get("job") if starts else None
+    if not (isinstance(job, dict) and has_measures(job, *NUMBERS_OF_JOB)):
+        raise RunFolderError(f"{rundir.metrics} does not say when and how the run started: train it with this version")
     if not evaluations:
         raise RunFolderError(f"{rundir.metrics} holds no evaluation yet: train on, at least for one")
     return FinishedRun(rundir, config, starts[0], evaluations)
@@ -59,7 +65,7 @@ def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> lis
         "submission_org": "bigbatch",
         "submission_division": division,
         "submission_status": "research",
-        "submission_platform": f"{job['world_size']} x {job['device']}",
+        "submission_platform": f"{job['world_size']} x {job.get('device')}",
         "cache_clear": False,
         "seed": config.run.seed,
         "global_batch_size": config.batch.global_batch_size,

@@ -38,6 +38,8 @@ class NoiseScale:
 
 
 NOT_YET: dict[str, float | None] = {"noise_scale": None, "noise_scale_low": None, "noise_scale_high": None}
+UNMEASURED = "not measured yet"
+"""What a report says in place of those."""
 
 
 def unbiased(small: float, large: float, *, small_batch: int, large_batch: int) -> tuple[float, float]:
@@ -137,9 +139,9 @@ def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = Non
 
 def describe_noise_scale(record: Mapping[str, Any]) -> str:
     """Return the figures of a record in words, with their band."""
-    estimate, low, high = (record[name] for name in NOT_YET)
+    estimate, low, high = (record[name] if _can_be_measured(record.get(name)) else None for name in NOT_YET)
     if low is None:
-        return "not measured yet"
+        return UNMEASURED
     if estimate is None:
         return f"above {low:,.0f}"
     return f"{estimate:,.0f} ({low:,.0f} to {'no bound' if high is None else f'{high:,.0f}'})"

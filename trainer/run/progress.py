@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import print_line, printable
-from bigbatch.trainer.run.noise_scale import NOT_YET, describe_noise_scale
+from bigbatch.numbers import is_measure
+from bigbatch.trainer.run.noise_scale import NOT_YET, UNMEASURED, describe_noise_scale
 
 
 class Lines:
@@ -137,11 +138,14 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """
     shown = []
     for name, value in summary.items():
-        if name == "metrics":
-            shown += [(f"{name}.{own}", f"{figure:.4g}") for own, figure in value.items()]
+        if name == "metrics" and isinstance(value, dict):
+            shown += [
+                (f"{name}.{own}", f"{figure:.4g}" if is_measure(figure) else str(figure))
+                for own, figure in value.items()
+            ]
         elif name == "noise_scale":
-            unit = "" if summary["noise_scale_low"] is None else " images"
-            shown.append((name, describe_noise_scale(summary) + unit))
+            told = describe_noise_scale(summary)
+            shown.append((name, told if told == UNMEASURED else f"{told} images"))
         elif name not in NOT_YET:
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown
@@ -151,7 +155,7 @@ def show(name: str, value: Any) -> str:
     """Format a value of the summary with its unit; shares in percent. value: None if nothing was measured."""
     if value is None:
         return "not measured"
-    if "top" in name or name.endswith("_fraction"):
+    if is_measure(value) and ("top" in name or name.endswith("_fraction")):
         return f"{100 * value:.2f} %"
     text = f"{value:,.1f}" if isinstance(value, float) else str(value)
     return f"{text} {UNITS[name]}" if name in UNITS else text

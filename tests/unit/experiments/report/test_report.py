@@ -29,6 +29,7 @@ from bigbatch.experiments.report.tables import (
     scaling_table,
 )
 from bigbatch.launch.efficiency import MeasuredPoint, Step, compare, efficiency_of
+from bigbatch.launch.page import make_page
 from bigbatch.launch.tables import Table, markdown
 from bigbatch.words import percent
 
@@ -273,6 +274,19 @@ def test_report_numbers_are_aligned_to_the_right() -> None:
     table = Table("x", ("run", "commit", "batch", "efficiency", "step", "lowest to highest", "relative to"), rows)
     assert table.is_number == (False, False, True, True, True, True, True)
     assert markdown(table).splitlines()[3] == "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+
+
+def test_report_text_of_runs_is_neither_markup_nor_a_control_sequence_in_its_pages() -> None:
+    text = "[a](javascript:b) \\[c](d) <e>|f\x1b[31m"
+    told = "\\[a](javascript:b) \\\\\\[c](d) &lt;e&gt;\\|f\\\\x1b\\[31m"
+    assert markdown(Table(text, (text,), ((text,),))).splitlines() == [
+        f"## {told}",
+        "",
+        *(f"| {each} |" for each in (told, "---", told)),
+    ]
+    page = make_page(title=text, findings=[text], images={}, tables=[Table(text, (text,), ((text,),))], note=None)
+    assert "\x1b" not in page
+    assert page.count("&lt;e&gt;|f\\x1b[31m") == 6
 
 
 def test_report_options_are_written_as_experiments_state_them() -> None:

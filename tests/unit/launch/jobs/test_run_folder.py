@@ -1,5 +1,6 @@
 """What a launcher sees of the run that it has started."""
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
-from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft, count_joins, has_begun
+from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft, count_joins, has_begun, last_report
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.run.owner import owning
 
@@ -29,6 +30,13 @@ def look(has_left: RunLeft) -> bool:
 def fail(folder: Path) -> None:
     with suppress(ZeroDivisionError), owning(folder):
         raise ZeroDivisionError
+
+
+def test_last_report_has_the_figures_that_are_numbers(tmp_path: Path) -> None:
+    assert last_report(tmp_path) is None
+    record = {"kind": "eval", "step": 4, "epoch": 2.0, "loss": 10**400, "top1": "x", "images_per_second": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    assert last_report(tmp_path) == "step 4, epoch 2"
 
 
 def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start: str) -> None:

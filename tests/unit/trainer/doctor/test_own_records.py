@@ -80,6 +80,7 @@ def test_command_prints_the_verdict_or_one_line(tmp_path: Path, capsys: pytest.C
     assert main(["doctor", str(tmp_path)]) == 1
     assert "run.log_every_steps" in capsys.readouterr().err
     damaged = [{"kind": "train"}, train("x"), {**train(7), "images_per_second": None}]  # type: ignore[arg-type]
+    damaged.append({"kind": "eval", "step": 8, "elapsed_seconds": 10**400})
     lines = [json.dumps(each) for each in (*records(train(5), train(10, wait=0.3)), *damaged)]
     path.write_text("\n".join([*lines, '{"kind": "tra']))
     assert main(["doctor", str(tmp_path)]) == 0

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from error_texts import naming
 from mlperf_runs import RULES, START, verified, write_run
 
 from bigbatch.cli import main
+from bigbatch.errors import RunFolderError
 from bigbatch.trainer.mlperf.finished_run import mlperf_events, read_run
 from bigbatch.trainer.mlperf.reference import RULESET
 from bigbatch.trainer.run.folder import RunDir
@@ -79,6 +81,25 @@ def test_finished_run_the_log_ends_where_the_target_is_reached(tmp_path: Path) -
         file.write(json.dumps(later) + "\n")
     assert main(["verify", str(run)]) == 1, "the target must end the run"
     assert '"epoch_num": 44' not in (run / "mlperf_log.txt").read_text()
+
+
+@pytest.mark.parametrize("job", [7, [], {}, {"world_size": 1, "train_samples": "x"}])
+def test_finished_run_a_start_that_is_damaged_is_refused(job: object, tmp_path: Path) -> None:
+    run = RunDir(write_run(tmp_path / "run"))
+    _, *others = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text(json.dumps({"kind": "start", "time": START, "step": 0, "job": job}) + "\n" + "".join(others))
+    with pytest.raises(RunFolderError, match=naming(run.metrics, "started")):
+        read_run(run)
+
+
+@pytest.mark.parametrize("seconds", [None, "x", 10**400], ids=["none", "text", "huge"])
+def test_finished_run_an_evaluation_that_is_damaged_does_not_count(seconds: object, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=(38,), reached=False)
+    damaged = {"kind": "eval", "time": START + 9999, "step": 6864, "epoch": 44.0, "top1": 0.77, "seconds": seconds}
+    with RunDir(run).metrics.open("a") as file:
+        file.write(json.dumps(damaged) + "\n")
+    *_, end = mlperf_events(read_run(RunDir(run)), target_top1=0.759, division="closed")
+    assert end.metadata == {"status": "aborted"}
 
 
 def test_finished_run_a_run_that_does_not_reach_the_target_fails(

@@ -325,6 +325,14 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
     assert axes.get_ylabel() == "images"
 
 
+@pytest.mark.parametrize("value", ["x", 10**400, True], ids=["text", "huge", "bool"])
+def test_report_a_summary_that_was_edited_is_shown_as_it_is(value: object) -> None:
+    edited = {"top1": value, "input_wait_fraction": value, "seconds": value, "metrics": {"f1": value}}
+    assert [told.removesuffix(" s") for _, told in rows(edited)] == [str(value)] * 4
+    noise = {"noise_scale": value, "noise_scale_low": value}
+    assert rows({"metrics": value, **noise}) == [("metrics", str(value)), ("noise_scale", "not measured yet")]
+
+
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
 
 
