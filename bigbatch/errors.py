@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -198,6 +199,9 @@ def tell(*lines: object) -> None:
             sys.stderr.write("bigbatch: " + "\n".join(printable(str(line)) for line in lines) + "\n")
             sys.stderr.flush()
 
+
+tell_once = cache(tell)
+"""Like tell, unless the process has told these lines: a launcher reads its job's config several times."""
 
 FOLLOWS = re.compile(r" ended with exit code \d+(; ending the others)?$")
 """Matches a launcher's line on a rank that has reported its own error: no reason, if there is another line."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError, nearest, tell
+from bigbatch.errors import ConfigError, nearest, tell_once
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import fold, is_option, spread
@@ -196,7 +196,7 @@ def read_stated(
         base = content.pop("base", None)
         is_run = is_run or is_of_run(following)
         for line in modernize_(content, is_run=is_run):
-            tell(f"{following}: {line}")
+            tell_once(f"{following}: {line}")
         chain.append((following, content, is_run))
         if base is None:
             break
@@ -282,13 +282,17 @@ def _flatten_checked(content: dict[str, Any], *, path: Path, refusals: Refusals)
 
 
 def _value_of(key: str, word: str) -> Any:
-    """Return the value of an option's word: YAML, except that text needs no quotes. Raises: ConfigError."""
+    """Return the value of an option's word: YAML, except that text needs no quotes. Raises: ConfigError.
+
+    YAML's other words for null, such as ~ and #x, may name a folder; null itself does not, as in a file.
+    """
     known = key_of(key)
     kind = known.kind if known else Any
+    is_name = kind is str and word.lower() != "null"
     try:
         value = parse_yaml(word)
     except ValueError as error:
         if takes_text(kind):
             return word
         raise ConfigError(f"{key}={word} must be {describe(kind)}: {error}") from error
-    return word if takes_text(kind) and (value is not None or not word or kind is str) else value
+    return word if takes_text(kind) and (value is not None or not word or is_name) else value

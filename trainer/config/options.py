@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from bigbatch.errors import ConfigError, tell
+from bigbatch.errors import ConfigError, tell_once
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
@@ -61,7 +61,7 @@ def parse_options(
     words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS, *options)}
     for old, new in MOVED.items():
         if hasattr(parsed, old):
-            tell(f"{old} is {new} now")
+            tell_once(f"{old} is {new} now")
             stated, owner = getattr(parsed, old), words.get(f"{old.partition('.')[0]}.name")
             if stated != "null" or not says_nothing(new, name=owner):
                 words.setdefault(new, stated)

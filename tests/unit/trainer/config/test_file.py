@@ -150,6 +150,8 @@ def test_load_config_takes_options_of_every_form():
         ("data.flip", "maybe", "maybe", "bool"),
         ("model.partial_weights", "conv1.*", "conv1.*", "[str, ...] or null"),
         ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "[float, float, float]"),
+        ("run.directory", "null", "null", "str"),
+        ("data.root", "NULL", "null", "str"),
         ("data.loader", "ffcv", "ffcv", "one of 'dali', 'torchvision', 'resident', 'synthetic'"),
     ],
 )
