@@ -90,8 +90,8 @@ class Storage:
         """
         url, stop = f"{self.url}/{name}", MAX_INDEX_BYTES + 1 if end is None else end
         try:
-            if end is None and url.startswith("http"):
-                data = self._stream(url, stop)  # the server may ignore a range, and state no size or a wrong one
+            if url.startswith("http"):  # the server may ignore a range, and state no size or a wrong one
+                data = self._stream(url, start, end, most=stop - start + 1)  # at its end the connection is kept
             else:
                 data = bytes(self._fs.cat_file(url, start=start, end=stop))
         except Exception as error:
@@ -102,13 +102,23 @@ class Storage:
             raise StorageError(f"{url}: the server sends whole files, not ranges; name one that knows ranges")
         return data
 
-    def _stream(self, url: str, most: int) -> bytes:
-        """Read at most a number of bytes of a file on a web server."""
-        parts = bytearray()
-        with self._fs.open(url, block_size=0, size=1) as file:  # as a stream; a size keeps fsspec from asking for it
-            while len(parts) < most and (part := file.read(min(1 << 20, most - len(parts)))):
+    def _stream(self, url: str, start: int, end: int | None, *, most: int) -> bytes:
+        """Read a part of a file on a web server, or without end all of it, but at most a number of bytes."""
+        from fsspec.asyn import sync
+
+        headers = dict(self._fs.kwargs.get("headers", {}))
+        if end is not None:
+            headers["Range"] = f"bytes={start}-{end - 1}"
+
+        async def read() -> bytes:  # in the library's thread: a part comes in some 20 pieces
+            parts = bytearray()
+            while len(parts) < most and (part := await file._read(most - len(parts))):
                 parts += part
-        return bytes(parts)
+            return bytes(parts)
+
+        # as a stream; a size keeps fsspec from asking for it
+        with self._fs.open(url, block_size=0, size=1, headers=headers) as file:
+            return sync(self._fs.loop, read)
 
     def fetch(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read like read(), and retry for a while: reads before a run have no other retries."""

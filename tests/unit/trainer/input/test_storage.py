@@ -436,14 +436,17 @@ def test_storage_over_tls(packed, tmp_path, is_trusted):
 
 
 class Endless(http.server.BaseHTTPRequestHandler):
-    """A web server that sends zeros until the connection ends, and states no length."""
+    """A web server that sends 256 MB of zeros, unless the connection ends before, and states no length."""
+
+    sent_bytes = 0
 
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(206 if "Range" in self.headers else 200)
         self.end_headers()
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(1 << 12):
                 self.wfile.write(bytes(1 << 16))
+                type(self).sent_bytes += 1 << 16
 
     def log_message(self, *_):
         pass
@@ -454,6 +457,13 @@ def test_storage_an_index_without_an_end_is_refused(monkeypatch):
     message = naming("/train/index.json", "1,048,576 bytes", "not an index")
     with web_server(Endless) as url, pytest.raises(StorageError, match=message):
         open_split(Path(url), "train")
+
+
+def test_storage_reads_no_more_of_a_range_than_it_has_asked_for(monkeypatch):
+    monkeypatch.setattr(Endless, "sent_bytes", 0)
+    with web_server(Endless) as url, pytest.raises(StorageError, match=naming("x.bin", "ranges")):
+        storage.Storage(url).read("x.bin", 100, 1000)
+    assert Endless.sent_bytes < 1 << 26, "no more than the buffers of a connection"
 
 
 def test_storage_of_an_index_that_is_too_long_is_refused(bucket, monkeypatch):
