@@ -55,9 +55,9 @@ def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
         (("sleep 0.2", f"sleep 0.1; exit {LOST}", "kill -KILL $$"), 0),
         (("kill -KILL $$", "sleep 0.1; kill -KILL $$"), 137),  # none is left
         (("kill -KILL $$", f"sleep 0.1; exit {LOST}"), LOST),
-        ((f"sleep {FOREVER}", "exit 1"), 1),  # an error of the user's ends all
+        ((f"exec sleep {FOREVER}", "exit 1"), 1),  # an error of the user's ends all
         (("exit 0", "kill -STOP $$"), 0),  # one that was left behind
-        ((f"sleep 0.1; exit {LOST}", f"kill -STOP $$; sleep {FOREVER}"), LOST),  # none can go on
+        ((f"sleep 0.1; exit {LOST}", f"kill -STOP $$; exec sleep {FOREVER}"), LOST),  # none can go on
         ((f"exit {LOST}", "sleep 0.2; kill -KILL $$", "sleep 0.6; : STOP"), 0),  # one that goes on
     ],
 )
@@ -71,7 +71,7 @@ def test_run_together_lets_the_others_go_on_in_a_job_that_heals(
 
 def test_run_together_ends_the_others_of_a_job_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "GRACE_SECONDS", FOREVER)
-    starts = [NodeProcess(0, ("sh", "-c", script)) for script in ("kill -KILL $$", f"sleep {FOREVER}")]
+    starts = [NodeProcess(0, ("sh", "-c", script)) for script in ("kill -KILL $$", f"exec sleep {FOREVER}")]
     assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: False).code == 137
 
 
