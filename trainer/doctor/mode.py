@@ -47,6 +47,8 @@ from bigbatch.trainer.doctor.modes import (
 from bigbatch.trainer.machine.gpu_driver import driver_version
 
 FORMAT = "bigbatch compute mode 2"
+FEW_IMAGES = 64
+"""Images per rank and step up to which launches limit an eager or compiled step of ResNet-50 (docs/gpu.md)."""
 KEYS = (
     *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
     *(f"augment.{field.name}" for field in fields(AugmentConfig) if field.name != "randaugment_magnitude"),
@@ -108,7 +110,8 @@ def choose_mode(
     if config.run.reproducible:
         return ChosenMode(config, f"{prefix}as stated, since run.reproducible keeps the bits of one way to compute")
     ranks = communicator.world_size
-    modes = find_modes(config, world_size=ranks, can_capture=_can_capture(communicator))
+    can_capture = _can_capture(communicator)
+    modes = find_modes(config, world_size=ranks, can_capture=can_capture)
     if not modes.has_others:
         return ChosenMode(config, f"{prefix}{modes.stated}, as stated: nothing else goes with these settings")
     facts = _collect_facts(config, communicator, modes)
@@ -139,8 +142,20 @@ def choose_mode(
         )
         told += f"measured in {took:.0f} s and {stored}{describe_refusals(tried)}"
     mode = read_mode(record, modes=modes)
+    if can_capture and ranks > 1:
+        told += graph_hint(mode, images_per_rank=facts["images_per_rank"])
     chosen = with_mode(config, mode, world_size=ranks)
     return ChosenMode(chosen, f"{prefix}{describe(record, mode=mode, modes=modes)}; {told}", as_text(record))
+
+
+def graph_hint(mode: Mode, *, images_per_rank: int) -> str:
+    """Return what a job of several ranks loses without a CUDA graph, which is not tried with these; "" if little."""
+    if mode.cuda_graph or images_per_rank > FEW_IMAGES:
+        return ""
+    return (
+        f"; no CUDA graph is tried with several ranks: with {images_per_rank} images of each GPU in a step, "
+        "compute.cuda_graph=true may be several times as fast"
+    )
 
 
 def _can_capture(communicator: Communicator) -> bool:

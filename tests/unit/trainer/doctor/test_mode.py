@@ -26,7 +26,7 @@ from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor import mode as doctor_mode
 from bigbatch.trainer.doctor.budget import EXTRA_SECONDS
 from bigbatch.trainer.doctor.exchange import Child
-from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode
+from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode, graph_hint
 from bigbatch.trainer.doctor.mode_time import FIRST_SECONDS, LEAST_IMAGES, MOST_SECONDS, SHARE_OF_RUN, TrialTime
 from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, TrialStep, relative_distance, take_step
 from bigbatch.trainer.doctor.modes import (
@@ -432,6 +432,11 @@ def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> Non
     (tmp_path / "mode.json").write_text(long.text)
     kept = choose(quickstart(), untried, None, kept=tmp_path / "mode.json", num_samples=SHORT)
     assert kept.config == long.config
+
+
+def test_mode_of_few_images_on_several_ranks_hints_at_a_graph() -> None:
+    assert "with 32 images of each GPU in a step, compute.cuda_graph=true" in graph_hint(Mode(32), images_per_rank=32)
+    assert graph_hint(Mode(32, cuda_graph=True), images_per_rank=32) == graph_hint(Mode(64), images_per_rank=256) == ""
 
 
 def test_mode_of_a_long_run_lets_a_compilation_end(tmp_path: Path) -> None:
