@@ -32,7 +32,10 @@ class MaxPool3x3(nn.MaxPool2d):
         return super().forward(images_BCHW)
 
     def _fits(self, images_BCHW: Tensor) -> bool:
-        return images_BCHW.is_cuda and has_form(images_BCHW)
+        if not (images_BCHW.is_cuda and has_form(images_BCHW)):
+            return False
+        # Triton launches on the current device; compiled code switches to that of its tensors
+        return torch.compiler.is_compiling() or images_BCHW.get_device() == torch.cuda.current_device()
 
 
 def has_form(images_BCHW: Tensor) -> bool:

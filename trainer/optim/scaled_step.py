@@ -52,25 +52,26 @@ class ScaledStep:
         if table is None:
             return False
         addresses_RN, sizes_N, programs_2P = table
-        update_kernel[(programs_2P.shape[1],)](
-            addresses_RN,
-            sizes_N,
-            programs_2P,
-            scales_N,
-            scales_N if divisor is None else divisor,  # anything, where it is not read
-            lr,
-            scales_N if overflow is None else overflow,
-            momentum,
-            weight_decay,
-            len(weights),
-            programs_2P.shape[1],
-            HAS_DIVISOR=divisor is not None,
-            HAS_OVERFLOW=overflow is not None,
-            IS_LR_ON_DEVICE=isinstance(lr, Tensor),
-            HAS_MOMENTUM=bool(momenta),
-            NESTEROV=nesterov,
-            BLOCK=BLOCK,
-        )
+        with torch.cuda.device_of(weights[0]):  # Triton launches on the current device
+            update_kernel[(programs_2P.shape[1],)](
+                addresses_RN,
+                sizes_N,
+                programs_2P,
+                scales_N,
+                scales_N if divisor is None else divisor,  # anything, where it is not read
+                lr,
+                scales_N if overflow is None else overflow,
+                momentum,
+                weight_decay,
+                len(weights),
+                programs_2P.shape[1],
+                HAS_DIVISOR=divisor is not None,
+                HAS_OVERFLOW=overflow is not None,
+                IS_LR_ON_DEVICE=isinstance(lr, Tensor),
+                HAS_MOMENTUM=bool(momenta),
+                NESTEROV=nesterov,
+                BLOCK=BLOCK,
+            )
         return True
 
     def _find_table(self, *columns: list[Tensor]) -> Table | None:
