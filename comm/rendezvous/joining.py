@@ -103,12 +103,10 @@ def find_requests(
     """
     assert isinstance(group.control.store, JobStore)
     requests = _requests(group.control)
-    news = requests.tail("asked", 0)
     found: list[Request] = []
     taken = {seat.rank for seat in group.seats.all}  # the loss of its former process may not be known yet
-    for line in reversed(news.text.splitlines()):  # a rank's newest request counts
-        number, asked = _parse(line)
-        if number is None or number in news.gone or requests.check([f"answer/{number}"]):
+    for number, asked in reversed(_read_requests(requests)):  # a rank's newest request counts
+        if requests.check([f"answer/{number}"]):
             continue
         seat = _seat_of(asked)
         if why := _refusal(asked, seat, group, facts()):
@@ -119,6 +117,24 @@ def find_requests(
     while found and not fits(group.env.world_size + len(found)):
         found.pop(0)
     return found
+
+
+def _read_requests(requests: JobStore) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return number and content of the requests of connected processes; remove those of others, and their answers.
+
+    So the store does not grow with the number of ranks that have joined.
+    """
+    news = requests.tail("asked", 0)
+    lines = news.text.splitlines(keepends=True)
+    parsed = [(line, number, asked) for line in lines for number, asked in [_parse(line)] if number is not None]
+    present = [each for each in parsed if each[1] not in news.gone]
+    if len(present) < len(lines):
+        kept = b"".join(line for line, _, _ in present)
+        if requests.compare_set("asked", news.text, kept) == kept:  # otherwise another rank has just asked
+            for _, number, _ in parsed:
+                if number in news.gone:
+                    requests.delete_key(f"answer/{number}")
+    return [(number, asked) for _, number, asked in present]
 
 
 def _parse(line: bytes) -> tuple[int | None, Mapping[str, Any]]:

@@ -268,6 +268,25 @@ def test_newest_request_of_a_rank_counts(job: Job) -> None:
     assert [each.number for each in found] == [FIRST_NUMBER + 1]
 
 
+def test_store_keeps_no_request_and_no_answer_of_a_process_that_has_ended(job: Job) -> None:
+    """A job that loses ranks for days takes in one after another."""
+    store = JobStore(job.line, REQUESTS, seconds=60)
+    for _ in range(2):
+        asking = job.ask(2)
+        job.find(least=1)
+        job.let_in()
+        number = json.loads(store.get("asked").splitlines()[-1])["number"]
+        asking.result(60).leave()
+        deadline = time.monotonic() + 60
+        while store.get("asked") or store.check([f"answer/{number}"]):
+            assert time.monotonic() < deadline
+            assert job.find() == []
+    waiting = job.ask(2)
+    assert job.find(least=1) == [2]
+    assert len(store.get("asked").splitlines()) == 1, "those of processes that wait stay"
+    answer_nothing_more(job, waiting)
+
+
 def test_rank_asks_no_longer_at_a_store_that_the_others_have_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining_module, "LOOK_SECONDS", 0.01)
     asking = job.ask(2, is_current=lambda: False)
