@@ -161,14 +161,17 @@ def enter(config: Config, group: Group, *, kept: dict[str, Any] | None, device: 
     return Entered(communicator, _agree_on_state(kept, communicator))
 
 
+def comparable(config: Config) -> Config:
+    """Return the config as ranks of several groups compare it: one that joins does not know of a changed run.resume."""
+    return replace(config, run=replace(config.run, resume="auto"))
+
+
 def _join(config: Config, group: Group, *, device: torch.device) -> Communicator:
     """Connect a group without measurements, and without a table of another one."""
     comm = replace(config.comm, calibrate="never", table=None)
     if comm.algorithm == "hybrid":
         comm = replace(comm, algorithm="auto")
-    # a rank that joins does not know of a return to a checkpoint
-    config = replace(config, comm=comm, run=replace(config.run, resume="auto"))
-    communicator, _ = join_job(config, group.env, group=group, device=device)
+    communicator, _ = join_job(replace(comparable(config), comm=comm), group.env, group=group, device=device)
     return communicator
 
 

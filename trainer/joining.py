@@ -30,7 +30,7 @@ from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.healing import Entered, Healed, Ownership, enter, go_on, may_follow
+from bigbatch.trainer.healing import Entered, Healed, Ownership, comparable, enter, go_on, may_follow
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Claim, newest_claim
 from bigbatch.trainer.training_run import JoinedRank, why_not_healing
@@ -46,9 +46,8 @@ Facts = Callable[[], Mapping[str, str]]
 
 
 def facts_of(config: Config, listed: Images | None) -> dict[str, str]:
-    """Return what a rank must have in common with the others. run.resume may have changed since the start."""
-    config = replace(config, run=replace(config.run, resume="auto"))
-    return {"release": release(), "config": dump_config(config), "data set": describe_images(listed)}
+    """Return what a rank must have in common with the others."""
+    return {"release": release(), "config": dump_config(comparable(config)), "data set": describe_images(listed)}
 
 
 def find_waiting(config: Config, communicator: Communicator, facts: Facts) -> list[Request]:
