@@ -26,11 +26,17 @@ def may_go_on(code: int, *, is_python: bool) -> bool:
     return is_python or code in (LOST, CRASHED) or code >= FIRST_SIGNAL
 
 
-def describe_restarts(job: JobSpec) -> str:
-    """Return a dry run's comment about restarts; empty if there are none."""
+def describe_restarts(job: JobSpec, *, joins: int = 0) -> str:
+    """Return a dry run's comment about restarts; empty if there are none.
+
+    joins: how often a lost rank starts again alone, in each start of the job. Raises: as find_run_folder.
+    """
     if not job.restarts:
         return ""
-    return f"# after a lost rank again, up to {job.restarts} time(s) in a row without a newer checkpoint\n"
+    single = f"# a lost rank starts again, to join the others, up to {joins} time(s) in each start of the job\n"
+    limit = "in all" if find_run_folder(job) is None else "in a row without a newer checkpoint"
+    what = "a loss that ends all ranks" if joins else "a lost rank"
+    return f"{single if joins else ''}# after {what} all start again, up to {job.restarts} time(s) {limit}\n"
 
 
 def run_healing(

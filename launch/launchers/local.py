@@ -100,7 +100,11 @@ def free_port() -> int:
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     starts = local_starts(job, port=free_port())
     lines = [command_line(start.argv, start.variables).rstrip("\n") for start in starts]
-    return describe_restarts(job) + " &\n".join(lines) + ("\n" if len(lines) == 1 else " &\nwait\n")
+    return (
+        describe_restarts(job, joins=count_joins(job))
+        + " &\n".join(lines)
+        + ("\n" if len(lines) == 1 else " &\nwait\n")
+    )
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:

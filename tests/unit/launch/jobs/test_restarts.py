@@ -9,7 +9,7 @@ from error_texts import naming
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.fit_hosts import on_hosts_left
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.restarts import may_go_on, run_healing
+from bigbatch.launch.jobs.restarts import describe_restarts, may_go_on, run_healing
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.start import main
 
@@ -162,3 +162,24 @@ def test_hosts_left_that_cannot_share_the_batch_are_said(options: tuple[str, ...
 def test_restarts_that_cannot_be_are_refused_before_anything_starts(words: tuple[str, ...], told: str) -> None:
     with pytest.raises((LaunchOptionError, ConfigError), match=naming(told)):
         main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "joins", "said"),
+    [
+        (TRAIN, 0, ["# after a lost rank all start again, up to 3 time(s) in a row without a newer checkpoint"]),
+        (("comm", "bench"), 0, ["# after a lost rank all start again, up to 3 time(s) in all"]),
+        (
+            TRAIN,
+            3,
+            [
+                "# a lost rank starts again, to join the others, up to 3 time(s) in each start of the job",
+                "# after a loss that ends all ranks all start again, up to 3 time(s) in a row "
+                "without a newer checkpoint",
+            ],
+        ),
+    ],
+)
+def test_dry_run_tells_how_often_what_starts_again(words: tuple[str, ...], joins: int, said: list[str]) -> None:
+    assert describe_restarts(JobSpec(words, 2, restarts=3), joins=joins).splitlines() == said
+    assert describe_restarts(JobSpec(words, 2), joins=joins) == ""
