@@ -25,7 +25,7 @@ from bigbatch.comm.rendezvous.places import release
 from bigbatch.comm.rendezvous.regroup import Group
 from bigbatch.errors import CommError, ConfigError, PeerLostError, UserError
 from bigbatch.exit_codes import LOST
-from bigbatch.trainer.build.input import Images, describe_images, list_images
+from bigbatch.trainer.build.input import Images, Split, describe_images, images_of, make_splits
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
@@ -151,24 +151,25 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a rank has that has joined. listed: images of the data set. back_at: as for take_in."""
+    """What a rank has that has joined. back_at: as for take_in."""
 
     healed: Healed
-    listed: Images | None
+    splits: tuple[Split, Split]
     back_at: int | None
 
 
 def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
     """Join the ranks that go on, and take the state from one of them.
 
-    job: of this process alone. The data set is listed first, as the others wait from their boundary on.
+    job: of this process alone. The splits are made first, as the others wait from their boundary on: this may load a
+    library, list a data set, or decode it.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
     """
     with failing_alone(job.env):
         with job.communicator as alone:
             local, _ = stage_data(config, alone)
-            listed = list_images(local, alone)
-        admitted, entered = _enter(config, job, facts_of(config, listed))
+            splits = make_splits(local, alone)
+        admitted, entered = _enter(config, job, facts_of(config, images_of(splits)))
     if job.env.joins_file:
         with suppress(OSError):
             job.env.joins_file.unlink()
@@ -176,7 +177,7 @@ def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
     ownership.number, since = told["owner"], awake_seconds() - told["waited"]
     line = f"joined: {told['joined']}; "
     healed = go_on(config, job, admitted.group, kept=None, ownership=ownership, entered=entered, told=line, since=since)
-    return Arrived(healed, listed, told["back_at"])
+    return Arrived(healed, splits, told["back_at"])
 
 
 def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Entered]:

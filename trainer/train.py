@@ -11,7 +11,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder, read_process_env
 from bigbatch.errors import OutOfMemory, PeerLostError, ReplicasDiffer, add_note, notes_of
-from bigbatch.trainer.build.input import Images, list_images, num_train_samples
+from bigbatch.trainer.build.input import Images, Split, list_images, num_train_samples
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.staging import stage_data, using_staged
 from bigbatch.trainer.config.file import load_config
@@ -141,9 +141,10 @@ def _run_agreed(
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
     output: RunOutput | None = None  # of the former group
+    splits: tuple[Split, Split] | None = None  # of a rank that joins
     if job.env.joins:
         arrived = arrive(config, job, ownership=ownership)
-        healed, listed, been_back_at = arrived.healed, arrived.listed, arrived.back_at
+        healed, splits, been_back_at = arrived.healed, arrived.splits, arrived.back_at
         job, kept, came_back, since = healed.job, healed.state, healed.told, healed.since
         groups.append(job.communicator)
     while True:
@@ -155,8 +156,8 @@ def _run_agreed(
                 control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
                 close = output.close if output else str
                 write_on_first(close, control, what="end of the former group's records", timeout_seconds=seconds)
-            run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop, listed=listed)
-            stop, listed = run.parts.stop, run.listed
+            run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop, listed=listed, splits=splits)
+            stop, listed, splits = run.parts.stop, run.listed, None
             facts = cache(partial(facts_of, config, listed))
             wants_join = partial(find_waiting, config, job.communicator, facts)
             return run.run(came_back=came_back, since=since, wants_join=wants_join)

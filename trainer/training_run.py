@@ -86,15 +86,18 @@ class TrainingRun:
         kept: dict[str, Any] | None = None,
         stop: StopRequest | None = None,
         listed: build_input.Images | None = None,
+        splits: tuple[build_input.Split, build_input.Split] | None = None,
     ) -> None:
         """kept: a state in memory, equal on all ranks, from which the run goes on after a loss.
 
         stop: of the job's former run, if it had one. listed: the images, if they are listed already; staged data is.
+        splits: if they are made already.
         """
         communicator = self.communicator = job.communicator
         self.config, self.is_first, self.is_healed = config, communicator.rank == 0, kept is not None
         self.rundir = RunDir(Path(config.run.directory))
-        self.train_split, self.eval_split = build_input.make_splits(config, communicator, listed=listed)
+        splits = splits or build_input.make_splits(config, communicator, listed=listed)
+        self.train_split, self.eval_split = splits
         samples, classes = build_input.samples_digest(self.train_split), build_input.class_names(self.train_split)
         # the state is not kept: it is as large as the model and its momentum
         self.start, state = self._find_start(kept, samples=samples, classes=classes)
@@ -179,8 +182,7 @@ class TrainingRun:
     @property
     def listed(self) -> build_input.Images | None:
         """Return the images of both splits; None for generated ones."""
-        train, val = self.train_split.index, self.eval_split.index
-        return (train, val) if train is not None and val is not None else None
+        return build_input.images_of((self.train_split, self.eval_split))
 
     def run(
         self,

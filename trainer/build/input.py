@@ -67,6 +67,12 @@ def make_splits(config: Config, communicator: Communicator, *, listed: Images | 
     return train, split_of(config, communicator, val_index)
 
 
+def images_of(splits: tuple[Split, Split]) -> Images | None:
+    """Return the images of both splits; None for generated ones."""
+    train, val = (split.index for split in splits)
+    return (train, val) if train is not None and val is not None else None
+
+
 def make_eval_split(
     config: Config, communicator: Communicator, *, trained: Sequence[str] | None = None, source: str = ""
 ) -> Split:

@@ -228,6 +228,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
             raise losses.pop()
         return "entered"
 
+    splits = (SimpleNamespace(index=None),) * 2
     told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
     admitted = SimpleNamespace(group=SimpleNamespace(control=None), told=told, leave=lambda: left.append("left"))
     for name, value in {
@@ -235,7 +236,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
         "leave_former_group": lambda group: None,
         "_ask": lambda *arguments: admitted,
         "stage_data": lambda config, alone: (config, None),
-        "list_images": lambda config, alone: None,
+        "make_splits": lambda config, alone: splits,
         "abort_connection": lambda control: None,
         "go_on": lambda *arguments, **options: options["entered"],
     }.items():
@@ -253,6 +254,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
     else:
         arrived = arrive()
         assert (arrived.healed, arrived.back_at, ownership.number) == ("entered", 9, 5)
+        assert arrived.splits is splits, "its first run makes no others"
     assert left == ["left"] * num_losses
     assert path.exists() == (num_losses == joining.MOST_ATTEMPTS), "the launcher knows whether it has joined"
 
