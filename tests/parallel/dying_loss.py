@@ -1,8 +1,9 @@
 """A loss of one's own in which ranks are lost: DIE="rank/step/where" of each, where in forward, sums, or update.
 
 With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer. With JOIN_AT
-ranks join at the first boundary after so many steps, where the others wait. A rank that joins is not lost again, but
-with DIE_JOINING as soon as it has the state, and by stopped_before_the_state() before.
+ranks join at the first boundary after so many steps, where the others wait; with JOIN_IN_EVALUATION at the first one in
+an evaluation. A rank that joins is not lost again, but with DIE_JOINING once it has the state, and by
+lost_before_the_state() before.
 """
 
 import os
@@ -20,6 +21,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.trainer import joining
 from bigbatch.trainer.run import saving
 from bigbatch.trainer.step.precision import Precision
+from bigbatch.trainer.step.stop_request import StopRequest
 
 _steps_begun = 0
 _done: set[str] = set()
@@ -34,6 +36,8 @@ def _die_if_due(where: str) -> None:
 
 _wait, _update_, _zero_grad = GradientReducer.wait, Precision.update_, GradientReducer.zero_grad
 _save, _ask, _is_due = saving.save_checkpoint, Departure.ask, Departure.is_due
+_leave_if_due = StopRequest.leave_if_due
+_evaluates = False
 
 
 def _begin(reducer: GradientReducer) -> None:
@@ -57,13 +61,27 @@ def _save_late(*arguments: object, **options: object) -> Path:
     return _save(*arguments, **options)  # type: ignore[arg-type]
 
 
+def _is_time_to_join() -> bool:
+    is_there = _evaluates or "JOIN_IN_EVALUATION" not in os.environ
+    return 0 < int(os.environ.get("JOIN_AT", "0")) <= _steps_begun and is_there
+
+
 def _ask_in_time(departure: Departure, *, joins: bool = False) -> None:
-    if not joins or _steps_begun >= int(os.environ["JOIN_AT"]):
+    if not joins or _is_time_to_join():
         _ask(departure, joins=joins)
 
 
+def _evaluate_batch(stop: StopRequest) -> None:
+    global _evaluates
+    _evaluates = True
+    try:
+        _leave_if_due(stop)
+    finally:
+        _evaluates = False
+
+
 def _wait_for_join(departure: Departure) -> bool:
-    is_awaited = 0 < int(os.environ.get("JOIN_AT", "0")) <= _steps_begun and "joined" not in _done
+    is_awaited = _is_time_to_join() and "joined" not in _done
     while is_awaited and departure._control.world_size < read_process_env().world_size and not departure._has_told:
         time.sleep(0.01)
     is_due = _is_due(departure)
@@ -75,6 +93,7 @@ if read_process_env().joins and "DIE_JOINING" in os.environ:
     os.kill(os.getpid(), signal.SIGKILL)
 Departure.ask = _ask_in_time  # type: ignore[method-assign]
 Departure.is_due = _wait_for_join  # type: ignore[method-assign]
+StopRequest.leave_if_due = _evaluate_batch  # type: ignore[method-assign]
 saving.save_checkpoint = _save_late
 GradientReducer.zero_grad = _begin  # type: ignore[method-assign]
 GradientReducer.wait = _wait_for_sums  # type: ignore[method-assign]
@@ -87,11 +106,11 @@ def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits_BK, targets, reduction="none")
 
 
-def stopped_before_the_state(*command: str) -> int:
-    """A rank that is let in, and is stopped before it connects to the others."""
+def lost_before_the_state(*command: str) -> int:
+    """A rank that is let in, and gets the signal DIE_BY before it connects to the others."""
 
-    def stop(*arguments: object, **options: object) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    def die(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.Signals[os.environ["DIE_BY"]])
 
-    joining.enter = stop  # type: ignore[assignment]
+    joining.enter = die  # type: ignore[assignment]
     return main(command)

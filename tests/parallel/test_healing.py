@@ -12,6 +12,7 @@ from forked_ranks import exit_codes
 
 from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     TIMEOUT_SECONDS,
     ForkedJob,
@@ -124,6 +125,47 @@ def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
     assert_identical(final_state(run), final_state(undisturbed))
 
 
+AVERAGED = HEALING | {
+    "run.eval_every_epochs": 1,
+    "optimizer.precision": "fp16",
+    "optimizer.loss_scale": 2.0**24,
+    "optimizer.loss_scale_growth_steps": 2,
+    "optimizer.ema_decay": 0.9,
+    "optimizer.ema_every_steps": 1,
+}
+"""A state that each step and each evaluation changes: the scale overflows, is halved, and grows again."""
+
+
+@pytest.fixture(scope="module")
+def averaged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of that training by one process."""
+    folder = tmp_path_factory.mktemp("averaged")
+    run(alone(command_of(data, folder, AVERAGED)), RANK="0")
+    return folder
+
+
+@pytest.mark.parametrize(("at", "where"), [(5, {}), (6, {"JOIN_IN_EVALUATION": "1"})], ids=["step", "evaluation"])
+def test_average_loss_scale_and_evaluations_are_the_same_after_a_join(
+    at: int, where: dict[str, str], data: Path, averaged: Path, tmp_path: Path
+) -> None:
+    """An evaluation under way begins again, and is recorded once."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    command = command_of(data, run, AVERAGED)
+    job = ForkedJob(forked(command, ranks=2), log, DIE="1/3/forward", JOIN_AT=f"{at + 1}", **where)
+    job.ranks.append(job.join_again(1))
+    codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
+    assert codes == [0, -signal.SIGKILL, 0], log.read_text()
+    assert [record["step"] for record in records(run, "joined")] == [at]
+    assert_identical(final_state(run), final_state(averaged))
+    ours, theirs = (load_checkpoint(list_checkpoints(each / "checkpoints")[-1].path) for each in (run, averaged))
+    assert_identical(ours["average"], theirs["average"])
+    assert ours["average"], "and there is one"
+    assert ours["precision"] == theirs["precision"]
+    assert theirs["precision"]["scale"] < 2.0**24, "it has overflowed"
+    figures = [[(e["step"], e["top1"], e["count"]) for e in records(each, "eval")] for each in (run, averaged)]
+    assert figures[0] == figures[1]
+
+
 def test_rank_that_is_lost_while_it_joins_is_lost_as_any_other(data: Path, undisturbed: Path, tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     job = ForkedJob(forked(command_of(data, run, HEALING), ranks=3), log, DIE="2/4/forward", JOIN_AT="6")
@@ -135,6 +177,24 @@ def test_rank_that_is_lost_while_it_joins_is_lost_as_any_other(data: Path, undis
     assert_identical(final_state(run), final_state(undisturbed))
 
 
+def test_rank_that_is_killed_just_after_the_others_let_it_in_costs_no_step(
+    data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """It is known within a second that a process has ended, so none waits for comm.timeout_seconds, which is 60."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    job = ForkedJob(forked(command_of(data, run, HEALING), ranks=3), log, DIE="2/4/forward", JOIN_AT="6")
+    job.ranks.append(job.join_again(2, target="tests.parallel.dying_loss:lost_before_the_state", DIE_BY="SIGKILL"))
+    codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
+    said = log.read_text()
+    assert codes == [0, 0, -signal.SIGKILL, -signal.SIGKILL], said
+    assert re.search(r"did not join: rank 2 on \S+; going on from step 5 with 2 ranks", said), said
+    assert not records(run, "joined")
+    assert steps(run) == list(range(1, NUM_STEPS + 1))
+    times = {record["step"]: record["time"] for record in records(run, "train")}
+    assert times[6] - times[5] < 20, "of a busy machine: other ranks wait for the rest"
+    assert_identical(final_state(run), final_state(undisturbed))
+
+
 def test_rank_that_stalls_before_it_has_the_state_does_not_end_the_only_one_that_has_it(
     data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -142,7 +202,7 @@ def test_rank_that_stalls_before_it_has_the_state_does_not_end_the_only_one_that
     run, log = tmp_path / "run", tmp_path / "log"
     limits = {"comm.timeout_seconds": 4, "comm.warn_seconds": 1, "data.patience_seconds": 1}
     job = ForkedJob(forked(command_of(data, run, HEALING | limits), ranks=2), log, DIE="0/4/forward", JOIN_AT="6")
-    joiner = job.join_again(0, target="tests.parallel.dying_loss:stopped_before_the_state")
+    joiner = job.join_again(0, target="tests.parallel.dying_loss:lost_before_the_state", DIE_BY="SIGSTOP")
     try:
         codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
     finally:
