@@ -72,7 +72,7 @@ def take_in(
     *,
     kept: dict[str, object] | None,
     facts: Facts,
-    close: Callable[[], str | None],
+    close: Callable[[], None],
     since: float,
     ownership: Ownership,
     back_at: int | None,
@@ -80,17 +80,20 @@ def take_in(
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
     After a loss meanwhile the former group goes on, without those that were to join.
-    close: flushes the former group's records. since: awake_seconds() at the boundary. back_at: a checkpoint's step to
-    which the run went back because weights differed. Raises: as heal.
+    close: ends the records of the former group's first rank, which it calls before another one takes the run folder
+    over. since: awake_seconds() at the boundary. back_at: a checkpoint's step to which the run went back because
+    weights differed. Raises: as heal.
     """
     communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
     assert communicator.seats is not None
     former = Group(communicator.env, communicator.control, communicator.seats)
     go = partial(go_on, config, job, kept=kept, ownership=ownership)
     try:
-        write_on_first(close, former.control, what="end of the former group's records", timeout_seconds=seconds)
         with former.control.detector.explained("look for ranks that join"):  # the store may be lost
             found = find_waiting(config, communicator, facts)
+        is_replaced = any(each.seat.rank < communicator.env.launched_as for each in found)
+        end = close if is_replaced else str
+        write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
         names = ", ".join(f"rank {each.seat.rank} on {each.seat.host}" for each in found)
         told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
         admitted = let_in(former, found, told=told)

@@ -25,6 +25,7 @@ from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.loggers import Guarded
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.step.stop_request import Joining, StopRequest, leave_stopped
 from bigbatch.trainer.training_loop import TrainingHooks
@@ -140,7 +141,8 @@ def _run_agreed(
     came_back, since = "", None
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
-    output: RunOutput | None = None  # of the former group
+    output: RunOutput | None = None  # of the former run
+    loggers: list[Guarded] = []
     splits: tuple[Split, Split] | None = None  # of a rank that joins
     if job.env.joins:
         arrived = arrive(config, job, ownership=ownership)
@@ -152,12 +154,19 @@ def _run_agreed(
         difference, lost, left_at = "", None, None
         facts: Facts = dict
         try:
-            if len(groups) > 1:  # loggers may send for a minute, for which regrouping ranks would not wait
-                control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
-                close = output.close if output else str
-                write_on_first(close, control, what="end of the former group's records", timeout_seconds=seconds)
-            run = make_run(config, job=job, owner=ownership.owner, kept=kept, stop=stop, listed=listed, splits=splits)
-            stop, listed, splits = run.parts.stop, run.listed, None
+            if len(groups) > 1:
+                loggers = _end_records(config, output, job.communicator, goes_on=kept is not None)
+            run = make_run(
+                config,
+                job=job,
+                owner=ownership.owner,
+                kept=kept,
+                stop=stop,
+                listed=listed,
+                splits=splits,
+                loggers=loggers,
+            )
+            stop, listed, splits, output = run.parts.stop, run.listed, None, run.output
             facts = cache(partial(facts_of, config, listed))
             wants_join = partial(find_waiting, config, job.communicator, facts)
             return run.run(came_back=came_back, since=since, wants_join=wants_join)
@@ -176,25 +185,23 @@ def _run_agreed(
         folder, device = RunDir(Path(config.run.directory)), job.communicator.device
         if lost or left_at is not None:
             kept = run.loop.copy_state() if run else kept
-            output = run.output if run else output
             del run
             free_memory(device)
             if lost:
                 healed = heal(config, job, lost, kept=kept, ownership=ownership)
             else:
                 assert left_at is not None
-                close = output.close if output else str
+                assert output is not None
                 healed = take_in(
                     config,
                     job,
                     kept=kept,
                     facts=facts,
-                    close=close,
+                    close=output.close,
                     since=left_at,
                     ownership=ownership,
                     back_at=been_back_at,
                 )
-                output = None
             job, kept, came_back, since = healed.job, healed.state, healed.told, healed.since
             groups.append(job.communicator)
             if kept is None and list_checkpoints(folder.checkpoints):
@@ -211,3 +218,24 @@ def _run_agreed(
             config, kept = replace(config, run=replace(config.run, resume=str(newest.path))), None
         del run
         free_memory(device)
+
+
+def _end_records(
+    config: Config, output: RunOutput | None, communicator: Communicator, *, goes_on: bool
+) -> list[Guarded]:
+    """End the records of the former group's first rank if it still is the first. Collective.
+
+    Returns: its loggers if the run goes on from its last step, otherwise none. They may need a minute to send their
+    records, so they stay open: the other ranks would wait.
+    """
+    loggers: list[Guarded] = []
+
+    def end() -> None:
+        if output and goes_on:
+            loggers.extend(output.hand_over())
+        elif output:
+            output.close()
+
+    seconds = config.run.checkpoint_timeout_seconds
+    write_on_first(end, communicator.control, what="end of the former group's records", timeout_seconds=seconds)
+    return loggers

@@ -243,12 +243,16 @@ class _WithoutTensorBoard:
 
 
 class Guarded:
-    """Passes figures to a logger until it fails, which is printed once: a logger must not end a run."""
+    """Passes figures to a logger until it fails, which is printed once: a logger must not end a run.
 
-    def __init__(self, name: str, make: Callable[[], Logger], *, say: Say) -> None:
-        self._name, self._say = name, say
+    make: gets a function that takes the logger's news.
+    """
+
+    def __init__(self, name: str, make: Callable[[Say], Logger], *, say: Say) -> None:
+        self._name, self.say = name, say
+        """say: of the run that has the logger, which passes it to the next one after a loss."""
         self._logger: Logger | None = None
-        self._try(lambda: setattr(self, "_logger", make()))
+        self._try(lambda: setattr(self, "_logger", make(lambda news: self.say(news))))
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         if logger := self._logger:
@@ -263,7 +267,7 @@ class Guarded:
             act()
         except Exception as error:  # foreign code may raise anything
             self._logger = None
-            self._say(
+            self.say(
                 f"run.loggers: {self._name} failed ({first_line(error)}): the run goes on without it, and "
                 "metrics.jsonl has every record"
             )
@@ -271,9 +275,9 @@ class Guarded:
 
 def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[Guarded]:
     """Open the loggers of run.loggers, in order."""
-    makers: dict[str, Callable[[], Logger]] = {
-        "tensorboard": lambda: TensorBoard(rundir, from_step=from_step),
-        "wandb": lambda: log_to_wandb(rundir, stated=asdict(config), from_step=from_step, say=say),
-        "mlflow": lambda: log_to_mlflow(rundir, stated=asdict(config), from_step=from_step, say=say),
+    makers: dict[str, Callable[[Say], Logger]] = {
+        "tensorboard": lambda _: TensorBoard(rundir, from_step=from_step),
+        "wandb": lambda say: log_to_wandb(rundir, stated=asdict(config), from_step=from_step, say=say),
+        "mlflow": lambda say: log_to_mlflow(rundir, stated=asdict(config), from_step=from_step, say=say),
     }
     return [Guarded(name, makers[name], say=say) for name in config.run.loggers]

@@ -60,8 +60,8 @@ class MetricsLog:
         """Flush the file, and close the loggers. Raises: RunFolderError."""
         with writing(self._path):
             self._file.close()
-        for logger in self.loggers:
-            logger.close()
+        while self.loggers:
+            self.loggers.pop(0).close()
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from bigbatch.trainer.run.checkpoint import (
 )
 from bigbatch.trainer.run.cost import spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
-from bigbatch.trainer.run.loggers import open_loggers
+from bigbatch.trainer.run.loggers import Guarded, open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, describe_evaluation, make_reporter
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes
@@ -52,10 +52,11 @@ class RunOutput:
         ask_to_stop: Callable[[str], None],
         mode_record: str = "",
         is_quiet: bool = False,
+        loggers: Sequence[Guarded] = (),
     ) -> None:
-        """mode_record: text of mode.json; empty for none."""
+        """mode_record: text of mode.json; empty for none. loggers: open ones of the run that this one continues."""
         self._config = config
-        self._mode_record = mode_record
+        self._mode_record, self._former_loggers = mode_record, list(loggers)
         self._ask_to_stop = ask_to_stop
         self._communicator = communicator
         self._plan = plan
@@ -100,7 +101,11 @@ class RunOutput:
             with writing(rundir.summary):
                 rundir.summary.unlink(missing_ok=True)
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
-        self._log.loggers = open_loggers(config, rundir, from_step=self._plan.first_step, say=self.say)
+        self._log.loggers = self._former_loggers or open_loggers(
+            config, rundir, from_step=self._plan.first_step, say=self.say
+        )
+        for logger in self._log.loggers:
+            logger.say = self.say
         for path, why in damaged.items():
             self.log("damaged", {"step": self._plan.first_step, "set_aside": str(path), "reason": why})
 
@@ -216,7 +221,15 @@ class RunOutput:
                 )
             self._ask_to_stop("its standard output, which has no reader")
 
+    def hand_over(self) -> list[Guarded]:
+        """Flush the records; return the loggers, which stay open for the run that continues this one."""
+        if self._log is None:
+            return self._former_loggers
+        loggers, self._log.loggers = self._log.loggers, []
+        self.close()
+        return loggers
+
     def close(self) -> None:
-        """Flush the records. Raises: RunFolderError."""
+        """Flush the records, and close the loggers. Raises: RunFolderError."""
         if self._log:
             self._log.close()

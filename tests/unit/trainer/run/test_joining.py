@@ -168,7 +168,18 @@ def test_rank_joins_once_all_have_the_state(monkeypatch: pytest.MonkeyPatch) -> 
     calls.take_in()
     ((group, given),) = calls.went_on
     assert (group.control, given["entered"], given["told"]) == ("of the new group", "entered", "joined: rank 2 on n1; ")
-    assert calls.closed == ["closed"]
+
+
+@pytest.mark.parametrize(("joins", "closed"), [(1, ["closed"]), (3, [])])
+def test_first_rank_ends_its_records_only_before_another_one_takes_the_run_folder_over(
+    joins: int, closed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loggers may send for a minute, in which all other ranks wait. The first rank is 2 by the launcher."""
+    calls = Calls(monkeypatch)
+    found = [SimpleNamespace(seat=SimpleNamespace(rank=joins, host="n1"))]
+    monkeypatch.setattr(joining, "find_waiting", lambda *arguments: found)
+    calls.take_in()
+    assert calls.closed == closed
 
 
 @pytest.mark.parametrize(

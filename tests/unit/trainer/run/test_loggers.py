@@ -13,6 +13,7 @@ import pytest
 
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run import loggers
+from bigbatch.trainer.run import output as output_module
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.loggers import (
     BackgroundLogger,
@@ -23,6 +24,7 @@ from bigbatch.trainer.run.loggers import (
     open_loggers,
 )
 from bigbatch.trainer.run.metrics import MetricsLog
+from bigbatch.trainer.run.output import RunOutput
 
 
 class PlayedWandb(ModuleType):
@@ -76,8 +78,8 @@ def send(rundir: RunDir, *, from_step: int = 0) -> list[str]:
     """Open wandb as a run does, send a report and an evaluation, and close it; what was said."""
     said: list[str] = []
 
-    def make() -> BackgroundLogger:
-        return log_to_wandb(rundir, stated={"run": {"seed": 3}}, from_step=from_step, say=said.append)
+    def make(say: Callable[[str], None]) -> BackgroundLogger:
+        return log_to_wandb(rundir, stated={"run": {"seed": 3}}, from_step=from_step, say=say)
 
     guarded = Guarded("wandb", make, say=said.append)
     guarded.write("train", from_step + 1, {"loss": 2.5})
@@ -105,7 +107,7 @@ def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread
     monkeypatch.setattr(threading, "excepthook", reported.append)
     said: list[str] = []
     for _ in range(2):
-        guarded = Guarded("tensorboard", lambda: TensorBoard(RunDir(tmp_path / "gone"), from_step=0), say=said.append)
+        guarded = Guarded("tensorboard", lambda _: TensorBoard(RunDir(tmp_path / "gone"), from_step=0), say=said.append)
         (tmp_path / "gone").rename(tmp_path / f"moved to {len(said)}")  # in one step: its thread writes meanwhile
         deadline = time.monotonic() + 60
         while any(type(thread).__module__.startswith("tensorboard") for thread in threading.enumerate()):
@@ -123,11 +125,43 @@ def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread
     assert [args.thread for args in reported] == [other], "what ends other threads is still told"
 
 
+def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed, they could hold the other ranks up for a minute; their news go to the new run's terminal."""
+    made: list[Any] = []
+
+    def make(say: Callable[[str], None]) -> Any:
+        made.append(say)
+        return SimpleNamespace(write=lambda kind, step, figures: say(f"step {step}"), close=lambda: say("closed"))
+
+    monkeypatch.setattr(output_module, "open_loggers", lambda *_, say, **__: [Guarded("first", make, say=say)])
+    monkeypatch.setattr(RunOutput, "say", lambda output, text: said.append((output._plan.first_step, text)))
+    said: list[tuple[int, str]] = []
+    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--run.reproducible=true"])
+    monkeypatch.setattr(output_module, "checkpoint_bytes", lambda config, parts: 0)
+    communicator: Any = SimpleNamespace(rank=0, calibration="")
+    start: Any = SimpleNamespace(config=None, damaged={}, path=None)
+    handed: list[Guarded] = []
+    for first_step in (0, 3):
+        plan: Any = SimpleNamespace(first_step=first_step, num_steps=9)
+        options: Any = {"plan": plan, "env": None, "ask_to_stop": None, "is_quiet": True, "loggers": handed}
+        output = RunOutput(config, communicator, **options)
+        assert output.hand_over() == handed, "also of a run that ends before its first step"
+        output.open_folder(None, start)  # type: ignore[arg-type]
+        output.log("train", {"step": first_step + 1, "loss": 1.0})
+        handed = output.hand_over()
+        assert output.hand_over() == []
+    assert len(made) == 1
+    handed[0].close()
+    assert said == [(0, "step 1"), (3, "step 4"), (3, "closed")]
+
+
 def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) -> None:
     said: list[str] = []
     rundir = RunDir(tmp_path)
 
-    def refuse() -> Any:
+    def refuse(*_: object) -> Any:
         raise PermissionError("read-only")
 
     broken = SimpleNamespace(write=lambda *_: 1 / 0, close=refuse)
@@ -136,8 +170,8 @@ def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) ->
     log = MetricsLog(rundir, from_step=0)
     log.loggers = [
         Guarded("first", refuse, say=said.append),
-        Guarded("second", lambda: broken, say=said.append),  # type: ignore[arg-type, return-value]
-        Guarded("third", lambda: good, say=said.append),  # type: ignore[arg-type, return-value]
+        Guarded("second", lambda _: broken, say=said.append),  # type: ignore[arg-type, return-value]
+        Guarded("third", lambda _: good, say=said.append),  # type: ignore[arg-type, return-value]
     ]
     for step in (1, 2):
         log.write("train", {"step": step, "loss": 1.0})
@@ -250,7 +284,7 @@ def send_to_mlflow(rundir: RunDir, *, from_step: int = 0) -> list[str]:
     stated = {"run": {"seed": 3, "metrics": {}}, "model": {"name": "resnet9"}}
     guarded = Guarded(
         "mlflow",
-        lambda: log_to_mlflow(rundir, stated=stated, from_step=from_step, say=said.append),
+        lambda say: log_to_mlflow(rundir, stated=stated, from_step=from_step, say=say),
         say=said.append,
     )
     guarded.write("train", from_step + 1, {"loss": 2.5, "rate": math.nan})
