@@ -24,7 +24,7 @@ from bigbatch.comm.rendezvous.bounded_store import is_asking, wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
-from bigbatch.comm.rendezvous.regroup import Seats
+from bigbatch.comm.rendezvous.regroup import Endpoints
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline, merge
@@ -72,7 +72,7 @@ class Communicator:
     """Why the algorithm was chosen, if the config names none."""
     calibration: str = ""
     """Measurements of this cluster, for a run's folder; empty if none were asked for."""
-    seats: Seats | None = None
+    endpoints: Endpoints | None = None
     """Where the ranks can form a new group after a loss; None if they cannot."""
 
     @property
@@ -364,7 +364,7 @@ def abort_connection(control: Control) -> None:
         return
     if communicator.watch is not None:
         communicator.watch.close()
-    communicator.backend.abort()  # type: ignore[attr-defined]  # of those that have seats
+    communicator.backend.abort()  # type: ignore[attr-defined]  # of those that have endpoints
 
 
 def abort_all(exit_code: int) -> None:

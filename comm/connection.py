@@ -24,7 +24,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_begin
 from bigbatch.comm.rendezvous.job_store import JobStore
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
-from bigbatch.comm.rendezvous.regroup import Group, take_seats
+from bigbatch.comm.rendezvous.regroup import Group, exchange_endpoints
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
@@ -199,10 +199,10 @@ def connect(
     )
     control.library = backend
     nodes = [place.node for place in meet(env, control, gpu=gpu)]
-    seats = group.seats if group else None
-    if heals and seats is None and backend in HEALING and isinstance(control.store, JobStore):
-        seats = take_seats(env, control, interface=interface)
-    control.detector.goes_on = seats is not None
+    endpoints = group.endpoints if group else None
+    if heals and endpoints is None and backend in HEALING and isinstance(control.store, JobStore):
+        endpoints = exchange_endpoints(env, control, interface=interface)
+    control.detector.goes_on = endpoints is not None
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
     transport, watch = _connect_watched(
         env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
@@ -224,7 +224,7 @@ def connect(
         timeline=Timeline(device),
         watch=watch,
         buffers=buffers,
-        seats=seats,
+        endpoints=endpoints,
     )
     try:
         if watch is not None and buffers != "torch":  # of NCCL

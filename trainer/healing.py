@@ -81,7 +81,7 @@ class Healed:
 
 def can_heal(job: JoinedRank, error: PeerLostError) -> bool:
     """Return whether the ranks that are left can go on: the run heals in place, and no rank asks for a user's help."""
-    return job.communicator.seats is not None and error.exit_code == LOST
+    return job.communicator.endpoints is not None and error.exit_code == LOST
 
 
 def may_follow(error: PeerLostError) -> bool:
@@ -99,8 +99,8 @@ def heal(
     RunFolderError.
     """
     former = job.communicator
-    assert former.seats is not None
-    group = Group(former.env, former.control, former.seats)
+    assert former.endpoints is not None
+    group = Group(former.env, former.control, former.endpoints)
     return go_on(config, job, group, kept=kept, ownership=ownership, error=error)
 
 
@@ -133,8 +133,8 @@ def go_on(
     while True:
         if error:
             abort_connection(group.control)
-            before, group = group.seats.all, regroup(group, error.lost_ranks)
-            names += [f"rank {seat.rank} on {seat.host}" for seat in before if seat not in group.seats.all]
+            before, group = group.endpoints.all, regroup(group, error.lost_ranks)
+            names += [f"rank {each.rank} on {each.host}" for each in before if each not in group.endpoints.all]
             try:
                 divide_batch(config.batch, world_size=group.env.world_size)
             except ConfigError as misfit:

@@ -52,9 +52,9 @@ def facts_of(config: Config, listed: Images | None) -> dict[str, str]:
 
 def find_waiting(config: Config, communicator: Communicator, facts: Facts) -> list[Request]:
     """Return the ranks that can join now; none except on the first rank. Not collective."""
-    if communicator.rank != 0 or communicator.seats is None or config.optimizer.sharded:
+    if communicator.rank != 0 or communicator.endpoints is None or config.optimizer.sharded:
         return []
-    group = Group(communicator.env, communicator.control, communicator.seats)
+    group = Group(communicator.env, communicator.control, communicator.endpoints)
     return find_requests(group, facts, fits=partial(_fits, config))
 
 
@@ -85,16 +85,16 @@ def take_in(
     weights differed. Raises: as heal.
     """
     communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
-    assert communicator.seats is not None
-    former = Group(communicator.env, communicator.control, communicator.seats)
+    assert communicator.endpoints is not None
+    former = Group(communicator.env, communicator.control, communicator.endpoints)
     go = partial(go_on, config, job, kept=kept, ownership=ownership)
     try:
         with former.control.detector.explained("look for ranks that join"):  # the store may be lost
             found = find_waiting(config, communicator, facts)
-        is_replaced = any(each.seat.rank < communicator.env.launched_as for each in found)
+        is_replaced = any(each.endpoint.rank < communicator.env.launched_as for each in found)
         end = close if is_replaced else str
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
-        names = ", ".join(f"rank {each.seat.rank} on {each.seat.host}" for each in found)
+        names = ", ".join(f"rank {each.endpoint.rank} on {each.endpoint.host}" for each in found)
         told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
         admitted = let_in(former, found, told=told)
     except PeerLostError as lost:

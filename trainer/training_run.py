@@ -176,7 +176,7 @@ class TrainingRun:
         config, communicator = self.config, self.communicator
         left_out = describe_left_out(config.data.root, self.train_split.index, self.eval_split.index)
         lines = [left_out, job.bound, job.staged, describe_load(communicator.device), job.mode_told]
-        if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.seats is None:
+        if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.endpoints is None:
             lines.append(why_not_healing(communicator.backend.name))
         if self.start.is_of_unknown_classes:
             lines.append(f"{self.start.path} keeps no class names: those of {config.data.root} are not compared")
@@ -303,7 +303,7 @@ class TrainingRun:
         self.output.leave_terminal()
         self.train_split.loader.close()
         self.eval_split.loader.close()
-        if exit_code != LOST or self.communicator.seats is None:  # else it is closed after healing
+        if exit_code != LOST or self.communicator.endpoints is None:  # else it is closed after healing
             self.output.close()
 
     def _train(self) -> tuple[Totals, float]:

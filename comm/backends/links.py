@@ -13,7 +13,14 @@ from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
-from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, end_with_process, introduce, let_in
+from bigbatch.comm.rendezvous.secret import (
+    HELLO_BYTES,
+    ServerHandshake,
+    StrangerError,
+    end_with_process,
+    introduce,
+    let_in,
+)
 from bigbatch.errors import CommError
 
 GREET_SECONDS = 10.0
@@ -181,9 +188,9 @@ class Links:
         self._poll.register(self._listener, select.POLLIN)
         # port 0 above lets the system choose one, known only now
         where = self._listener.getsockname()
-        self._door = Door(control.secret, _name(env.rank))
+        self._handshake = ServerHandshake(control.secret, _name(env.rank))
         with control.detector.explained("connection of all ranks"):
-            control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]} {self._door.nonce.hex()}")
+            control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]} {self._handshake.nonce.hex()}")
 
     def send(self, data: memoryview, *, to: int) -> Transfer:
         """Start to send; data must not change until the transfer is done."""
@@ -322,7 +329,7 @@ class Links:
         self._poll.unregister(number)
         with suppress(StrangerError, OSError):
             if len(said) == HELLO_BYTES:
-                peer, answer = self._door.judge(bytes(said))
+                peer, answer = self._handshake.verify(bytes(said))
                 if self._rank < peer < self._world_size and peer not in self._links:
                     stream.sendall(answer)  # nothing was sent before, so the kernel accepts it
                     self._add(peer, stream)

@@ -39,7 +39,7 @@ class TcpBackend:
             while_waiting=lambda seconds: control.detector.give_up(self._label, seconds),
         )
         self._links = self._make_links()
-        self._queue = ThreadQueue(self._explain, while_waiting=control.detector.heed)
+        self._queue = ThreadQueue(self._explain, while_waiting=control.detector.check_peers)
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -64,7 +64,7 @@ class TcpBackend:
         self._links = self._make_links()
         self._control.gather_text("", what="connection after a sum that hung")  # no rank reads an earlier address
         number = queue.number + num_missed
-        self._queue = ThreadQueue(self._explain, while_waiting=self._control.detector.heed, number=number)
+        self._queue = ThreadQueue(self._explain, while_waiting=self._control.detector.check_peers, number=number)
 
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         if isinstance(error, ConnectionError):

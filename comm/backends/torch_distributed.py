@@ -18,7 +18,7 @@ from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
-from bigbatch.comm.rendezvous.limits import GONE_SECONDS, HEED_SECONDS, VERDICT_SECONDS
+from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS, VERDICT_SECONDS
 from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError, first_line
 
@@ -92,7 +92,7 @@ class TorchDistributedBackend:
 
     def _make_queue(self, number: int) -> ThreadQueue:
         detector = self._control.detector
-        return ThreadQueue(detector.explain, while_waiting=detector.heed, number=number)
+        return ThreadQueue(detector.explain, while_waiting=detector.check_peers, number=number)
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -127,7 +127,7 @@ class TorchDistributedBackend:
         """Return the ranks whose processes have ended, as the store says now."""
         log = self._control.detector.log
         with suppress(RuntimeError):
-            log.read(self._control.store.within(HEED_SECONDS))
+            log.read(self._control.store.within(PEER_CHECK_SECONDS))
         return log.state.vanished
 
     def _start_torch(self, store: Store, device: torch.device) -> None:

@@ -8,7 +8,12 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
 from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
-from bigbatch.comm.rendezvous.limits import HEED_SECONDS, MOST_HEEDS_PER_SECOND, POLL_SECONDS, SILENCE_SECONDS
+from bigbatch.comm.rendezvous.limits import (
+    MOST_PEER_CHECKS_PER_SECOND,
+    PEER_CHECK_SECONDS,
+    POLL_SECONDS,
+    SILENCE_SECONDS,
+)
 from bigbatch.comm.rendezvous.meeting import open_store
 
 HOST = "bigbatch/host"
@@ -160,12 +165,12 @@ class Control:
     def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:
         """Wait for a key; end if another rank reports a failure. source: rank that writes it, watched meanwhile."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        pause = min(HEED_SECONDS, max(POLL_SECONDS, self.world_size / MOST_HEEDS_PER_SECOND))
+        pause = min(PEER_CHECK_SECONDS, max(POLL_SECONDS, self.world_size / MOST_PEER_CHECKS_PER_SECOND))
         start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
         with self.detector.waiting():
             while not store.wait_for(key, min(pause, max(0.0, limit - seconds))):
                 seconds = awake_seconds() - start
-                self.detector.heed(what, seconds)
+                self.detector.check_peers(what, seconds)
                 # in this order: it may have written the key just before its end
                 if source is not None and source in self.detector.log.state.gone and not store.check([key]):
                     raise RuntimeError(f"the process of {self.detector.log.name([source])} has ended")

@@ -24,7 +24,7 @@ class Departure:
         self._has_told = False
         self._answer: int | None = None
         self.is_near = False
-        """Ranks want to join, so heed() is to be called often."""
+        """Ranks want to join, so poll() is to be called often."""
         self.is_join = False
         """That is what all ranks have agreed on. Known with the answer."""
         self.since = 0.0
@@ -39,7 +39,7 @@ class Departure:
             self._control.store.set(f"{self._key}/stops", "1")
         self._control.store.set(f"{self._key}/asked", "1")
 
-    def heed(self) -> bool:
+    def poll(self) -> bool:
         """Check whether any rank has asked, and answer once. One thread of each rank calls it periodically."""
         store = self._control.store
         if self._has_told or not store.check([f"{self._key}/asked"]):

@@ -65,13 +65,13 @@ class FailureDetector:
         """Count an operation that all ranks begin."""
         self._num_begun += 1
 
-    def heed(self, label: str, seconds: float) -> None:
+    def check_peers(self, label: str, seconds: float) -> None:
         """End a wait that cannot succeed, as another rank has failed or left. Raises: PeerLostError."""
         if self.has_failed:
             return  # this rank is about to report a failure itself
         if not self.is_watched:
             with suppress(RuntimeError):  # the operation itself is about to fail with a better message
-                self.log.read(self._job.store.within(limits.HEED_SECONDS))
+                self.log.read(self._job.store.within(limits.PEER_CHECK_SECONDS))
         state, cause = self.log.state, ""
         if self.verdict or state.cause:
             ended = f"the process of {self.log.name(state.vanished)} has ended"
@@ -83,8 +83,8 @@ class FailureDetector:
             raise self.explain(label, seconds, error) from error
 
     def give_up(self, label: str, seconds: float) -> None:
-        """Like heed, and end the wait at the timeout: for libraries without a time limit."""
-        self.heed(label, seconds)
+        """Like check_peers, and end the wait at the timeout: for libraries without a time limit."""
+        self.check_peers(label, seconds)
         if seconds > self._job.timeout_seconds:
             raise self.explain(label, seconds, late_error())
 

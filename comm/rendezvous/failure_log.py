@@ -114,4 +114,4 @@ class FailureLog:
     def wake(self) -> None:
         """End waits for news, such as that of a thread of this rank that must end."""
         if self._job.store.can_wait:
-            self._job.store.within(limits.HEED_SECONDS).append(LOG, "")
+            self._job.store.within(limits.PEER_CHECK_SECONDS).append(LOG, "")

@@ -168,7 +168,7 @@ def _alive(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobS
     return state if rank in state.crashed else replace(state, alive=state.alive | {rank})
 
 
-def _judged(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
+def _with_verdict(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
     return state if state.verdict else replace(state, verdict=Verdict(frozenset(facts[0]), facts[1], state.since))
 
 
@@ -186,7 +186,7 @@ _TRANSITIONS: Mapping[str, Callable[[JobState, int, Sequence[Any], float], JobSt
     "failed": _failed,
     "crashed": _crashed,
     "alive": _alive,
-    "verdict": _judged,
+    "verdict": _with_verdict,
     "heard": lambda state, rank, facts, now: replace(state, heard=state.heard | {rank}),
     "left": lambda state, rank, facts, now: replace(state, left={**state.left, rank: facts[0]}),
     "ended": lambda state, rank, facts, now: replace(state, ended=state.ended | {rank}),

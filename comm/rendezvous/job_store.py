@@ -35,7 +35,7 @@ INFINITE = float("inf")
 Text = str | bytes
 
 
-class Line:
+class StoreConnections:
     """Pool of connections to a store's process. Threads may send requests at once, each over its own connection.
 
     Retries for timeout_seconds to connect. Raises: OSError; RuntimeError if the other end does not know the secret.
@@ -124,7 +124,7 @@ class JobStore(Store):
 
     def __init__(
         self,
-        line: Line,
+        connections: StoreConnections,
         prefix: str = "",
         *,
         seconds: float,
@@ -135,7 +135,7 @@ class JobStore(Store):
         """deadline: when all requests are over; awake_seconds(). numbers: under which each rank has connected, if not
         its own: of a group after a loss. tail() then leaves out all others."""
         super().__init__()
-        self.line, self.prefix, self._seconds = line, prefix, seconds
+        self.connections, self.prefix, self._seconds = connections, prefix, seconds
         self._deadline, self._is_for_torch = deadline, is_for_torch
         self.numbers = numbers
 
@@ -146,13 +146,13 @@ class JobStore(Store):
         In Python, although NCCL's threads ask it: of torch's stores in C++, TCPStore listens without authentication,
         FileStore needs a shared disk, and the others do not see other ranks.
         """
-        made = JobStore(self.line, self.prefix, seconds=self._seconds, is_for_torch=True)
+        made = JobStore(self.connections, self.prefix, seconds=self._seconds, is_for_torch=True)
         _of_torch.append(made)
         return made
 
     def within(self, seconds: float) -> "JobStore":
         deadline = min(self._deadline, awake_seconds() + seconds)
-        return JobStore(self.line, self.prefix, seconds=self._seconds, deadline=deadline, numbers=self.numbers)
+        return JobStore(self.connections, self.prefix, seconds=self._seconds, deadline=deadline, numbers=self.numbers)
 
     def set(self, key: str, value: Text) -> None:
         self._ask("set", self._name(key), value)
@@ -229,7 +229,7 @@ class JobStore(Store):
     def _ask(self, name: str, *parts: Text, waits: float = 0.0) -> bytes:
         limit = INFINITE if self._is_for_torch else self._seconds + waits
         # a socket's timeout of 0 would mean non-blocking
-        return self.line.ask(name, *parts, seconds=min(limit, max(0.001, self._deadline - awake_seconds())))
+        return self.connections.ask(name, *parts, seconds=min(limit, max(0.001, self._deadline - awake_seconds())))
 
     def _name(self, key: str) -> str:
         return f"{self.prefix}/{key}" if self.prefix else key
@@ -241,11 +241,11 @@ KeyValue = JobStore | BoundedStore
 
 def hold_store(
     listener: socket.socket, secret: bytes, *, world_size: int, timeout_seconds: float, rank: int = 0
-) -> Line:
+) -> StoreConnections:
     """Start the store's process on a listening socket, for so many ranks; return this rank's connection pool to it.
 
-    Closes the socket in this process. The store's process ends with this one, or when the returned Line is deleted.
-    It may take START_SECONDS to start on a busy machine, even if timeout_seconds is shorter.
+    Closes the socket in this process. The store's process ends with this one, or when the returned pool is
+    deleted. It may take START_SECONDS to start on a busy machine, even if timeout_seconds is shorter.
     """
     address, port = listener.getsockname()[:2]
     root, facts = Path(bigbatch.__file__).parents[1], (listener.fileno(), os.getpid(), world_size)
@@ -262,12 +262,14 @@ def hold_store(
     process.stdin.flush()
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     try:
-        line = Line(own, port, secret, rank=rank, timeout_seconds=max(timeout_seconds, START_SECONDS))
+        connections = StoreConnections(
+            own, port, secret, rank=rank, timeout_seconds=max(timeout_seconds, START_SECONDS)
+        )
     except BaseException:
         _end(process)
         raise
-    weakref.finalize(line, _end, process)
-    return line
+    weakref.finalize(connections, _end, process)
+    return connections
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, Line
-from bigbatch.comm.rendezvous.limits import HEED_SECONDS
-from bigbatch.comm.rendezvous.regroup import Group, Seat, Seats, bind_seat, holder_of, place_in
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
+from bigbatch.comm.rendezvous.limits import PEER_CHECK_SECONDS
+from bigbatch.comm.rendezvous.regroup import Endpoint, Endpoints, Group, bind_endpoint, holder_of, place_in
 from bigbatch.errors import CommError, PeerLostError
 from bigbatch.words import first_difference
 
@@ -37,7 +37,7 @@ class Request:
     """A rank that wants to join, and the number under which it has connected to the store."""
 
     number: int
-    seat: Seat
+    endpoint: Endpoint
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Admitted:
     def leave(self) -> None:
         """Let the store see that this process has left the group."""
         assert isinstance(self.group.control.store, JobStore)
-        self.group.control.store.line.close()
-        self.group.seats.socket.close()
+        self.group.control.store.connections.close()
+        self.group.endpoints.socket.close()
 
 
 def ask_to_join(
@@ -71,12 +71,12 @@ def ask_to_join(
     if the ranks use another store.
     """
     number = FIRST_NUMBER + secrets.randbelow(1 << 30)
-    line = Line(*store, env.secret, rank=number, timeout_seconds=CONNECT_SECONDS)
+    connections = StoreConnections(*store, env.secret, rank=number, timeout_seconds=CONNECT_SECONDS)
     bound: socket.socket | None = None
     try:
-        requests = JobStore(line, REQUESTS, seconds=timeout_seconds)
-        seat, bound = bind_seat(env, towards=store[0], interface=interface)
-        asked = {"number": number, "seat": asdict(seat), "facts": dict(facts)}
+        requests = JobStore(connections, REQUESTS, seconds=timeout_seconds)
+        endpoint, bound = bind_endpoint(env, towards=store[0], interface=interface)
+        asked = {"number": number, "seat": asdict(endpoint), "facts": dict(facts)}
         requests.append("asked", json.dumps(asked) + "\n")
         while not requests.wait_for(f"answer/{number}", LOOK_SECONDS):
             if not is_current():
@@ -86,9 +86,9 @@ def ask_to_join(
             raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks go on without it")
         limits = timeout_seconds, warn_seconds
         env = replace(env, master=store)
-        return Admitted(_form(answer, env, line, number=number, bound=bound, limits=limits), answer["told"])
+        return Admitted(_form(answer, env, connections, number=number, bound=bound, limits=limits), answer["told"])
     except BaseException:
-        line.close()  # a request whose process seems to live would be answered
+        connections.close()  # a request whose process seems to live would be answered
         if bound:
             bound.close()
         raise
@@ -104,16 +104,16 @@ def find_requests(
     assert isinstance(group.control.store, JobStore)
     requests = _requests(group.control)
     found: list[Request] = []
-    taken = {seat.rank for seat in group.seats.all}  # the loss of its former process may not be known yet
+    taken = {endpoint.rank for endpoint in group.endpoints.all}  # the loss of its former process may not be known yet
     for number, asked in reversed(_read_requests(requests)):  # a rank's newest request counts
         if requests.check([f"answer/{number}"]):
             continue
-        seat = _seat_of(asked)
-        if why := _refusal(asked, seat, group, facts()):
+        endpoint = _endpoint_of(asked)
+        if why := _refusal(asked, endpoint, group, facts()):
             requests.set(f"answer/{number}", json.dumps({"refused": why}))
-        elif seat and seat.rank not in taken:
-            taken.add(seat.rank)
-            found.append(Request(number, seat))
+        elif endpoint and endpoint.rank not in taken:
+            taken.add(endpoint.rank)
+            found.append(Request(number, endpoint))
     while found and not fits(group.env.world_size + len(found)):
         found.pop(0)
     return found
@@ -145,24 +145,24 @@ def _parse(line: bytes) -> tuple[int | None, Mapping[str, Any]]:
     return None, {}
 
 
-def _seat_of(asked: Mapping[str, Any]) -> Seat | None:
-    """Return the seat of a request; None if another release has written it."""
+def _endpoint_of(asked: Mapping[str, Any]) -> Endpoint | None:
+    """Return the endpoint of a request; None if another release has written it."""
     with suppress(TypeError, LookupError):
-        return Seat(**asked["seat"])
+        return Endpoint(**asked["seat"])
     return None
 
 
-def _refusal(asked: Mapping[str, Any], seat: Seat | None, group: Group, facts: Mapping[str, str]) -> str:
+def _refusal(asked: Mapping[str, Any], endpoint: Endpoint | None, group: Group, facts: Mapping[str, str]) -> str:
     """Return why a rank can never join; empty if it may."""
     told = asked.get("facts")
     for name, ours in facts.items():
         theirs = told.get(name, "") if isinstance(told, dict) else ""
         if theirs != ours:
             return f"its {name} is not that of the job: {first_difference(f'{theirs}', ours)}"
-    if seat is None:
+    if endpoint is None:
         return "its request is of another format"
-    for each in group.seats.all:
-        if each.rank == seat.rank and each.has_ended() is False:
+    for each in group.endpoints.all:
+        if each.rank == endpoint.rank and each.has_ended() is False:
             return f"process {each.pid} on {each.host} is rank {each.rank}"
     return ""
 
@@ -173,18 +173,18 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
     found, told: on the first rank. No operation of the former group is under way afterwards.
     Raises: PeerLostError, and then on all ranks that are left: no rank is in the new group.
     """
-    env, control, seats = group.env, group.control, group.seats
+    env, control, endpoints = group.env, group.control, group.endpoints
     store = control.store
     assert isinstance(store, JobStore)
     assert store.numbers is not None
     text = ""
     if env.rank == 0:
-        present = list(zip(store.numbers, seats.all, strict=True))
-        everyone = sorted([*present, *((each.number, each.seat) for each in found)], key=lambda each: each[1].rank)
+        present = list(zip(store.numbers, endpoints.all, strict=True))
+        everyone = sorted([*present, *((each.number, each.endpoint) for each in found)], key=lambda each: each[1].rank)
         answer = {
             "prefix": f"{store.prefix}+{','.join(str(each.number) for each in found)}",
             "numbers": [number for number, _ in everyone],
-            "seats": [asdict(seat) for _, seat in everyone],
+            "seats": [asdict(endpoint) for _, endpoint in everyone],
             "holder": [number for number, _ in everyone].index(store.numbers[holder_of(control)]),
             "told": dict(told),
         }
@@ -194,7 +194,7 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
         _requests(control).multi_set([f"answer/{each.number}" for each in found], [text] * len(found))
     limits, number = (control.timeout_seconds, control.warn_seconds), store.numbers[env.rank]
     env, answer = replace(env, secret=control.secret, master=control.master), json.loads(text)
-    formed = _form(answer, env, store.line, number=number, bound=seats.socket, limits=limits)
+    formed = _form(answer, env, store.connections, number=number, bound=endpoints.socket, limits=limits)
     return Admitted(formed, answer["told"])
 
 
@@ -210,9 +210,9 @@ def former_ranks(former: Group, group: Group, ranks: Collection[int]) -> frozens
     """Return which ranks of the former group these ranks of the new one were there; learn who has ended since."""
     log = former.control.detector.log
     with suppress(RuntimeError):  # the store is lost, too
-        log.read(former.control.store.within(HEED_SECONDS))
-    seats = {group.seats.all[each] for each in ranks}
-    return frozenset(rank for rank, seat in enumerate(former.seats.all) if seat in seats)
+        log.read(former.control.store.within(PEER_CHECK_SECONDS))
+    endpoints = {group.endpoints.all[each] for each in ranks}
+    return frozenset(rank for rank, endpoint in enumerate(former.endpoints.all) if endpoint in endpoints)
 
 
 def _all_or_none(control: Control, text: str = "", *, what: str) -> str:
@@ -243,13 +243,13 @@ def _all_or_none(control: Control, text: str = "", *, what: str) -> str:
 
 def _requests(control: Control) -> JobStore:
     assert isinstance(control.store, JobStore)
-    return JobStore(control.store.line, REQUESTS, seconds=control.timeout_seconds)
+    return JobStore(control.store.connections, REQUESTS, seconds=control.timeout_seconds)
 
 
 def _form(
     answer: Mapping[str, Any],
     env: ProcessEnv,
-    line: Line,
+    connections: StoreConnections,
     *,
     number: int,
     bound: socket.socket,
@@ -259,10 +259,10 @@ def _form(
 
     env.master: where others reach the store. number: of this rank. limits: timeout_seconds and warn_seconds.
     """
-    seats, numbers = [Seat(**each) for each in answer["seats"]], list(map(int, answer["numbers"]))
+    endpoints, numbers = [Endpoint(**each) for each in answer["seats"]], list(map(int, answer["numbers"]))
     env = replace(env, rank=numbers.index(number), former_rank=env.launched_as)
-    env = place_in(env, seats, range(len(seats)), master=env.master, secret=env.secret)
-    store = JobStore(line, answer["prefix"], seconds=limits[0], numbers=numbers)
+    env = place_in(env, endpoints, range(len(endpoints)), master=env.master, secret=env.secret)
+    store = JobStore(connections, answer["prefix"], seconds=limits[0], numbers=numbers)
     joined = Joined(store, answer["holder"])
     control = Control(env, timeout_seconds=limits[0], warn_seconds=limits[1], joined=joined)
-    return Group(env, control, Seats(tuple(seats), bound))
+    return Group(env, control, Endpoints(tuple(endpoints), bound))

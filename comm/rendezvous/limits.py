@@ -10,9 +10,9 @@ LOOK_SECONDS = 1.0
 POLL_SECONDS = 0.05
 """Pause between two questions of a waiting rank whether a rank has failed: they cost no request under a watch, and a
 job that heals in place waits for it after each loss."""
-HEED_SECONDS = 1.0
+PEER_CHECK_SECONDS = 1.0
 """Limit of the question, during another wait, whether a rank has failed; longest pause between two of them."""
-MOST_HEEDS_PER_SECOND = 1000
+MOST_PEER_CHECKS_PER_SECOND = 1000
 """Most such questions of all ranks together while they wait for a text: a quarter of MOST_LOOKS_PER_SECOND."""
 SILENCE_SECONDS = 3.0
 """Time after the end of a wait within which the store must answer; otherwise it is unreachable."""

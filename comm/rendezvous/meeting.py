@@ -13,7 +13,7 @@ from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within, wait_until
 from bigbatch.comm.rendezvous.by_mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, Line, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, StoreConnections, hold_store
 from bigbatch.comm.rendezvous.late_ranks import name_ranks, telling_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.limits import GRACE_SECONDS
@@ -26,7 +26,7 @@ Master = tuple[str, int] | None
 """Address and port of the rendezvous; None if another one is used."""
 
 
-_met: dict[Master, tuple[Line, ProcessEnv]] = {}
+_met: dict[Master, tuple[StoreConnections, ProcessEnv]] = {}
 """Rendezvous that this process has joined, by its launcher's address: a port can be opened only once."""
 
 
@@ -55,11 +55,13 @@ def open_store(
             if env.master is None and env.launcher in MPI_LAUNCHERS:
                 address, port, secret = meet_by_mpi(env, timeout_seconds=meeting_seconds, interface=interface)
                 met = replace(env, master=(address, port), secret=secret.encode())
-            line = rendezvous(met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds)
-        _met[env.master] = line, met
-    line, met = _met[env.master]
+            connections = rendezvous(
+                met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds
+            )
+        _met[env.master] = connections, met
+    connections, met = _met[env.master]
     # numbers: ranks that join have others
-    return JobStore(line, prefix, seconds=timeout_seconds, numbers=range(env.world_size)), "rank 0", met
+    return JobStore(connections, prefix, seconds=timeout_seconds, numbers=range(env.world_size)), "rank 0", met
 
 
 def _describe_wait(env: ProcessEnv) -> str:
@@ -73,7 +75,9 @@ def _describe_wait(env: ProcessEnv) -> str:
     return f"rank {env.rank} on {env.host} waits for {f'rank 0{where}' if env.rank else 'the other ranks to start'}"
 
 
-def rendezvous(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float) -> Line:
+def rendezvous(
+    env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float
+) -> StoreConnections:
     """Connect to the job's key-value store; rank 0 first starts its process, which listens on one address.
 
     Raises: CommError.
@@ -98,7 +102,7 @@ def rendezvous(env: ProcessEnv, *, timeout_seconds: float, interface: str | None
             # DNS may learn a pod's name some seconds after its start
             wait_until(lambda: bool(addresses_of(address)), timeout_seconds)
             return _hold(env, address, port, timeout_seconds=timeout_seconds)
-        return Line(address, port, env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
+        return StoreConnections(address, port, env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
     except (OSError, RuntimeError) as error:
         raise CommError(
             f"rank {env.rank} on {env.host}: no rendezvous at {address}:{port}: {first_line(error)}; "
@@ -106,7 +110,7 @@ def rendezvous(env: ProcessEnv, *, timeout_seconds: float, interface: str | None
         ) from error
 
 
-def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -> Line:
+def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -> StoreConnections:
     listener = listen(address, port, is_one_host=env.is_one_host)
     if not env.secret:
         where = f"{address}:{listener.getsockname()[1]}"
@@ -117,7 +121,9 @@ def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -
     return hold_store(listener, env.secret, world_size=env.world_size, timeout_seconds=timeout_seconds)
 
 
-def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, interface: str | None, warn_seconds: float) -> Line:
+def _meet_by_torchrun(
+    env: ProcessEnv, *, timeout_seconds: float, interface: str | None, warn_seconds: float
+) -> StoreConnections:
     """Publish the address of the job's authenticated store in torchrun's store, to which any process can write.
 
     torchrun's store outlives the ranks, so each start uses a session of its own.
@@ -145,13 +151,13 @@ def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, interface: str
             if _leads_back(address)
             else own_address(is_one_host=env.is_one_host, interface=interface, towards=address)
         )
-        line = _hold(env, here, 0, timeout_seconds=timeout_seconds)
-        board.set(key, f"{here} {line.port}")
-        return line
+        connections = _hold(env, here, 0, timeout_seconds=timeout_seconds)
+        board.set(key, f"{here} {connections.port}")
+        return connections
     if not wait_until(lambda: board.check([key]), timeout_seconds):
         raise TimeoutError("rank 0 opened none in time")
     here, own_port = board.get(key).decode().split()
-    return Line(here, int(own_port), env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
+    return StoreConnections(here, int(own_port), env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
 
 
 def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seconds: float, warn_seconds: float) -> str:

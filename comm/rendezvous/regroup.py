@@ -18,7 +18,7 @@ from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
 from bigbatch.comm.rendezvous.secret import StrangerError
 from bigbatch.errors import CommError, PeerLostError
 
@@ -31,7 +31,7 @@ CALL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class Endpoint:
     """A rank's process, and the address of its bound socket."""
 
     host: str
@@ -54,10 +54,10 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Seats:
+class Endpoints:
     """The processes of a group in rank order, and this one's bound socket."""
 
-    all: tuple[Seat, ...]
+    all: tuple[Endpoint, ...]
     socket: socket.socket
 
 
@@ -67,23 +67,23 @@ class Group:
 
     env: ProcessEnv
     control: Control
-    seats: Seats
+    endpoints: Endpoints
 
 
-def take_seats(env: ProcessEnv, control: Control, *, interface: str | None) -> Seats:
+def exchange_endpoints(env: ProcessEnv, control: Control, *, interface: str | None) -> Endpoints:
     """Bind this rank's socket, and exchange the addresses. Collective, after all have met."""
-    mine, bound = bind_seat(env, towards=control.master[0] if control.master else None, interface=interface)
+    mine, bound = bind_endpoint(env, towards=control.master[0] if control.master else None, interface=interface)
     told = control.gather_text(json.dumps(asdict(mine)), what="exchange of the addresses of later stores")
-    return Seats(tuple(Seat(**json.loads(text)) for text in told), bound)
+    return Endpoints(tuple(Endpoint(**json.loads(text)) for text in told), bound)
 
 
-def bind_seat(env: ProcessEnv, *, towards: str | None, interface: str | None) -> tuple[Seat, socket.socket]:
+def bind_endpoint(env: ProcessEnv, *, towards: str | None, interface: str | None) -> tuple[Endpoint, socket.socket]:
     """Bind a socket at which this rank can hold a store. towards: another rank's address."""
     address = own_address(
         is_one_host=env.is_one_host, interface=interface, towards=None if env.is_one_host else towards
     )
     bound = _bind(address, 0)
-    seat = Seat(
+    endpoint = Endpoint(
         host=env.host,
         machine=socket.gethostname() if env.plays_host else env.host,
         address=address,
@@ -93,7 +93,7 @@ def bind_seat(env: ProcessEnv, *, towards: str | None, interface: str | None) ->
         born=start_ticks(os.getpid()),
         rank=env.rank,
     )
-    return seat, bound
+    return endpoint, bound
 
 
 def _bind(address: str, port: int) -> socket.socket:
@@ -114,21 +114,21 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     lost: of the error that ended the group.
     Raises: PeerLostError if the others go on without this rank, or may do so; CommError if no store can be reached.
     """
-    env, control, seats = group.env, group.control, group.seats
+    env, control, endpoints = group.env, group.control, group.endpoints
     store, rank, holder = control.store, env.rank, holder_of(control)
     assert isinstance(store, JobStore)
     left = [each for each in range(env.world_size) if each not in lost]
     if rank not in left and rank != holder:
         raise excluded(env, lost)
     if holder in left:  # the store lives: its verdict is the same on all ranks
-        members, line, first = left, store.line, holder
+        members, connections, first = left, store.connections, holder
         master = control.master  # the holder's own connection may be over another address
         numbers = [store.numbers[each] if store.numbers else each for each in members]
         if not has_quorum(members, _silent(group, members, lost)):
             members = []
     else:
-        members, line, first = _meet_elsewhere(group, lost)
-        numbers, master = members, (line.address, line.port)
+        members, connections, first = _meet_elsewhere(group, lost)
+        numbers, master = members, (connections.address, connections.port)
     if not members:
         raise PeerLostError(
             f"rank {rank} on {env.host} reaches too few of the {env.world_size} ranks: those that it does not reach "
@@ -138,20 +138,27 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
         raise excluded(env, frozenset(range(env.world_size)).difference(members))
     # ranks that disagree about the members never meet
     prefix = f"{store.prefix}>{','.join(map(str, members))}"
-    joined = Joined(JobStore(line, prefix, seconds=control.timeout_seconds, numbers=numbers), members.index(first))
-    place = place_in(env, seats.all, members, master=master, secret=control.secret)
+    joined = Joined(
+        JobStore(connections, prefix, seconds=control.timeout_seconds, numbers=numbers), members.index(first)
+    )
+    place = place_in(env, endpoints.all, members, master=master, secret=control.secret)
     return Group(
         place,
         Control(place, timeout_seconds=control.timeout_seconds, warn_seconds=control.warn_seconds, joined=joined),
-        replace(seats, all=tuple(seats.all[each] for each in members)),
+        replace(endpoints, all=tuple(endpoints.all[each] for each in members)),
     )
 
 
 def place_in(
-    env: ProcessEnv, seats: Sequence[Seat], members: Sequence[int], *, master: tuple[str, int] | None, secret: bytes
+    env: ProcessEnv,
+    endpoints: Sequence[Endpoint],
+    members: Sequence[int],
+    *,
+    master: tuple[str, int] | None,
+    secret: bytes,
 ) -> ProcessEnv:
-    """Return the environment of a rank in the group of these members of its former group; seats: of that one."""
-    here = [each for each in members if seats[each].machine == seats[env.rank].machine]
+    """Return the environment of a rank in the group of these members of its former group; endpoints: of that one."""
+    here = [each for each in members if endpoints[each].machine == endpoints[env.rank].machine]
     return replace(
         env,
         rank=members.index(env.rank),
@@ -191,7 +198,7 @@ def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[i
         known.add(holder)
     silent = set[int]()
     for each in set(range(group.env.world_size)).difference(members):
-        has_ended = group.seats.all[each].has_ended()
+        has_ended = group.endpoints.all[each].has_ended()
         if not (each in known if has_ended is None else has_ended):
             silent.add(each)
     return silent
@@ -202,87 +209,91 @@ def _has_closed(control: Control) -> bool:
     assert isinstance(control.store, JobStore)
     with suppress(OSError):
         try:
-            socket.create_connection((control.store.line.address, control.store.line.port), CALL_SECONDS).close()
+            socket.create_connection(
+                (control.store.connections.address, control.store.connections.port), CALL_SECONDS
+            ).close()
         except ConnectionRefusedError:
             return True
     return False
 
 
-def order_of_holders(seats: Sequence[Seat], lost: frozenset[int], *, holder: int) -> list[int]:
+def order_of_holders(endpoints: Sequence[Endpoint], lost: frozenset[int], *, holder: int) -> list[int]:
     """Return the ranks that may hold the next store: those of other hosts first, the lost holder last."""
-    left = [each for each in range(len(seats)) if each not in lost and each != holder]
-    return [*sorted(left, key=lambda each: seats[each].host == seats[holder].host), holder]
+    left = [each for each in range(len(endpoints)) if each not in lost and each != holder]
+    return [*sorted(left, key=lambda each: endpoints[each].host == endpoints[holder].host), holder]
 
 
-def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], Line, int]:
+def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections, int]:
     """Open or find the next store, and agree there on the members.
 
     Returns: the members, none without a quorum; the store; and the rank that holds it.
     """
-    env, control, seats = group.env, group.control, group.seats
+    env, control, endpoints = group.env, group.control, group.endpoints
     reasons = []
-    for first in order_of_holders(seats.all, lost, holder=holder_of(control)):
+    for first in order_of_holders(endpoints.all, lost, holder=holder_of(control)):
         if first == env.rank:
             return *_count(group, lost), first
         try:
-            line = _call(seats.all[first], control, rank=env.rank)
+            connections = _call(endpoints.all[first], control, rank=env.rank)
         except (OSError, StrangerError) as error:
             reasons.append(f"rank {first}: {error}")
             continue
-        store = _election(line, control)
+        store = _election(connections, control)
         try:
             store.set(f"here/{env.rank}", "1")
             # as long as the first rank may wait for another one, and for its own requests
             if store.wait_for("members", 2 * control.timeout_seconds):
-                return list(map(int, store.get("members").split())), line, first
+                return list(map(int, store.get("members").split())), connections, first
         except RuntimeError as error:  # it has ended
             reasons.append(f"rank {first}: {error}")
     raise CommError(f"rank {env.rank} on {env.host} reaches no rank that opens another store: {'; '.join(reasons)}")
 
 
-def _election(line: Line, control: Control) -> JobStore:
+def _election(connections: StoreConnections, control: Control) -> JobStore:
     assert isinstance(control.store, JobStore)
-    return JobStore(line, f"{control.store.prefix}>members", seconds=control.timeout_seconds)
+    return JobStore(connections, f"{control.store.prefix}>members", seconds=control.timeout_seconds)
 
 
-def _call(seat: Seat, control: Control, *, rank: int) -> Line:
-    """Connect to the store at a seat, once it listens. Raises: OSError; StrangerError."""
+def _call(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConnections:
+    """Connect to the store at an endpoint, once it listens. Raises: OSError; StrangerError."""
     deadline = awake_seconds() + control.timeout_seconds
-    while not seat.has_ended():
+    while not endpoint.has_ended():
         try:
-            return Line(seat.address, seat.port, control.secret, rank=rank, timeout_seconds=CALL_SECONDS)
+            return StoreConnections(
+                endpoint.address, endpoint.port, control.secret, rank=rank, timeout_seconds=CALL_SECONDS
+            )
         except OSError:  # it may be in a long step, and has not noticed the loss yet
             if awake_seconds() > deadline:
                 raise
     raise ConnectionError("its process has ended")
 
 
-def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], Line]:
+def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections]:
     """Open the next store, and publish which ranks have come to it; none if they are not a quorum.
 
     A rank is waited for until its process has ended, or for comm.timeout_seconds: it may be in a long step. Ranks of
     the lost store's host that this host cannot see are waited for HOLDER_SECONDS, and so are lost ranks, except a
     holder that has lost its store alone.
     """
-    env, control, seats = group.env, group.control, group.seats
-    listener, started, own = seats.socket, awake_seconds(), seats.all[env.rank]
+    env, control, endpoints = group.env, group.control, group.endpoints
+    listener, started, own = endpoints.socket, awake_seconds(), endpoints.all[env.rank]
     if listener.fileno() < 0:  # this rank has held a store there, which has ended
         listener = _bind(own.address, own.port)
     listener.listen(4096)
     limit = control.timeout_seconds
-    line = hold_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
-    store = _election(line, control)
+    connections = hold_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
+    store = _election(connections, control)
     holder = holder_of(control)
     awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}
     come, gone = set[int](), frozenset[int]()
-    has_lost_store_alone = seats.all[holder].has_ended() is False and _has_closed(control)
+    has_lost_store_alone = endpoints.all[holder].has_ended() is False and _has_closed(control)
     brief = lost - {holder} if has_lost_store_alone else lost
     while awaited:
         gone = store.tail("members", 0).gone
         for each in sorted(awaited):
-            seat, waited = seats.all[each], awake_seconds() - started
-            has_ended = seat.has_ended()
-            is_short = each in brief or (has_ended is None and seat.host == seats.all[holder].host)
+            endpoint, waited = endpoints.all[each], awake_seconds() - started
+            has_ended = endpoint.has_ended()
+            is_short = each in brief or (has_ended is None and endpoint.host == endpoints.all[holder].host)
             if store.check([f"here/{each}"]):
                 come.add(each)
             elif not (has_ended or each in gone or waited > (HOLDER_SECONDS if is_short else control.timeout_seconds)):
@@ -293,4 +304,4 @@ def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], Line]:
     if not has_quorum(members, _silent(group, members, lost) - gone):
         members = []
     store.set("members", " ".join(map(str, members)))
-    return members, line
+    return members, connections

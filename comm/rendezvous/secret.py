@@ -70,7 +70,7 @@ def let_in(listener: socket.socket, make_room: Callable[[], None]) -> socket.soc
     return stream
 
 
-class Door:
+class ServerHandshake:
     """Server side of the authentication. name: of this listener, such as "store"; unique in the job."""
 
     def __init__(self, secret: bytes, name: str) -> None:
@@ -78,7 +78,7 @@ class Door:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         """Nonce of this listener, which clients receive first."""
 
-    def judge(self, hello: bytes) -> tuple[int, bytes]:
+    def verify(self, hello: bytes) -> tuple[int, bytes]:
         """Return the client's rank and the answer. Raises: StrangerError if the proof is wrong."""
         protocol, rank, drawn, proof = _HELLO.unpack(hello)
         expected = _prove(self._secret, b"caller", self._name, rank, drawn, self.nonce)
@@ -89,7 +89,7 @@ class Door:
 
 
 def introduce(secret: bytes, name: str, nonce: bytes, *, rank: int) -> tuple[bytes, bytes]:
-    """Return the hello for the Door of that name and nonce, and the answer that proves it belongs to the job."""
+    """Return the hello for the server of that name and nonce, and the answer that proves it belongs to the job."""
     drawn = secrets.token_bytes(NONCE_BYTES)
     proof = _prove(secret, b"caller", name, rank, drawn, nonce)
     return _HELLO.pack(_PROTOCOL, rank, drawn, proof), _prove(secret, b"door", name, rank, drawn, nonce)

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
-from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, let_in
+from bigbatch.comm.rendezvous.secret import HELLO_BYTES, ServerHandshake, StrangerError, let_in
 
 LENGTH = struct.Struct("!I")
 """Length in bytes, before each request, answer and part."""
@@ -52,13 +52,13 @@ def split(data: bytes) -> list[bytes]:
 class _Caller:
     """One connection, unauthenticated until its hello has come."""
 
-    def __init__(self, stream: socket.socket, door: Door) -> None:
+    def __init__(self, stream: socket.socket, handshake: ServerHandshake) -> None:
         self.stream = stream
-        self.door: Door | None = door
+        self.handshake: ServerHandshake | None = handshake
         self.since = awake_seconds()
         self.rank: int | None = None
         """The client's rank; None before authentication."""
-        self.incoming, self.outgoing = bytearray(), bytearray(door.nonce)
+        self.incoming, self.outgoing = bytearray(), bytearray(handshake.nonce)
         self.waits_for: set[bytes] = set()
         """Missing keys of its pending wait."""
         self.tail: tuple[bytes, int, int] | None = None
@@ -68,12 +68,12 @@ class _Caller:
 
     def requests(self) -> Iterator[list[bytes]]:
         """Yield the complete requests. Raises: ValueError, StrangerError."""
-        if self.door is not None and len(self.incoming) >= HELLO_BYTES:
-            self.rank, answer = self.door.judge(bytes(self.incoming[:HELLO_BYTES]))
+        if self.handshake is not None and len(self.incoming) >= HELLO_BYTES:
+            self.rank, answer = self.handshake.verify(bytes(self.incoming[:HELLO_BYTES]))
             self.outgoing += answer
-            self.door = None
+            self.handshake = None
             del self.incoming[:HELLO_BYTES]
-        while self.door is None and len(self.incoming) >= LENGTH.size:
+        while self.handshake is None and len(self.incoming) >= LENGTH.size:
             length = LENGTH.unpack_from(self.incoming)[0]
             if length > MOST_BYTES:
                 raise ValueError(f"a request of {length} bytes")
@@ -178,7 +178,7 @@ class StoreServer:
         if stream is None:
             return
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        caller = _Caller(stream, Door(self._secret, NAME))
+        caller = _Caller(stream, ServerHandshake(self._secret, NAME))
         self._strangers.append(caller)
         self._selector.register(stream, selectors.EVENT_READ | selectors.EVENT_WRITE, caller)
         if len(self._strangers) > self._most_strangers:
@@ -205,7 +205,7 @@ class StoreServer:
         if not data:
             raise ConnectionResetError
         caller.incoming += data
-        was_stranger = caller.door is not None
+        was_stranger = caller.handshake is not None
         for request in caller.requests():
             self._answer(caller, request)
         if was_stranger and caller.rank is not None:

@@ -46,7 +46,7 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
                 timeout_seconds=8,
                 detector=SimpleNamespace(
                     explain=None,
-                    heed=lambda label, seconds: None,  # asked where a wait takes long, as on a busy machine
+                    check_peers=lambda label, seconds: None,  # asked where a wait takes long, as on a busy machine
                     bounded=lambda label, operation: operation(),
                     begin=lambda: None,
                 ),

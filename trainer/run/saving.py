@@ -256,7 +256,7 @@ class CheckpointSaver:
         """
         if self._write and self._write.is_awaited:
             communicator, seconds = self._parts.communicator, LEAVE_SECONDS
-            if exit_code == LOST and communicator.seats is not None:  # healing releases the connection
+            if exit_code == LOST and communicator.endpoints is not None:  # healing releases the connection
                 seconds = min(seconds, communicator.control.timeout_seconds / 2)
             else:
                 communicator.abort(exit_code)  # first: the other ranks must not wait for it

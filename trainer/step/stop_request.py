@@ -152,7 +152,7 @@ class StopRequest:
                     departure.ask()
                 if not departure.is_near and _is_true(wants_join):
                     departure.ask(joins=True)
-                has_told = departure.heed()
+                has_told = departure.poll()
                 if has_told and not has_said and departure.is_agreed():
                     has_said = True
                     acknowledge(self.asked_by)

@@ -155,11 +155,11 @@ def test_links_take_no_introduction_twice(store: HashStore) -> None:
     assert nonces[0] != nonces[1]
     overheard, _ = proofs.introduce(SECRET, "links of rank 0", nonces[0], rank=2)
     with pytest.raises(proofs.StrangerError):
-        other._door.judge(overheard)
+        other._handshake.verify(overheard)
     as_another = overheard[:4] + (1).to_bytes(4, "big") + overheard[8:]
     with pytest.raises(proofs.StrangerError):
-        job._door.judge(as_another)
-    assert job._door.judge(overheard)[0] == 2
+        job._handshake.verify(as_another)
+    assert job._handshake.verify(overheard)[0] == 2
 
 
 def test_links_send_off_who_says_nothing_and_keep_their_number_small(

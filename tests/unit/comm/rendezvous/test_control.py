@@ -22,7 +22,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
 from bigbatch.comm.rendezvous.failure_log import LOG
-from bigbatch.comm.rendezvous.job_store import JobStore, Line
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import meet
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -34,7 +34,7 @@ def rank_of_two(*, port: int = 0, address: str = "127.0.0.1") -> ProcessEnv:
     return ProcessEnv("torchrun", 0, 2, 0, 2, "here", (address, port), secret=b"of this job")
 
 
-def rendezvous(env: ProcessEnv, *, timeout_seconds: float) -> Line:
+def rendezvous(env: ProcessEnv, *, timeout_seconds: float) -> StoreConnections:
     return meeting.rendezvous(env, timeout_seconds=timeout_seconds, warn_seconds=60)
 
 
@@ -62,12 +62,14 @@ def test_gather_text_names_the_rank_that_misses_it() -> None:
 
 
 def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "HEED_SECONDS", 0.1)
+    monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.1)
     job = half_a_job(60)
     assert isinstance(job.store, JobStore)
-    heed, waited = job.detector.heed, []
-    monkeypatch.setattr(job.detector, "heed", lambda *told: (waited.append(job.detector.is_waiting), heed(*told)))
-    killed = Line("127.0.0.1", job.store.line.port, job.secret, rank=1, timeout_seconds=60)
+    check_peers, waited = job.detector.check_peers, []
+    monkeypatch.setattr(
+        job.detector, "check_peers", lambda *told: (waited.append(job.detector.is_waiting), check_peers(*told))
+    )
+    killed = StoreConnections("127.0.0.1", job.store.connections.port, job.secret, rank=1, timeout_seconds=60)
     assert killed._presence is not None
     for stream in (*killed._idle, killed._presence):
         stream.close()
@@ -81,7 +83,7 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
 
 
 def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "HEED_SECONDS", 0.05)
+    monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.05)
     job = half_a_job(60)
 
     tail = JobStore.tail
@@ -103,10 +105,10 @@ def test_gather_text_of_a_world_of_one() -> None:
 
 def test_heed_ends_a_wait_by_another_ranks_failure() -> None:
     job = half_a_job()
-    job.detector.heed("buffer 0", 1.0)  # nothing was reported: go on
+    job.detector.check_peers("buffer 0", 1.0)  # nothing was reported: go on
     job.store.append(LOG, '["failed", 1, "lost"]\n["verdict", 1, [], "all ranks still answer"]\n')
     with pytest.raises(PeerLostError, match=naming("buffer 0", "1.0 s", "all ranks still", "control")) as caught:
-        job.detector.heed("buffer 0", 1.0)
+        job.detector.check_peers("buffer 0", 1.0)
     assert "rank 1" not in str(caught.value)
 
 
@@ -118,10 +120,10 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
     for each in (job, other):
         each.detector.begin()
     other.detector.leave()
-    job.detector.heed("buffer 0", 1.0)  # which the other has begun, too
+    job.detector.check_peers("buffer 0", 1.0)  # which the other has begun, too
     job.detector.begin()
     with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")):
-        job.detector.heed("buffer 1", 1.0)
+        job.detector.check_peers("buffer 1", 1.0)
 
 
 def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
@@ -129,7 +131,7 @@ def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
     job.detector.crash()
     job.detector.log.look()
     assert job.store.get(LOG).splitlines() == [b'["crashed", 0, null]', b'["heard", 0]']
-    job.detector.heed("buffer 0", 1.0)  # its own
+    job.detector.check_peers("buffer 0", 1.0)  # its own
 
 
 @pytest.mark.parametrize(("code", "expected"), [(FAILED, FAILED), (CRASHED, LOST)])
@@ -144,7 +146,7 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
     other.detector = FailureDetector(other)
     job.detector.crash(code)
     with pytest.raises(PeerLostError) as raised:
-        other.detector.heed("buffer 0", 1.0)
+        other.detector.check_peers("buffer 0", 1.0)
     assert raised.value.exit_code == expected
 
 
@@ -158,7 +160,7 @@ def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection() -> None:
 def test_rendezvous_that_is_gone_is_named() -> None:
     job = half_a_job()
     job.store, job.holder = BoundedStore(GoneStore(), seconds=5), "rank 7"
-    job.detector.heed("buffer 0", 1.0)  # the operation itself will fail
+    job.detector.check_peers("buffer 0", 1.0)  # the operation itself will fail
     message = str(job.detector.explain("buffer 0", 1.0, OSError("broken")))
     assert re.search(naming("buffer 0", "1.0 s", "rank 7", "rendezvous", "control: broken"), message)
 
@@ -190,8 +192,8 @@ def test_rendezvous_that_is_stopped_is_named_by_who_waits_for_its_answer(
 def test_rendezvous_that_is_stopped_is_named_after_a_sum(
     job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "HEED_SECONDS", 0.1)
-    job_of_stopped.detector.heed("buffer 0", 5.0)  # the sum's own limit ends it
+    monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.1)
+    job_of_stopped.detector.check_peers("buffer 0", 5.0)  # the sum's own limit ends it
     said = str(job_of_stopped.detector.explain("buffer 0", 5.0, TimeoutError("some rank has not come to it")))
     assert re.search(naming("buffer 0", "rank 0, which holds the rendezvous", "not come"), said), said
 

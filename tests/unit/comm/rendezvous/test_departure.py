@@ -29,9 +29,9 @@ def departures(num_ranks: int) -> list[Departure]:
 def test_departure_is_at_the_first_boundary_that_no_rank_has_passed() -> None:
     first, second, third = departures(3)
     assert not any(each.is_due() for each in (first, second, third, second, second))
-    assert not first.heed()
+    assert not first.poll()
     third.ask()
-    assert all(each.heed() for each in (first, third, second, second))
+    assert all(each.poll() for each in (first, third, second, second))
     # they had passed 1, 3 and 1
     assert [first.is_due() for _ in range(3)] == [False, False, True]
     assert second.is_due()
@@ -42,8 +42,8 @@ def test_departure_goes_on_until_this_rank_has_told() -> None:
     first, second = departures(2)
     first.ask()
     assert not any(second.is_due() for _ in range(9))
-    assert first.heed()
-    assert second.heed()
+    assert first.poll()
+    assert second.poll()
     assert [first.is_due() for _ in range(10)] == [False] * 9 + [True]
 
 
@@ -51,11 +51,11 @@ def test_departure_for_a_join_waits_until_all_look_often() -> None:
     """A rank that has told waits at its next boundary, and would do so until the next look of the others."""
     first, second = departures(2)
     first.ask(joins=True)
-    assert not first.heed()
+    assert not first.poll()
     assert first.is_near
     assert not any(first.is_due() for _ in range(3))
-    assert second.heed(), "the last one need not wait"
-    assert first.heed()
+    assert second.poll(), "the last one need not wait"
+    assert first.poll()
     assert not first.is_agreed(), "to stop"
     assert first.is_due()
     assert [second.is_due() for _ in range(4)] == [False] * 3 + [True]
@@ -66,10 +66,10 @@ def test_departure_for_a_join_waits_until_all_look_often() -> None:
 def test_departure_is_a_stop_if_both_are_asked_for_in_time() -> None:
     first, second = departures(2)
     first.ask(joins=True)
-    assert not first.heed()
+    assert not first.poll()
     second.ask()
-    assert second.heed()
-    assert first.heed()
+    assert second.poll()
+    assert first.poll()
     assert first.is_due()
     assert first.is_agreed()
     assert not first.is_join
@@ -93,7 +93,7 @@ def test_departure_of_ranks_that_run_ahead_of_each_other(seed: int) -> None:
         raise AssertionError("never left")
 
     def listen(rank: int) -> None:
-        while not ended.wait(0.003) and not ranks[rank].heed():
+        while not ended.wait(0.003) and not ranks[rank].poll():
             pass
 
     with ThreadPoolExecutor(8) as pool:

@@ -22,12 +22,12 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from bigbatch.comm.rendezvous import job_store, limits, store_process
 from bigbatch.comm.rendezvous.bounded_store import News, NoAnswerError
-from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.secret import (
     HELLO_BYTES,
     NONCE_BYTES,
-    Door,
+    ServerHandshake,
     StrangerError,
     call,
     introduce,
@@ -38,12 +38,12 @@ from bigbatch.comm.rendezvous.store_process import LENGTH, Requests, StoreServer
 SECRET = b"of this job"
 
 
-def held(secret: bytes = SECRET) -> Line:
+def held(secret: bytes = SECRET) -> StoreConnections:
     return hold_store(listen("127.0.0.1", 0), secret, world_size=2, timeout_seconds=60)
 
 
-def line_to(port: int, *, secret: bytes = SECRET, rank: int = 1) -> Line:
-    return Line("127.0.0.1", port, secret, rank=rank, timeout_seconds=60)
+def connect(port: int, *, secret: bytes = SECRET, rank: int = 1) -> StoreConnections:
+    return StoreConnections("127.0.0.1", port, secret, rank=rank, timeout_seconds=60)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def gone(store: JobStore) -> frozenset[int]:
 def test_job_store_tells_news_at_once(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was appended behind what a rank has read, or that a process has ended."""
     monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
-    store, other = (JobStore(line_to(port, rank=rank), seconds=60) for rank in (0, 1))
+    store, other = (JobStore(connect(port, rank=rank), seconds=60) for rank in (0, 1))
     assert store.tail("log", 0) == News(b"")
     other.append("log", "one\ntwo\n")
     assert store.tail("log", 4, seconds=60) == News(b"two\n")
@@ -101,7 +101,7 @@ def test_job_store_tells_news_at_once(port: int, monkeypatch: pytest.MonkeyPatch
             store.append("log", "")  # ends it
         assert waiting.result() == News(b"")
         waiting = pool.submit(store.tail, "log", 14, seconds=60)
-        for stream in (*other.line._idle, other.line._presence):
+        for stream in (*other.connections._idle, other.connections._presence):
             stream.close()
         assert waiting.result() == News(b"", frozenset({1}), 1)
     assert store.tail("log", 14, num_gone=1, seconds=0.1) == News(b"", frozenset({1}), 1)
@@ -134,8 +134,8 @@ def test_job_store_answers_as_torchs_own(store: JobStore) -> None:
 
 def test_store_process_may_begin_late_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_store, "_PROGRAM", f"import time; time.sleep(1); {job_store._PROGRAM}")
-    line = hold_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout_seconds=0.1)
-    assert JobStore(line, seconds=60).num_keys() == 0
+    connections = hold_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout_seconds=0.1)
+    assert JobStore(connections, seconds=60).num_keys() == 0
 
 
 def test_job_store_lives_as_long_as_torch_asks_it(store: JobStore) -> None:
@@ -146,7 +146,7 @@ def test_job_store_lives_as_long_as_torch_asks_it(store: JobStore) -> None:
 
 
 def test_job_store_waits_for_what_another_rank_writes(store: JobStore) -> None:
-    other = JobStore(line_to(store.line.port), "job", seconds=60)
+    other = JobStore(connect(store.connections.port), "job", seconds=60)
     with ThreadPoolExecutor(3) as pool:
         waits = [
             pool.submit(store.get, "late"),
@@ -162,7 +162,7 @@ def test_job_store_waits_for_what_another_rank_writes(store: JobStore) -> None:
 
 
 def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
-    store = JobStore(line_to(port), seconds=60)
+    store = JobStore(connect(port), seconds=60)
     start = time.monotonic()
     assert not store.wait_for("key", 0.3)
     assert 0.3 <= time.monotonic() - start < 30
@@ -173,40 +173,40 @@ def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
         store.set("other", "value")
         assert waits[1].result()
     assert store.wait_for("key", 0.0)
-    assert JobStore(store.line, seconds=1e9).check(["key"])  # more than poll() takes at once
-    assert len(store.line._idle) <= 3  # a wait that ended without the key costs no connection
+    assert JobStore(store.connections, seconds=1e9).check(["key"])  # more than poll() takes at once
+    assert len(store.connections._idle) <= 3  # a wait that ended without the key costs no connection
 
 
 def test_job_store_names_ranks_whose_every_connection_has_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
-    store, other = (JobStore(line_to(port, rank=rank), seconds=60) for rank in (0, 3))
+    store, other = (JobStore(connect(port, rank=rank), seconds=60) for rank in (0, 3))
     with ThreadPoolExecutor(1) as pool:  # makes a second connection
         waiting = pool.submit(other.get, "late")
         assert not other.check(["late"])
-        first = other.line._idle.pop()
+        first = other.connections._idle.pop()
         first.close()
         assert not gone(store), "one is left"
         store.set("late", "")
         waiting.result()
-    for stream in other.line._idle:
+    for stream in other.connections._idle:
         stream.close()
     time.sleep(0.1)
     assert not gone(store), "requests that were given up have ended theirs"
-    other.line._presence.close()
+    other.connections._presence.close()
     assert ends(lambda: gone(store) == {3})
     monkeypatch.setattr(limits, "GONE_SECONDS", 60.0)
     assert not gone(store), "it may come back"
     monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
-    other.line._idle.clear()
+    other.connections._idle.clear()
     other.set("back", "")
     assert not gone(store)
 
 
 FORKS = """
 import multiprocessing, os, signal, time
-from bigbatch.comm.rendezvous.job_store import JobStore, Line
-line = Line("127.0.0.1", {port}, {secret!r}, rank=3, timeout_seconds=60)
-store = JobStore(line, seconds=60)
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
+connections = StoreConnections("127.0.0.1", {port}, {secret!r}, rank=3, timeout_seconds=60)
+store = JobStore(connections, seconds=60)
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
 worker.start()
 store.set("worker", str(worker.pid))  # on the connection that the worker has inherited, too
@@ -218,7 +218,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children such as a loader's: forked after the rank has connected, and left running when it is killed."""
     monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
-    store = JobStore(line_to(port), seconds=60)
+    store = JobStore(connect(port), seconds=60)
     killed = subprocess.run([sys.executable, "-c", FORKS.format(port=port, secret=SECRET)])
     assert killed.returncode == -signal.SIGKILL
     worker = psutil.Process(int(store.get("worker")))
@@ -231,18 +231,18 @@ def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(port: int, monkey
 
 def test_job_store_gives_up_a_holder_that_is_stopped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stopped, ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(line_to, stopped.getsockname()[1])
+        calling = pool.submit(connect, stopped.getsockname()[1])
         streams = []
         for _ in range(2):  # one of them shows that it is there
             stream, _ = stopped.accept()
-            door = Door(SECRET, "store")
-            stream.sendall(door.nonce)
-            stream.sendall(door.judge(receive_exactly(stream, HELLO_BYTES))[1])
+            handshake = ServerHandshake(SECRET, "store")
+            stream.sendall(handshake.nonce)
+            stream.sendall(handshake.verify(receive_exactly(stream, HELLO_BYTES))[1])
             streams.append(stream)
         store = JobStore(calling.result(), seconds=0.1)
         with pytest.raises(NoAnswerError, match=r"not answered within 0\.1 s"):
             store.check(["key"])
-        view = JobStore(store.line, seconds=60).within(60).within(0.2)
+        view = JobStore(store.connections, seconds=60).within(60).within(0.2)
         start = time.monotonic()
         for _ in range(20):  # one limit for all that it asks
             with pytest.raises(NoAnswerError):
@@ -255,7 +255,7 @@ def test_job_store_says_that_a_wait_timed_out(store: JobStore) -> None:
     with pytest.raises(RuntimeError, match=r"wait for key timed out after 0\.1 s"):
         store.wait(["key"], timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="timed out"):
-        JobStore(store.line, "job", seconds=0.1).torch_store.get("key")
+        JobStore(store.connections, "job", seconds=0.1).torch_store.get("key")
     store.set("key", "value")
     assert store.get("key") == b"value"
 
@@ -264,17 +264,17 @@ def test_job_store_whose_holder_has_ended_says_so(port: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "create_connection", lambda where, timeout: socket.socketpair()[0])
         with pytest.raises(OSError, match=r"."):
-            Line("127.0.0.1", port, SECRET, rank=1, timeout_seconds=0.2)
-    store = JobStore(line_to(port), "job", seconds=60)
-    store.line._idle[0].shutdown(socket.SHUT_RDWR)
+            StoreConnections("127.0.0.1", port, SECRET, rank=1, timeout_seconds=0.2)
+    store = JobStore(connect(port), "job", seconds=60)
+    store.connections._idle[0].shutdown(socket.SHUT_RDWR)
     with pytest.raises(RuntimeError, match=rf"the store at 127\.0\.0\.1:{port} has ended"):
         store.check(["key"])
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").read_text(), reason="this machine has no IPv6")
 def test_job_store_is_reached_by_ipv6() -> None:
-    line = hold_store(listen("::1", 0), SECRET, world_size=2, timeout_seconds=60)
-    store = JobStore(Line("::1", line.port, SECRET, rank=1, timeout_seconds=60), seconds=60)
+    connections = hold_store(listen("::1", 0), SECRET, world_size=2, timeout_seconds=60)
+    store = JobStore(StoreConnections("::1", connections.port, SECRET, rank=1, timeout_seconds=60), seconds=60)
     assert store.add("count", 1) == 1
 
 
@@ -292,19 +292,19 @@ def is_closed(stream: socket.socket) -> bool:
 def test_store_lets_nobody_in_who_does_not_know_the_secret(port: int) -> None:
     for secret in (b"", b"another", SECRET + b"\n"):
         with pytest.raises(StrangerError, match="different secrets"):
-            line_to(port, secret=secret)
-    hello, _ = introduce(SECRET, "store", bytes(NONCE_BYTES), rank=1)  # for what another door drew
+            connect(port, secret=secret)
+    hello, _ = introduce(SECRET, "store", bytes(NONCE_BYTES), rank=1)  # for what another handshake drew
     assert SECRET not in hello
     for words in (hello, b"GET / HTTP/1.1\r\n\r\n".ljust(200), bytes(56), os.urandom(1000)):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(words)
             assert is_closed(stranger)
-    assert not JobStore(line_to(port), seconds=60).check(["key"])
+    assert not JobStore(connect(port), seconds=60).check(["key"])
 
 
 def test_rank_turns_away_from_a_store_that_does_not_know_the_secret() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(line_to, impostor.getsockname()[1])
+        calling = pool.submit(connect, impostor.getsockname()[1])
         stream, _ = impostor.accept()
         with stream:
             stream.sendall(bytes(NONCE_BYTES))
@@ -325,7 +325,7 @@ def test_store_is_not_kept_from_its_ranks_by_idle_callers(
 ) -> None:
     monkeypatch.setattr(store_process, "HELLO_SECONDS", 3600.0)  # closed for no other reason
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(30 + most_strangers)]
-    store = JobStore(line_to(port), seconds=60)
+    store = JobStore(connect(port), seconds=60)
     store.set("key", "value")
     assert store.get("key") == b"value"
     for stream in idle[:30]:  # the first to come, the first to go
@@ -356,11 +356,11 @@ def test_store_ends_the_connection_of_a_request_that_makes_no_sense(request_: by
         call(stream, SECRET, "store", rank=3)
         stream.sendall(LENGTH.pack(store_process.MOST_BYTES + 1))
         assert is_closed(stream)
-    assert not JobStore(line_to(port), seconds=60).check(["key"])
+    assert not JobStore(connect(port), seconds=60).check(["key"])
 
 
 def test_store_without_descriptors_serves_those_it_knows(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = JobStore(line_to(port), seconds=60)
+    store = JobStore(connect(port), seconds=60)
     refused = Event()
 
     def refuse(self: socket.socket) -> None:
@@ -372,7 +372,7 @@ def test_store_without_descriptors_serves_those_it_knows(port: int, monkeypatch:
         with socket.create_connection(("127.0.0.1", port)):
             assert refused.wait(timeout=60)
             store.set("key", "value")
-    assert JobStore(line_to(port), seconds=60).get("key") == b"value"
+    assert JobStore(connect(port), seconds=60).get("key") == b"value"
 
 
 @given(st.binary(max_size=200))
@@ -389,11 +389,11 @@ HOLDER = """\
 import os, sys, time
 from bigbatch.comm.rendezvous.job_store import hold_store
 from bigbatch.comm.rendezvous.meeting import listen
-line = hold_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout_seconds=60)
+connections = hold_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout_seconds=60)
 child = os.fork()  # as workers that read images, which inherit all that is open
 if child == 0:
     time.sleep(600)
-print(line.port, child, flush=True)
+print(connections.port, child, flush=True)
 time.sleep(600)
 """
 
@@ -424,9 +424,9 @@ def test_store_process_ends_with_a_rank_that_is_killed_though_it_is_stopped() ->
 
 
 def test_store_process_ends_once_its_last_owner_has_ended() -> None:
-    line = held()
-    port = line.port
-    del line
+    connections = held()
+    port = connections.port
+    del connections
     assert is_refused(port)
 
 

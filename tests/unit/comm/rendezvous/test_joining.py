@@ -17,7 +17,7 @@ from bigbatch.comm.rendezvous import joining as joining_module
 from bigbatch.comm.rendezvous import regroup as regroup_module
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
 from bigbatch.comm.rendezvous.joining import (
     FIRST_NUMBER,
     REQUESTS,
@@ -28,7 +28,7 @@ from bigbatch.comm.rendezvous.joining import (
     leave_former_group,
     let_in,
 )
-from bigbatch.comm.rendezvous.regroup import Group, Seat, Seats, regroup
+from bigbatch.comm.rendezvous.regroup import Endpoint, Endpoints, Group, regroup
 from bigbatch.errors import CommError, PeerLostError
 
 SECRET = b"of this test"
@@ -50,11 +50,11 @@ class Job:
     def __init__(self, pool: ThreadPoolExecutor, left: Sequence[int] = (0, 1, 3)) -> None:
         self._pool = pool
         listener = socket.create_server(("127.0.0.1", 0))
-        self.line = hold_store(listener, SECRET, world_size=4, timeout_seconds=60)
+        self.connections = hold_store(listener, SECRET, world_size=4, timeout_seconds=60)
         sockets = [regroup_module._bind("127.0.0.1", 0) for _ in range(4)]
         born = start_ticks(os.getpid()) or 0
-        seats = tuple(
-            Seat(
+        endpoints = tuple(
+            Endpoint(
                 "here",
                 "here",
                 "127.0.0.1",
@@ -68,16 +68,16 @@ class Job:
         )
         groups = []
         for rank in left:
-            joined = Joined(JobStore(self.line, "job", seconds=60, numbers=range(4)), left[0])
+            joined = Joined(JobStore(self.connections, "job", seconds=60, numbers=range(4)), left[0])
             control = Control(env_of(rank, 4), timeout_seconds=60, joined=joined)
-            groups.append(Group(env_of(rank, 4), control, Seats(seats, sockets[rank])))
+            groups.append(Group(env_of(rank, 4), control, Endpoints(endpoints, sockets[rank])))
         self.groups = list(pool.map(lambda group: regroup(group, frozenset(range(4)).difference(left)), groups))
 
     def ask(
         self, rank: int, facts: Mapping[str, str] = FACTS, *, is_current: Callable[[], bool] = lambda: True
     ) -> "Future[Admitted]":
         limits = {"timeout_seconds": 60.0, "warn_seconds": 20.0, "is_current": is_current}
-        where = ("127.0.0.1", self.line.port)
+        where = ("127.0.0.1", self.connections.port)
         env = replace(env_of(rank, 4), joins_file=Path("no such file"))
         return self._pool.submit(ask_to_join, env, where, facts=facts, interface=None, **limits)  # type: ignore[arg-type]
 
@@ -87,7 +87,7 @@ class Job:
         while len(found := find_requests(self.groups[0], lambda: FACTS, fits=lambda count: count != misfit)) < least:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return sorted(each.seat.rank for each in found)
+        return sorted(each.endpoint.rank for each in found)
 
     def let_in(self) -> list[Group]:
         found = find_requests(self.groups[0], lambda: FACTS, fits=lambda count: True)
@@ -162,11 +162,11 @@ def test_rank_that_cannot_join_is_told_why_and_the_others_are_not_disturbed(
 
 
 def test_rank_that_ends_after_it_was_found_is_forgotten(job: Job) -> None:
-    line = Line("127.0.0.1", job.line.port, SECRET, rank=FIRST_NUMBER, timeout_seconds=60)
-    asked = {"number": FIRST_NUMBER, "facts": FACTS, "seat": asdict(replace(job.groups[0].seats.all[0], rank=2))}
-    JobStore(line, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
+    connections = StoreConnections("127.0.0.1", job.connections.port, SECRET, rank=FIRST_NUMBER, timeout_seconds=60)
+    asked = {"number": FIRST_NUMBER, "facts": FACTS, "seat": asdict(replace(job.groups[0].endpoints.all[0], rank=2))}
+    JobStore(connections, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
     assert job.find() == [2]
-    for stream in (*line._idle, line._presence):
+    for stream in (*connections._idle, connections._presence):
         assert stream
         stream.close()
     deadline = time.monotonic() + 60
@@ -210,7 +210,7 @@ def test_loss_while_ranks_agree_on_a_join_parts_none_of_the_others(has_come: boo
 
 def answer_nothing_more(job: Job, asking: "Future[Admitted]") -> None:
     """End a rank that would ask for ever."""
-    store = JobStore(job.line, REQUESTS, seconds=60)
+    store = JobStore(job.connections, REQUESTS, seconds=60)
     for line in store.get("asked").splitlines():
         store.set(f"answer/{json.loads(line)['number']}", json.dumps({"refused": "the test ends"}))
     assert isinstance(asking.exception(60), CommError)
@@ -247,10 +247,10 @@ def test_rank_that_is_lost_before_it_has_the_state_has_no_vote(left: Sequence[in
 
 
 def test_requests_that_another_release_has_written_disturb_none(job: Job) -> None:
-    store = JobStore(job.line, REQUESTS, seconds=60)
-    seat = asdict(job.groups[0].seats.all[0])
+    store = JobStore(job.connections, REQUESTS, seconds=60)
+    endpoint = asdict(job.groups[0].endpoints.all[0])
     lines = ["{", "7", "[]", '{"number": "x"}', "{}"]
-    lines += [json.dumps({"number": 5 << 20, "seat": seat | {"rank": 2, "cell": 3}, "facts": FACTS})]
+    lines += [json.dumps({"number": 5 << 20, "seat": endpoint | {"rank": 2, "cell": 3}, "facts": FACTS})]
     lines += [json.dumps({"number": 6 << 20, "seat": {}, "facts": None})]
     store.append("asked", "\n".join(lines) + "\n")
     assert job.find() == []
@@ -261,16 +261,16 @@ def test_requests_that_another_release_has_written_disturb_none(job: Job) -> Non
 def test_newest_request_of_a_rank_counts(job: Job) -> None:
     """The former one's process may seem to live."""
     for number in (FIRST_NUMBER, FIRST_NUMBER + 1):
-        line = Line("127.0.0.1", job.line.port, SECRET, rank=number, timeout_seconds=60)
-        asked = {"number": number, "facts": FACTS, "seat": asdict(replace(job.groups[0].seats.all[0], rank=2))}
-        JobStore(line, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
+        connections = StoreConnections("127.0.0.1", job.connections.port, SECRET, rank=number, timeout_seconds=60)
+        asked = {"number": number, "facts": FACTS, "seat": asdict(replace(job.groups[0].endpoints.all[0], rank=2))}
+        JobStore(connections, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
     found = find_requests(job.groups[0], lambda: FACTS, fits=lambda count: True)
     assert [each.number for each in found] == [FIRST_NUMBER + 1]
 
 
 def test_store_keeps_no_request_and_no_answer_of_a_process_that_has_ended(job: Job) -> None:
     """A job that loses ranks for days takes in one after another."""
-    store = JobStore(job.line, REQUESTS, seconds=60)
+    store = JobStore(job.connections, REQUESTS, seconds=60)
     for _ in range(2):
         asking = job.ask(2)
         job.find(least=1)

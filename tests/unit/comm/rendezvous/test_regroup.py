@@ -17,11 +17,11 @@ from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous import regroup as module
 from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
 from bigbatch.comm.rendezvous.regroup import (
+    Endpoint,
+    Endpoints,
     Group,
-    Seat,
-    Seats,
     has_quorum,
     order_of_holders,
     place_in,
@@ -32,8 +32,8 @@ from bigbatch.errors import PeerLostError
 SECRET = b"of this test"
 
 
-def seat(host: str, *, machine: str = "", port: int = 1, kernel: str = "", born: int | None = 0) -> Seat:
-    return Seat(host, machine or host, "127.0.0.1", port, kernel, os.getpid(), born, 0)
+def endpoint(host: str, *, machine: str = "", port: int = 1, kernel: str = "", born: int | None = 0) -> Endpoint:
+    return Endpoint(host, machine or host, "127.0.0.1", port, kernel, os.getpid(), born, 0)
 
 
 def env_of(rank: int, world_size: int) -> ProcessEnv:
@@ -52,8 +52,8 @@ def env_of(rank: int, world_size: int) -> ProcessEnv:
 def test_next_store_is_on_another_host_than_the_lost_one(
     hosts: str, lost: set[int], holder: int, expected: list[int]
 ) -> None:
-    seats = [seat(host) for host in hosts.split()]
-    assert order_of_holders(seats, frozenset(lost), holder=holder) == expected
+    endpoints = [endpoint(host) for host in hosts.split()]
+    assert order_of_holders(endpoints, frozenset(lost), holder=holder) == expected
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
@@ -72,14 +72,19 @@ def test_of_two_groups_that_do_not_see_each_other_one_goes_on(num_ranks: int) ->
 
 def test_ranks_keep_their_order_and_count_their_machine_anew() -> None:
     """Hosts that a machine plays are one for its local ranks, which choose a GPU."""
-    seats = [seat("n0", machine="x"), seat("n1", machine="x"), seat("n2", machine="y"), seat("n3", machine="y")]
-    placed = place_in(env_of(3, 4), seats, [1, 2, 3], master=("there", 5), secret=b"s")
+    endpoints = [
+        endpoint("n0", machine="x"),
+        endpoint("n1", machine="x"),
+        endpoint("n2", machine="y"),
+        endpoint("n3", machine="y"),
+    ]
+    placed = place_in(env_of(3, 4), endpoints, [1, 2, 3], master=("there", 5), secret=b"s")
     assert (placed.rank, placed.world_size, placed.local_rank, placed.local_size) == (2, 3, 1, 2)
     assert (placed.master, placed.secret, placed.launcher) == (("there", 5), b"s", "torchrun")
 
 
 def test_process_is_known_to_have_ended_on_its_own_kernel_alone() -> None:
-    mine = replace(seat("here"), kernel=own_kernel(), born=start_ticks(os.getpid()))
+    mine = replace(endpoint("here"), kernel=own_kernel(), born=start_ticks(os.getpid()))
     assert mine.has_ended() is False
     assert replace(mine, born=1).has_ended() is True  # another process has its number
     assert replace(mine, kernel="another").has_ended() is None
@@ -91,18 +96,18 @@ class Job:
 
     def __init__(self, num_ranks: int, *, ended: frozenset[int]) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
-        self.line = hold_store(listener, SECRET, world_size=num_ranks, timeout_seconds=60)
+        self.connections = hold_store(listener, SECRET, world_size=num_ranks, timeout_seconds=60)
         sockets = [module._bind("127.0.0.1", 0) for _ in range(num_ranks)]
         born = start_ticks(os.getpid()) or 0
-        seats = tuple(
-            seat("here", port=each.getsockname()[1], kernel=own_kernel(), born=born - (rank in ended))
+        endpoints = tuple(
+            endpoint("here", port=each.getsockname()[1], kernel=own_kernel(), born=born - (rank in ended))
             for rank, each in enumerate(sockets)
         )
         self.groups = []
         for rank in range(num_ranks):
-            joined = Joined(JobStore(self.line, "job", seconds=60), 0)
+            joined = Joined(JobStore(self.connections, "job", seconds=60), 0)
             control = Control(env_of(rank, num_ranks), timeout_seconds=60, joined=joined)
-            self.groups.append(Group(env_of(rank, num_ranks), control, Seats(seats, sockets[rank])))
+            self.groups.append(Group(env_of(rank, num_ranks), control, Endpoints(endpoints, sockets[rank])))
 
     def after(self, lost: dict[int, set[int]]) -> dict[int, Group | PeerLostError]:
         """What each of the ranks comes to that calls these lost."""
@@ -137,7 +142,7 @@ def test_ranks_whose_store_is_lost_meet_at_the_next_and_miss_who_has_ended() -> 
     groups = job.after({rank: {0} for rank in (2, 3, 4)})
     found = [group for group in groups.values() if isinstance(group, Group)]
     assert [group.env.rank for group in found] == [0, 1, 2]
-    assert [group.control.store.line._rank for group in found] == [2, 3, 4]  # type: ignore[union-attr]
+    assert [group.control.store.connections._rank for group in found] == [2, 3, 4]  # type: ignore[union-attr]
     assert {group.control.holder for group in found} == {"rank 0"}
     assert gather(found) == [["of 0", "of 1", "of 2"]] * 3
     with ThreadPoolExecutor(2) as pool:
@@ -156,13 +161,13 @@ def test_holder_in_a_long_step_is_waited_for_after_the_end_of_its_store(monkeypa
     monkeypatch.setattr(module, "HOLDER_SECONDS", 0.0)
     job = Job(2, ended=frozenset())
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        job.line.port = closed.getsockname()[1]
+        job.connections.port = closed.getsockname()[1]
     take, opened = module.hold_store, Event()
 
-    def tell_opened(*arguments: Any, **options: Any) -> Line:
-        line = take(*arguments, **options)
+    def tell_opened(*arguments: Any, **options: Any) -> StoreConnections:
+        connections = take(*arguments, **options)
         opened.set()
-        return line
+        return connections
 
     monkeypatch.setattr(module, "hold_store", tell_opened)
     with ThreadPoolExecutor(1) as pool:
@@ -208,11 +213,11 @@ def test_host_that_refuses_connections_to_its_store_shows_that_the_holder_has_en
     for is_closed in (False, True):
         job = Job(2, ended=frozenset({0}))
         group = job.groups[1]
-        unseen = replace(group.seats.all[0], kernel="another")
-        job.groups[1] = replace(group, seats=replace(group.seats, all=(unseen, group.seats.all[1])))
+        unseen = replace(group.endpoints.all[0], kernel="another")
+        job.groups[1] = replace(group, endpoints=replace(group.endpoints, all=(unseen, group.endpoints.all[1])))
         if is_closed:
             with socket.create_server(("127.0.0.1", 0)) as closed:
-                job.line.port = closed.getsockname()[1]
+                job.connections.port = closed.getsockname()[1]
         came_to.append(type(job.after({1: {0}})[1]))
     assert came_to == [PeerLostError, Group]
 
@@ -220,14 +225,14 @@ def test_host_that_refuses_connections_to_its_store_shows_that_the_holder_has_en
 def test_loss_of_the_next_store_is_told_by_the_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder ends after it has published the members: they are a group, which forms another one."""
     job = Job(3, ended=frozenset({2}))
-    ask = Line.ask
+    ask = StoreConnections.ask
 
-    def fail(line: Line, name: str, *parts: str | bytes, seconds: float = 0.0) -> bytes:
+    def fail(connections: StoreConnections, name: str, *parts: str | bytes, seconds: float = 0.0) -> bytes:
         if name == "set" and any(str(part).endswith("host/1") for part in parts):
             raise RuntimeError("the store has ended")
-        return ask(line, name, *parts, seconds=seconds)
+        return ask(connections, name, *parts, seconds=seconds)
 
-    monkeypatch.setattr(Line, "ask", fail)
+    monkeypatch.setattr(StoreConnections, "ask", fail)
     group = job.after({1: {2}})[1]
     assert isinstance(group, Group)
-    assert group.seats.all == job.groups[1].seats.all[:2]
+    assert group.endpoints.all == job.groups[1].endpoints.all[:2]

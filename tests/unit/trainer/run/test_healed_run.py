@@ -18,7 +18,7 @@ from bigbatch.trainer.training_run import why_not_healing
 
 def job_of(world_size: int) -> Any:
     """A job that can heal."""
-    communicator = SimpleNamespace(world_size=world_size, seats=(), device=torch.device("cpu"), control=alone())
+    communicator = SimpleNamespace(world_size=world_size, endpoints=(), device=torch.device("cpu"), control=alone())
     return SimpleNamespace(communicator=communicator, env=SimpleNamespace(joins=False))
 
 

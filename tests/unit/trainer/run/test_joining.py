@@ -128,7 +128,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
         self.went_on: list[tuple[Any, dict[str, Any]]] = []
         self.closed: list[str] = []
-        group = SimpleNamespace(control="of the new group", seats=SimpleNamespace(all="012"))
+        group = SimpleNamespace(control="of the new group", endpoints=SimpleNamespace(all="012"))
         told = SimpleNamespace(group=group, told={"joined": "rank 2 on n1"})
         results = {"let_in": told, "enter": "entered", "leave_former_group": None, "abort_connection": None}
 
@@ -149,7 +149,7 @@ class Calls:
         self.control = alone()
 
     def take_in(self) -> None:
-        communicator = SimpleNamespace(rank=1, env=ENV, control=self.control, seats=(), device=torch.device("cpu"))
+        communicator = SimpleNamespace(rank=1, env=ENV, control=self.control, endpoints=(), device=torch.device("cpu"))
         job: Any = SimpleNamespace(communicator=communicator)
         ownership: Any = SimpleNamespace(number=3)
         close = lambda: self.closed.append("closed")  # noqa: E731
@@ -176,7 +176,7 @@ def test_first_rank_ends_its_records_only_before_another_one_takes_the_run_folde
 ) -> None:
     """Loggers may send for a minute, in which all other ranks wait. The first rank is 2 by the launcher."""
     calls = Calls(monkeypatch)
-    found = [SimpleNamespace(seat=SimpleNamespace(rank=joins, host="n1"))]
+    found = [SimpleNamespace(endpoint=SimpleNamespace(rank=joins, host="n1"))]
     monkeypatch.setattr(joining, "find_waiting", lambda *arguments: found)
     calls.take_in()
     assert calls.closed == closed

@@ -283,7 +283,7 @@ def test_saving_ends_what_is_under_way_where_the_run_fails(tmp_path: Path, stora
 def test_saving_leaves_the_connection_to_a_job_that_heals(tmp_path: Path, storage: Storage) -> None:
     """And keeps the others waiting for half of their limit at most."""
     control: Any = SimpleNamespace(timeout_seconds=0.1)
-    communicator: Any = SimpleNamespace(rank=0, world_size=1, seats=(), control=control)  # without an abort to call
+    communicator: Any = SimpleNamespace(rank=0, world_size=1, endpoints=(), control=control)  # without an abort to call
     saver = make_saver(tmp_path, parts=replace(make_parts(), communicator=communicator))
     start(saver, done=3)
     saver.close(exit_codes.LOST)
