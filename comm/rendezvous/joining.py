@@ -18,7 +18,15 @@ from bigbatch.comm.rendezvous.control import Control, Joined
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.limits import PEER_CHECK_SECONDS
-from bigbatch.comm.rendezvous.regroup import Endpoint, Endpoints, Group, bind_endpoint, holder_of, place_in
+from bigbatch.comm.rendezvous.regroup import (
+    Endpoint,
+    Endpoints,
+    Group,
+    bind_endpoint,
+    holder_of,
+    place_in,
+    prefix_after,
+)
 from bigbatch.errors import CommError, PeerLostError
 from bigbatch.words import first_difference
 
@@ -182,7 +190,7 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
         present = list(zip(store.numbers, endpoints.all, strict=True))
         everyone = sorted([*present, *((each.number, each.endpoint) for each in found)], key=lambda each: each[1].rank)
         answer = {
-            "prefix": f"{store.prefix}+{','.join(str(each.number) for each in found)}",
+            "prefix": prefix_after(store.prefix, "+", [each.number for each in found]),
             "numbers": [number for number, _ in everyone],
             "seats": [asdict(endpoint) for _, endpoint in everyone],
             "holder": [number for number, _ in everyone].index(store.numbers[holder_of(control)]),

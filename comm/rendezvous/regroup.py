@@ -5,6 +5,7 @@ store on its socket. The member list is one value of one store, so no two lists 
 other, only the larger one continues (has_quorum); the trainer's claim of the run folder is the last guard.
 """
 
+import hashlib
 import json
 import os
 import socket
@@ -137,7 +138,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     if rank not in members:
         raise excluded(env, frozenset(range(env.world_size)).difference(members))
     # ranks that disagree about the members never meet
-    prefix = f"{store.prefix}>{','.join(map(str, members))}"
+    prefix = prefix_after(store.prefix, ">", members)
     joined = Joined(
         JobStore(connections, prefix, seconds=control.timeout_seconds, numbers=numbers), members.index(first)
     )
@@ -147,6 +148,11 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
         Control(place, timeout_seconds=control.timeout_seconds, warn_seconds=control.warn_seconds, joined=joined),
         replace(endpoints, all=tuple(endpoints.all[each] for each in members)),
     )
+
+
+def prefix_after(former: str, change: str, ranks: Sequence[int]) -> str:
+    """Return the prefix of a group's keys: of one length, however many groups the job has had before."""
+    return hashlib.sha256(f"{former}{change}{','.join(map(str, ranks))}".encode()).hexdigest()[:32]
 
 
 def place_in(

@@ -127,6 +127,9 @@ def test_rank_that_joins_has_its_old_number_in_a_group_that_can_lose_ranks_again
         again = list(pool.map(lambda group: regroup(group, frozenset({1})), left))
     assert gather(again) == [["of 0", "of 1", "of 2"]] * 3
     assert [group.env.launched_as for group in again] == [0, 2, 3]
+    prefixes = [each[0].control.store.prefix for each in (job.groups, groups, again)]  # type: ignore[union-attr]
+    assert len(set(prefixes)) == 3
+    assert len(set(map(len, prefixes))) == 1, "each request has it, also after a thousand losses"
 
 
 def test_ranks_wait_for_others_without_which_none_could_share_the_batch(job: Job) -> None:
