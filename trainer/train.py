@@ -25,7 +25,6 @@ from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.loggers import Guarded
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.step.stop_request import Joining, StopRequest, leave_stopped
 from bigbatch.trainer.training_loop import TrainingHooks
@@ -142,7 +141,6 @@ def _run_agreed(
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
     output: RunOutput | None = None  # of the former run
-    loggers: list[Guarded] = []
     splits: tuple[Split, Split] | None = None  # of a rank that joins
     if job.env.joins:
         arrived = arrive(config, job, ownership=ownership)
@@ -154,8 +152,10 @@ def _run_agreed(
         difference, lost, left_at = "", None, None
         facts: Facts = dict
         try:
-            if len(groups) > 1:
-                loggers = _end_records(config, output, job.communicator, goes_on=kept is not None)
+            if len(groups) > 1 and kept is None:  # loggers may send for a minute, for which others would not wait
+                control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
+                close = output.close if output else str
+                write_on_first(close, control, what="end of the former group's records", timeout_seconds=seconds)
             run = make_run(
                 config,
                 job=job,
@@ -164,7 +164,7 @@ def _run_agreed(
                 stop=stop,
                 listed=listed,
                 splits=splits,
-                loggers=loggers,
+                former=output,
             )
             stop, listed, splits, output = run.parts.stop, run.listed, None, run.output
             facts = cache(partial(facts_of, config, listed))
@@ -218,24 +218,3 @@ def _run_agreed(
             config, kept = replace(config, run=replace(config.run, resume=str(newest.path))), None
         del run
         free_memory(device)
-
-
-def _end_records(
-    config: Config, output: RunOutput | None, communicator: Communicator, *, goes_on: bool
-) -> list[Guarded]:
-    """End the records of the former group's first rank if it still is the first. Collective.
-
-    Returns: its loggers if the run goes on from its last step, otherwise none. They may need a minute to send their
-    records, so they stay open: the other ranks would wait.
-    """
-    loggers: list[Guarded] = []
-
-    def end() -> None:
-        if output and goes_on:
-            loggers.extend(output.hand_over())
-        elif output:
-            output.close()
-
-    seconds = config.run.checkpoint_timeout_seconds
-    write_on_first(end, communicator.control, what="end of the former group's records", timeout_seconds=seconds)
-    return loggers

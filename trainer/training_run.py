@@ -34,7 +34,6 @@ from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.gradient_audit import GradientAudit
-from bigbatch.trainer.run.loggers import Guarded
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
@@ -88,11 +87,11 @@ class TrainingRun:
         stop: StopRequest | None = None,
         listed: build_input.Images | None = None,
         splits: tuple[build_input.Split, build_input.Split] | None = None,
-        loggers: Sequence[Guarded] = (),
+        former: RunOutput | None = None,
     ) -> None:
         """kept: a state in memory, equal on all ranks, from which the run goes on after a loss.
 
-        stop, loggers: of the job's former run, if it had one. listed: the images, if they are listed already; staged
+        stop, former: of the job's former run, if it had one. listed: the images, if they are listed already; staged
         data is. splits: if they are made already.
         """
         communicator = self.communicator = job.communicator
@@ -141,7 +140,7 @@ class TrainingRun:
             ask_to_stop=self.parts.stop.ask,
             mode_record=job.mode_record,
             is_quiet=is_quiet,
-            loggers=loggers,
+            former=former,
         )
         self.evaluator = Evaluator(config, self.parts, self.eval_split, score=score, evaluations=start.evaluations)
         self.loop = TrainingLoop(

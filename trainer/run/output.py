@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,12 @@ class RunOutput:
         ask_to_stop: Callable[[str], None],
         mode_record: str = "",
         is_quiet: bool = False,
-        loggers: Sequence[Guarded] = (),
+        former: "RunOutput | None" = None,
     ) -> None:
-        """mode_record: text of mode.json; empty for none. loggers: open ones of the run that this one continues."""
+        """mode_record: text of mode.json; empty for none. former: of a run in this process that this one continues."""
         self._config = config
-        self._mode_record, self._former_loggers = mode_record, list(loggers)
+        self._mode_record = mode_record
+        self._former = former if communicator.rank == 0 else None
         self._ask_to_stop = ask_to_stop
         self._communicator = communicator
         self._plan = plan
@@ -101,7 +102,7 @@ class RunOutput:
             with writing(rundir.summary):
                 rundir.summary.unlink(missing_ok=True)
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
-        self._log.loggers = self._former_loggers or open_loggers(
+        self._log.loggers = self._take_loggers() or open_loggers(
             config, rundir, from_step=self._plan.first_step, say=self.say
         )
         for logger in self._log.loggers:
@@ -221,15 +222,18 @@ class RunOutput:
                 )
             self._ask_to_stop("its standard output, which has no reader")
 
-    def hand_over(self) -> list[Guarded]:
-        """Flush the records; return the loggers, which stay open for the run that continues this one."""
-        if self._log is None:
-            return self._former_loggers
-        loggers, self._log.loggers = self._log.loggers, []
-        self.close()
-        return loggers
+    def _take_loggers(self) -> list[Guarded]:
+        """Flush the former run's records; return its loggers, if they are open."""
+        former, self._former = self._former, None
+        loggers: list[Guarded] = []
+        if former and former._log:
+            loggers, former._log.loggers = former._log.loggers, []
+            former.close()
+        return loggers or (former._take_loggers() if former else [])  # if that one did not come to its first step
 
     def close(self) -> None:
         """Flush the records, and close the loggers. Raises: RunFolderError."""
+        if self._former:
+            self._former.close()
         if self._log:
             self._log.close()
