@@ -32,7 +32,7 @@ from bigbatch.launch.emulate.slurm import describe_start, slurm_folder
 from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, run_on_login_node, start_slurm
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
-from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
+from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, exit_path, telling
 from bigbatch.launch.jobs.findings import Problems, refusing
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
@@ -211,7 +211,7 @@ def _run_on(
 
     def start(job: JobSpec) -> Ended:
         # the exit codes of other launchers are those of their ranks, which end with 0 where there is a file for it
-        with exit_file(site.folder) if is_mpirun else nullcontext() as path:
+        with exit_file(exit_path(site.folder)) if is_mpirun else nullcontext() as path:
             ended = run_job(
                 launcher.starts(replace(job, environment=telling(path)), cluster.plan, site),
                 cluster=cluster,

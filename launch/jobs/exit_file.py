@@ -1,8 +1,8 @@
 """File for the exit code of a job's rank 0, since mpirun exits with 0 after it lost a node's daemon."""
 
 import os
+import secrets
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,19 +16,23 @@ from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.spec import JobSpec
 
 
+def exit_path(folder: Path) -> Path:
+    """Return a new name of a file for rank 0. What removes it if this process is killed starts before it is there."""
+    return folder / f".stopped-{secrets.token_hex(8)}"
+
+
 @contextmanager
-def exit_file(folder: Path) -> Iterator[Path | None]:
-    """Create an empty file for rank 0; None if the folder is not writable."""
+def exit_file(path: Path) -> Iterator[Path | None]:
+    """Create the empty file; None if its folder is not writable."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".stopped-", dir=folder)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except OSError:
         yield None
         return
-    os.close(descriptor)
     try:
-        yield Path(name)
+        yield path
     finally:
-        Path(name).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def telling(path: Path | None) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,7 @@ def run_in_foreground(
     asks_to_stop: signal.Signals,
     is_recalled: Callable[[], bool] | None = None,
     has_left: Callable[[], bool] | None = None,
-    leaves: Sequence[Path] = (),
+    watch: Callable[[int], object] | None = None,
 ) -> Ended:
     """Start argv and wait for its end. is_recalled: called every RECALL_SECONDS; if true, the job is stopped.
 
@@ -85,16 +85,16 @@ def run_in_foreground(
 
     The job runs in a new session, so Ctrl-C reaches only this process. The first Ctrl-C sends asks_to_stop to the
     launcher, which passes it on (the ranks save a checkpoint and stop), the second SIGTERM, the third SIGKILL. If this
-    process is killed, the launcher gets asks_to_stop, and the files that leaves names are removed afterwards. Under
-    nohup a closed terminal changes nothing.
+    process is killed, the launcher gets asks_to_stop. Under nohup a closed terminal changes nothing. watch: of the
+    caller's ending_orphans, which it starts before it makes files for the job.
     Raises: LaunchOptionError when the launcher is not installed.
     """
     started: list[subprocess.Popen[bytes]] = []
     stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
     was_recalled = is_left = False
-    with handling_stops(stopper), ending_orphans(asks_to_stop, leaves=leaves) as watch:
+    with handling_stops(stopper), nullcontext(watch) if watch else ending_orphans(asks_to_stop) as watching:
         process = _start(argv, environ=environ)
-        watch(process.pid)
+        watching(process.pid)
         started.append(process)
         # repeat earlier requests, which had no receiver; twice does no harm this early
         if stopper.asked:

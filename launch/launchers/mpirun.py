@@ -13,7 +13,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE, terminal_columns
 from bigbatch.errors import UserError, tell
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
+from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, exit_path, telling
 from bigbatch.launch.jobs.fit_hosts import on_hosts_left, preflight_of, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
@@ -21,6 +21,7 @@ from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
 from bigbatch.launch.jobs.run_folder import RunLeft, heals_in_place, known_experiment, seconds_to_leave
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
+from bigbatch.orphans import ending_orphans
 
 ASKS_TO_STOP = signal.SIGUSR1
 """Signal that mpirun passes on to the ranks without a deadline; after SIGTERM it kills within a second."""
@@ -183,8 +184,8 @@ def _run(
     config = known_experiment(job)
     heals = heals_in_place(job)
     heal_seconds = seconds_to_leave(config.comm.timeout_seconds, heals=True) if config and heals else None
-    # the first of other hosts sees this folder
-    with exit_file(Path.cwd()) as path:
+    name = exit_path(Path.cwd())  # the first of other hosts sees this folder
+    with ending_orphans(ASKS_TO_STOP, leaves=(*leaves, name)) as watch, exit_file(name) as path:
         told = replace(job, environment=(*job.environment, *telling(path)))
         ended = run_in_foreground(
             _argv_here(told, environ=environ),
@@ -194,7 +195,7 @@ def _run(
             has_left=RunLeft(config.run.directory if config else None, start=str(path), heal_seconds=heal_seconds)
             if path
             else None,
-            leaves=(*leaves, path) if path else leaves,
+            watch=watch,
         )
         return as_first_rank_ended(ended, job, path=path, heals=heals)
 

@@ -1,6 +1,8 @@
 """Launcher for torchrun: on one host, or this host's part of a job on several."""
 
 import argparse
+import secrets
+import shutil
 import signal
 import tempfile
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from bigbatch.launch.jobs.run_folder import refuse_healing
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 from bigbatch.launch.launchers.local import find_node, free_port, own_environment, shared_cores
+from bigbatch.orphans import ending_orphans
 
 ASKS_TO_STOP = signal.SIGTERM
 """Signal that torchrun passes on, and waits 30 s for the ranks; SIGUSR1 would end torchrun without its ranks."""
@@ -63,9 +66,14 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     # as torchrun does itself, but without its warning
     variables = {**shared_cores(job), **own_environment(job, environ), **dict(job.variables)}
-    with tempfile.TemporaryDirectory(prefix="bigbatch-torchrun-", ignore_cleanup_errors=True) as logs:
-        argv = torchrun_argv(job, port=free_port(), log_dir=logs)
-        return run_in_foreground(argv, environ=variables, asks_to_stop=ASKS_TO_STOP, leaves=(Path(logs),)).code
+    logs = Path(tempfile.gettempdir(), f"bigbatch-torchrun-{secrets.token_hex(8)}")
+    with ending_orphans(ASKS_TO_STOP, leaves=(logs,)) as watch:
+        logs.mkdir(mode=0o700)
+        try:
+            argv = torchrun_argv(job, port=free_port(), log_dir=str(logs))
+            return run_in_foreground(argv, environ=variables, asks_to_stop=ASKS_TO_STOP, watch=watch).code
+        finally:
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 LAUNCHER = Launcher(

@@ -1,7 +1,10 @@
 """The argument list of mpirun, word by word."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import LOST
-from bigbatch.launch.jobs import exit_file, foreground, run_folder
+from bigbatch.launch.jobs import foreground, run_folder
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.launchers.mpirun import mpirun_argv
@@ -101,12 +104,40 @@ def test_mpirun_ends_no_other_rank_of_a_job_that_heals_and_its_0_says_nothing(
 def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(**options: object) -> None:
-        raise PermissionError
-
     played('[[ "$*" != *BIGBATCH_STOPPED* ]] && exit 130\n')
-    monkeypatch.setattr(exit_file.tempfile, "mkstemp", refused)
+    monkeypatch.setattr(mpirun, "exit_path", lambda folder: folder / "none" / "file")
     assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == 130
+
+
+KILLED = """
+import os, signal, sys
+from bigbatch.cli import main
+from bigbatch.launch.launchers import mpirun, torchrun
+def killed(*args, **options):
+    print(os.listdir(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+mpirun.run_in_foreground = torchrun.run_in_foreground = killed
+main(["launch", sys.argv[1], "--python", "--", "own.py"])
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_launcher_that_is_killed_before_it_has_started_anything_leaves_no_file(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, launcher],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert {"mpirun": ".stopped-", "torchrun": "bigbatch-torchrun-"}[launcher] in done.stdout
+    deadline = time.monotonic() + 20
+    while os.listdir(tmp_path) != ["own.py"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 HOSTS = """\
