@@ -184,20 +184,20 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
 
     make_steps(replace(training.plan, num_steps=step - 1))
     layers = chosen_layers(parts.model, config.run.digest_layers or ())
-    pictures: list[tuple[int, int]] = []
+    images: list[tuple[int, int]] = []
     rows: list[Row] = []
     numbers = range(training.plan.division.num_microbatches)
     requests = step_requests(config, split, plan=training.plan, step=step - 1, microbatches=numbers)
     for number, batch in enumerate(split.loader.load(requests)):
         found, of_gradients = recompute(parts, training.plan, batch, step=step - 1, microbatch=number, layers=layers)
-        pictures += zip(found, batch.request.indices_B.tolist(), strict=True)
+        images += zip(found, batch.request.indices_B.tolist(), strict=True)
         rows += of_gradients
     if is_exact:
         make_steps(replace(training.plan, first_step=step - 1, num_steps=step))
     return {
         "step": step,
         "ranks": recorded.get("ranks", []),  # whose microbatches they are
-        **by_place(pictures),
+        **by_place(images),
         **by_microbatch(rows, num_microbatches=len(numbers)),
         **(
             digests_of_update(parts, done=step, is_sharded=config.optimizer.sharded)

@@ -144,7 +144,7 @@ def test_bad_image_is_skipped_alike_by_any_ranks(data: Path, tmp_path: Path) -> 
     assert gradient_distance(step_gradients(tmp_path / "2"), step_gradients(tmp_path / "1")) < ROUNDING
     for folder in (tmp_path / "1", tmp_path / "2"):
         told = summary(folder)
-        assert told["skipped_pictures"] == len(told["skipped"]) == 1
+        assert told["skipped_images"] == len(told["skipped"]) == 1
         assert told["skipped"][0].startswith(f"{victim}: ")
         (record,) = records(folder, "skipped")
         stamps = {name: record[name] for name in ("time", "elapsed_seconds")}
@@ -164,10 +164,10 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
     assert cut_back(whole, resumed, num_checkpoints=9) == 9
     done = run(forked(train_command(damaged, resumed, overrides), ranks=2))
     assert "resumed after step 9" in done.stdout
-    assert "skipped: " not in done.stdout.partition("resumed after")[2].partition("skipped_pictures")[0]
+    assert "skipped: " not in done.stdout.partition("resumed after")[2].partition("skipped_images")[0]
     assert_identical(final_state(resumed), final_state(whole))
     assert summary(resumed)["skipped"] == summary(whole)["skipped"]
-    assert summary(resumed)["skipped_pictures"] == 1
+    assert summary(resumed)["skipped_images"] == 1
     assert records(resumed, "skipped") == records(whole, "skipped")
 
 

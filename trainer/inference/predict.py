@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         answers = list(zip(found.classes, found.probabilities, strict=True))
         if arguments.json:
             facts = [{"class": name, "probability": share} for name, share in answers]
-            print(json.dumps({"picture": str(found.image), "classes": facts}))
+            print(json.dumps({"image": str(found.image), "classes": facts}))
         else:
             print_line(f"{found.image}: {', '.join(f'{name} {100 * share:.1f}%' for name, share in answers)}")
     classify.close()

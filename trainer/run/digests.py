@@ -58,7 +58,7 @@ class DigestRecorder:
     def __init__(self, config: Config, plan: Plan, parts: Parts) -> None:
         self._plan, self._parts, self._every_steps = plan, parts, config.run.digest_every_steps
         self._is_sharded, self._is_captured = config.optimizer.sharded, config.compute.cuda_graph
-        self._pictures: list[Tensor] = []
+        self._images: list[Tensor] = []
         """Digests of the images (B) of each microbatch of this step."""
         self._positions: list[int] = []
         chosen = chosen_layers(parts.model, config.run.digest_layers or ())
@@ -76,8 +76,8 @@ class DigestRecorder:
             self.single.microbatch = plan.microbatches[index]
             if self._is_due(plan.first_step + step + 1):
                 if index == 0:
-                    self._pictures, self._positions = [], []
-                self._pictures.append(digests_of_pictures(batch))
+                    self._images, self._positions = [], []
+                self._images.append(digests_of_images(batch))
                 self._positions += batch.request.indices_B.tolist()
             yield batch
 
@@ -98,7 +98,7 @@ class DigestRecorder:
             return None
         parts = self._parts
         parts.precision.settle()
-        rows, pictures = self.single.take(), torch.cat(self._pictures).tolist()
+        rows, images = self.single.take(), torch.cat(self._images).tolist()
         if self._kept:
             values: dict[str, Any] = dict(self.single.values)
             if parts.communicator.rank == 0:  # equal on all ranks
@@ -106,7 +106,7 @@ class DigestRecorder:
                 values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
             save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
         texts = parts.communicator.control.collect_text(
-            json.dumps([pictures, self._positions, rows]), what=f"collection of the digests of step {done}"
+            json.dumps([images, self._positions, rows]), what=f"collection of the digests of step {done}"
         )
         if parts.communicator.rank != 0:
             return {}
@@ -120,11 +120,11 @@ class DigestRecorder:
 
     def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
         """Merge the ranks' digests of single images, in the order of the global batch."""
-        ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(pictures) for pictures, _ in told_P)
-        for rank, (pictures, positions) in enumerate(told_P):
+        ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(images) for images, _ in told_P)
+        for rank, (images, positions) in enumerate(told_P):
             numbers = self._plan.division.of(rank)
-            size = len(pictures) // len(numbers)
-            for index, pair in enumerate(zip(pictures, positions, strict=True)):
+            size = len(images) // len(numbers)
+            for index, pair in enumerate(zip(images, positions, strict=True)):
                 ordered[numbers[index // size] * size + index % size] = pair
         return by_place(ordered)
 
@@ -161,13 +161,13 @@ def by_microbatch(rows: Iterable[Row], *, num_microbatches: int) -> dict[str, An
     return together
 
 
-def digests_of_pictures(batch: Batch) -> Tensor:
+def digests_of_images(batch: Batch) -> Tensor:
     """Return a digest (int64) per image of a microbatch with its label, of shape B.
 
     Of the loader's images; independent of their memory format.
     """
-    pictures_B = digest(image_CHW.contiguous() for image_CHW in batch.images_BCHW)
-    return pictures_B * MIX + batch.labels_B.to(pictures_B.device)
+    images_B = digest(image_CHW.contiguous() for image_CHW in batch.images_BCHW)
+    return images_B * MIX + batch.labels_B.to(images_B.device)
 
 
 def digests_of_update(parts: Parts, *, done: int, is_sharded: bool) -> dict[str, dict[str, str]]:

@@ -14,7 +14,7 @@ from bigbatch.comm.connection import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, Row, digest_in_order, digests_of_pictures
+from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, Row, digest_in_order, digests_of_images
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.seeding import seed_forward
 
@@ -30,7 +30,7 @@ def recompute(
     """
     digests = MicrobatchDigests(parts.model, layers=layers)
     digests.microbatch = microbatch
-    pictures_B = digests_of_pictures(batch)
+    images_B = digests_of_images(batch)
     prepared = parts.prepare(batch)
     sums_N = parts.statistics.to_sum_N.clone()
     seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
@@ -45,7 +45,7 @@ def recompute(
         digests.stop()
     parts.statistics.to_sum_N.copy_(sums_N)
     seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
-    return pictures_B.tolist(), digests.take()
+    return images_B.tolist(), digests.take()
 
 
 Words = dict[str, str]
@@ -106,7 +106,7 @@ class GradientAudit:
         self._failure: DataError | None = None
         """Why the batch that is computed again could not be read; the run's own next batch fails by it, too."""
         self._single = MicrobatchDigests(parts.model, layers=())
-        self._pictures: torch.Tensor | None = None
+        self._images: torch.Tensor | None = None
         """Digests of the audited microbatch's images (B) on this rank; None without one, or with a stand-in in it."""
 
     def is_due(self, step: int) -> bool:
@@ -140,14 +140,14 @@ class GradientAudit:
                     return
                 self._single.stop()
                 if number == audited:
-                    self._pictures = None if batch.replaced else digests_of_pictures(batch)
+                    self._images = None if batch.replaced else digests_of_images(batch)
                     self._single.microbatch = number
                     self._single.start()
                 yield batch
 
     def before_step(self, step: int) -> bool:
         """Begin a step; return whether it is audited."""
-        self._step, self._pictures = step, None
+        self._step, self._images = step, None
         return self.is_due(step)
 
     def check(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class GradientAudit:
         communicator, drawn = self._parts.communicator, self._draw(self._step)
         rank, num_ranks = communicator.rank, communicator.world_size
         rows = self._single.take()
-        own = None if self._pictures is None else _words(self._pictures.tolist(), rows)
+        own = None if self._images is None else _words(self._images.tolist(), rows)
         audited = drawn.audited_by(rank)
         # without an own batch there is none to read after it
         again = self._compute(lambda: next(self._batches), drawn.microbatches_P[audited]) if rows else None
@@ -233,8 +233,8 @@ def verdict(told_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tupl
     return frozenset([wrong]), f"{device_of[wrong]} computed other bits than ranks {first} and {second}: {what}"
 
 
-def _words(pictures: Sequence[int], rows: Sequence[Row]) -> Words:
-    return {IMAGES: digest_in_order(pictures), **{name: found for phase, name, _, found in rows if phase == BEFORE_SUM}}
+def _words(images: Sequence[int], rows: Sequence[Row]) -> Words:
+    return {IMAGES: digest_in_order(images), **{name: found for phase, name, _, found in rows if phase == BEFORE_SUM}}
 
 
 def _number(words: Words | None) -> float:

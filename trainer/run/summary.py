@@ -192,7 +192,7 @@ def make_summary(
         "energy_joules": spent.joules,
         "gpu_hours": spent.rank_hours if communicator.device.type == "cuda" else None,
         "seconds": seconds,
-        "skipped_pictures": len(skipped),
+        "skipped_images": len(skipped),
         "skipped": list(skipped.values()),
         "backend": communicator.backend.name,
         **_sums(config, communicator),

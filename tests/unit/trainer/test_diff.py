@@ -14,7 +14,7 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.diff import describe_difference, main, read_run
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.run.digests import digests_of_pictures, values_folder
+from bigbatch.trainer.run.digests import digests_of_images, values_folder
 from bigbatch.trainer.run.folder import RunDir
 
 ONE_UP = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
@@ -49,18 +49,18 @@ def batch_of(images_BCHW: torch.Tensor, labels: list[int]) -> Batch:
     return Batch(images_BCHW, torch.tensor(labels), torch.ones(size, dtype=torch.bool), request)
 
 
-def test_digests_of_pictures_tell_each_by_its_contents_and_label() -> None:
+def test_digests_of_images_tell_each_by_its_contents_and_label() -> None:
     images_BCHW = torch.randint(0, 256, (4, 3, 5, 6), dtype=torch.uint8)
     labels = [3, 1, 4, 1]
-    whole = digests_of_pictures(batch_of(images_BCHW, labels)).tolist()
+    whole = digests_of_images(batch_of(images_BCHW, labels)).tolist()
     assert len(set(whole)) == 4
-    parts = [digests_of_pictures(batch_of(images_BCHW[i : i + 2], labels[i : i + 2])) for i in range(0, 4, 2)]
+    parts = [digests_of_images(batch_of(images_BCHW[i : i + 2], labels[i : i + 2])) for i in range(0, 4, 2)]
     assert torch.cat(parts).tolist() == whole
     last = images_BCHW.to(memory_format=torch.channels_last)
-    assert digests_of_pictures(batch_of(last, labels)).tolist() == whole, "the same images"
-    assert digests_of_pictures(batch_of(images_BCHW[[1, 0, 2, 3]], labels)).tolist() != whole
-    assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[:3] == whole[:3]
-    assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[3] != whole[3]
+    assert digests_of_images(batch_of(last, labels)).tolist() == whole, "the same images"
+    assert digests_of_images(batch_of(images_BCHW[[1, 0, 2, 3]], labels)).tolist() != whole
+    assert digests_of_images(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[:3] == whole[:3]
+    assert digests_of_images(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[3] != whole[3]
 
 
 def test_diff_knows_the_job_that_made_a_step(tmp_path: Path) -> None:

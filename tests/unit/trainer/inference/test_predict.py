@@ -54,9 +54,9 @@ def test_predict_it_scores_what_evaluate_counts(run: Path, capsys: pytest.Captur
     found = predicted(capsys, run, *options, *images_of(run))
     assert main(["evaluate", str(run), *options, "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    names = [Path(each["picture"]).parent.name for each in found]
+    names = [Path(each["image"]).parent.name for each in found]
     ranked = [[answer["class"] for answer in each["classes"]] for each in found]
-    assert [Path(each["picture"]) for each in found] == images_of(run)
+    assert [Path(each["image"]) for each in found] == images_of(run)
     assert record["count"] == len(found) == 20
     assert 0 < record["top1"] < record["top5"] < 1
     assert sum(answers[0] == name for answers, name in zip(ranked, names, strict=True)) == record["top1"] * 20
@@ -71,7 +71,7 @@ def test_predict_order_and_company_change_nothing(
     together = predicted(capsys, run, "--batch.microbatch_size", 2, copy, *some, "--top", 10)
     alone = predicted(capsys, run, "--top=10", last)
     assert len(together) == 5
-    assert together[0]["picture"] == str(copy)
+    assert together[0]["image"] == str(copy)
     for ours, theirs in zip(together[0]["classes"], alone[0]["classes"], strict=True):
         assert ours["class"] == theirs["class"]
         assert ours["probability"] == pytest.approx(theirs["probability"], rel=1e-4)

@@ -11,7 +11,7 @@ from torch import Tensor
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.input.base import BadImage, Batch
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, digests_of_pictures
+from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, digests_of_images
 from bigbatch.trainer.run.gradient_audit import Draw, GradientAudit, draw, recompute, verdict
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
@@ -104,7 +104,7 @@ def test_microbatch_computed_again_has_the_bits_of_the_step_and_leaves_all_as_it
         before, rng = [tensor.clone() for tensor in tensors], torch.random.get_rng_state()
         for number, batch in enumerate(batches):
             pictures, rows = recompute(parts, PLAN, batch, step=0, microbatch=number)
-            assert pictures == digests_of_pictures(batch).tolist()
+            assert pictures == digests_of_images(batch).tolist()
             assert {row[:3]: row[3] for row in rows} == {r[:3]: r[3] for r in expected if r[2] == number}
             assert {phase for phase, *_ in rows} == {BEFORE_SUM}
         assert torch.equal(torch.random.get_rng_state(), rng)
