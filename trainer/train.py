@@ -181,6 +181,10 @@ def _run_agreed(
                 raise
             lost = PeerLostError(*error.args)
             lost.lost_ranks = error.lost_ranks
+        except BaseException:
+            if run is None and output:  # its loggers are open
+                output.close()
+            raise
         # outside of the except block: the error's frames hold the run's tensors
         folder, device = RunDir(Path(config.run.directory)), job.communicator.device
         if lost or left_at is not None:

@@ -47,8 +47,8 @@ from bigbatch.trainer.doctor.modes import (
 from bigbatch.trainer.machine.gpu_driver import driver_version
 
 FORMAT = "bigbatch compute mode 2"
-FEW_IMAGES = 64
-"""Images per rank and step up to which launches limit an eager or compiled step of ResNet-50 (docs/gpu.md)."""
+FEW_IMAGES = 32
+"""Images per rank and step with which a step of ResNet-50 was several times as fast in a CUDA graph (docs/gpu.md)."""
 KEYS = (
     *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
     *(f"augment.{field.name}" for field in fields(AugmentConfig) if field.name != "randaugment_magnitude"),
@@ -110,8 +110,7 @@ def choose_mode(
     if config.run.reproducible:
         return ChosenMode(config, f"{prefix}as stated, since run.reproducible keeps the bits of one way to compute")
     ranks = communicator.world_size
-    can_capture = _can_capture(communicator)
-    modes = find_modes(config, world_size=ranks, can_capture=can_capture)
+    modes = find_modes(config, world_size=ranks, can_capture=_can_capture(communicator))
     if not modes.has_others:
         return ChosenMode(config, f"{prefix}{modes.stated}, as stated: nothing else goes with these settings")
     facts = _collect_facts(config, communicator, modes)
@@ -142,7 +141,7 @@ def choose_mode(
         )
         told += f"measured in {took:.0f} s and {stored}{describe_refusals(tried)}"
     mode = read_mode(record, modes=modes)
-    if can_capture and ranks > 1:
+    if modes.leaves_graph_out:
         told += graph_hint(mode, images_per_rank=facts["images_per_rank"])
     chosen = with_mode(config, mode, world_size=ranks)
     return ChosenMode(chosen, f"{prefix}{describe(record, mode=mode, modes=modes)}; {told}", as_text(record))

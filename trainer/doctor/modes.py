@@ -57,6 +57,8 @@ class Modes:
     """Images of each tried step: a multiple of all sizes."""
     can_capture: bool = False
     can_compile: bool = False
+    leaves_graph_out: bool = False
+    """A CUDA graph is possible, and is not tried since there are several ranks."""
 
     @property
     def has_others(self) -> bool:
@@ -108,6 +110,13 @@ def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
     if not ("batch.microbatch_size" in keeps or is_measured) and ranks_per_ghost(batch) == 1:
         whole = [batch.microbatch_size * count for count in range(2, most + 1) if most % count == 0]
         sizes += [size for size in whole if is_legal(microbatch_size=size)]
+    # a trial captures one image size, and no sums over ranks: other captures could still end the run
+    can_capture = (
+        can_capture
+        and len(config.data.train_sizes or ()) <= 1
+        and not (config.run.digest_every_steps or "compute.cuda_graph" in keeps or compute.cuda_graph)
+        and is_legal(cuda_graph=True)
+    )
     num_images = batch.microbatch_size * most
     if sizes[-1] == num_images and steps > most:
         num_images *= 2  # a second microbatch shows the memory that accumulation takes
@@ -115,13 +124,9 @@ def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
         stated=stated,
         sizes=tuple(sizes),
         num_images=num_images,
-        # a trial captures one image size, and no sums over ranks: other captures could still end the run
-        can_capture=can_capture
-        and world_size == 1
-        and len(config.data.train_sizes or ()) <= 1
-        and not (config.run.digest_every_steps or "compute.cuda_graph" in keeps or compute.cuda_graph)
-        and is_legal(cuda_graph=True),
+        can_capture=can_capture and world_size == 1,
         can_compile=not ("compute.compile" in keeps or compute.compile) and is_legal(compile="default"),
+        leaves_graph_out=can_capture and world_size > 1,
     )
 
 

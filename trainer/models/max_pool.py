@@ -1,4 +1,4 @@
-"""Max-pool of 3 x 3 pixels with stride 2, as in ResNet's stem, by kernels of our own on a GPU."""
+"""Max-pool of 3 x 3 pixels with stride 2, as in ResNet's stem, by kernels of our own in compiled code on a GPU."""
 
 from functools import cache
 from typing import Any
@@ -12,11 +12,12 @@ BLOCK = 1024
 
 
 class MaxPool3x3(nn.MaxPool2d):
-    """Max-pool of 3 x 3 pixels, stride 2, padding 1: torch's, with other kernels for training on a GPU.
+    """Max-pool of 3 x 3 pixels, stride 2, padding 1: torch's, with other kernels in compiled training on a GPU.
 
     Forward and backward of 256 images of 112 x 112 x 64 take 0.4 ms on an H200, by torch's kernels 2.8 and by its
     compiler's 1.8, which look for the windows of one pixel at a time. Here a program has the 2 x 2 pixels that share
-    four windows. Values, the places of equal maxima and NaNs are torch's; the gradient is, up to rounding.
+    four windows. Values, the places of equal maxima and NaNs are torch's; the gradient is, up to rounding. Eager steps
+    keep torch's kernels: Triton needs a C compiler on the machine, as compiling does.
     """
 
     def __init__(self) -> None:
@@ -26,22 +27,22 @@ class MaxPool3x3(nn.MaxPool2d):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Pool (B, C, H, W) to (B, C, H / 2, W / 2), rounded up."""
-        if _are_registered and self.training and self._fits(images_BCHW):
+        if _are_registered and torch.compiler.is_compiling() and self.training and fits_kernels(images_BCHW):
             pooled: Tensor = torch.ops.bigbatch.max_pool3x3(images_BCHW)[0]
             return pooled
         return super().forward(images_BCHW)
 
-    def _fits(self, images_BCHW: Tensor) -> bool:
-        if not (images_BCHW.is_cuda and has_form(images_BCHW)):
-            return False
-        # Triton launches on the current device; compiled code switches to that of its tensors
-        return torch.compiler.is_compiling() or images_BCHW.get_device() == torch.cuda.current_device()
 
-
-def has_form(images_BCHW: Tensor) -> bool:
-    """Return whether the kernels can walk these images: even sides, channels last."""
+def fits_kernels(images_BCHW: Tensor) -> bool:
+    """Return whether the kernels can pool these images: they count in int32 and compare in fp32."""
     height, width = images_BCHW.shape[2:]
-    return height % 2 == width % 2 == 0 and images_BCHW.is_contiguous(memory_format=torch.channels_last)
+    return (
+        images_BCHW.is_cuda
+        and images_BCHW.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and height % 2 == width % 2 == 0
+        and images_BCHW.numel() < 2**31
+        and images_BCHW.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 _are_registered = False
@@ -52,7 +53,7 @@ _are_registered = False
 def register_operators() -> None:
     """Make torch.ops.bigbatch.max_pool3x3, which returns the maxima and their places in the windows, 0 to 8."""
     global _are_registered
-    from bigbatch.trainer.models.max_pool_kernels import backward_kernel, forward_kernel
+    from bigbatch.trainer.models.max_pool_kernels import max_pool_backward, max_pool_forward
 
     def grid(elements: Tensor) -> tuple[int]:
         return (-(-elements.numel() // BLOCK),)
@@ -62,7 +63,7 @@ def register_operators() -> None:
         batch, channels, height, width = images_BCHW.shape
         pooled_BCHW = images_BCHW.new_empty((batch, height // 2, width // 2, channels)).permute(0, 3, 1, 2)
         places_BCHW = torch.empty_like(pooled_BCHW, dtype=torch.int8)
-        torch.library.wrap_triton(forward_kernel)[grid(pooled_BCHW)](
+        torch.library.wrap_triton(max_pool_forward)[grid(pooled_BCHW)](
             images_BCHW, pooled_BCHW, places_BCHW, channels, height, width, pooled_BCHW.numel(), BLOCK=BLOCK
         )
         return pooled_BCHW, places_BCHW
@@ -72,7 +73,7 @@ def register_operators() -> None:
         batch, channels, height, width = grad_BCHW.shape
         grad_BCHW = grad_BCHW.contiguous(memory_format=torch.channels_last)
         images_BCHW = grad_BCHW.new_empty((batch, 2 * height, 2 * width, channels)).permute(0, 3, 1, 2)
-        torch.library.wrap_triton(backward_kernel)[grid(grad_BCHW)](
+        torch.library.wrap_triton(max_pool_backward)[grid(grad_BCHW)](
             grad_BCHW, places_BCHW, images_BCHW, channels, height, width, grad_BCHW.numel(), BLOCK=BLOCK
         )
         return images_BCHW

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward_kernel(images, pooled, places, channels, height, width, num, BLOCK: tl.constexpr):
+def max_pool_forward(images, pooled, places, channels, height, width, num, BLOCK: tl.constexpr):
     """Write the maximum of each window, and its place: 3 * row + column of the window."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = index < num
@@ -30,7 +30,7 @@ def forward_kernel(images, pooled, places, channels, height, width, num, BLOCK: 
 
 
 @triton.jit
-def backward_kernel(grad, places, images, channels, height, width, num, BLOCK: tl.constexpr):
+def max_pool_backward(grad, places, images, channels, height, width, num, BLOCK: tl.constexpr):
     """Write the gradient of 2 x 2 pixels, which four windows share; height and width are those of grad."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = index < num

@@ -9,7 +9,7 @@ CHANNELS = 16
 
 
 class StemConv2d(nn.Conv2d):
-    """Convolves 3 channels by 7 x 7 with stride 2 and padding 3; in bf16 on a GPU by 4 x 4 blocks of 2 x 2 pixels.
+    """Convolves 3 channels by 7 x 7, stride 2, padding 3; in compiled bf16 training on a GPU by blocks of 2 x 2 pixels.
 
     cuDNN 9.19 has a kernel for three channels in fp16, and none in bf16: with 256 images of 224 x 224 on an H200,
     forward and the gradient of the weights take 1.1 ms in fp16, 2.9 in bf16, and 1.5 in blocks, copies included. The
@@ -22,7 +22,9 @@ class StemConv2d(nn.Conv2d):
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Return features of half the sides, rounded up."""
         is_even = images_BCHW.shape[2] % 2 == images_BCHW.shape[3] % 2 == 0
-        if images_BCHW.is_cuda and images_BCHW.dtype == self.weight.dtype == torch.bfloat16 and is_even:
+        is_bf16 = images_BCHW.is_cuda and images_BCHW.dtype == self.weight.dtype == torch.bfloat16
+        # compiled, the copies are parts of other kernels; an exported model keeps the plain form
+        if torch.compiler.is_compiling() and self.training and is_bf16 and is_even:
             return convolve_blocks(images_BCHW, self.weight)
         return super().forward(images_BCHW)
 

@@ -90,30 +90,21 @@ def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(buckets.values())
 
 
-def dense_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
-    """Return gradients laid out like their weights. Raises: ValueError for a gradient that is not dense."""
+def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
+    """Return gradients laid out like their weights, without the loss scale: copies where there is one.
+
+    Raises: ValueError for a gradient that is not dense.
+    """
     grads = []
     for w in weights:
         assert w.grad is not None
         if w.grad.layout is not torch.strided:
             raise ValueError(f"{type(optimizer).__name__} needs dense gradients: build the embedding with sparse=False")
         grads.append(laid_out_like(w, w.grad))
-    return grads
-
-
-def loss_scale(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | None:
-    """Return GradScaler's scale of the gradients, () fp32, or None."""
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    return None if scale is None else scale.to(device, non_blocking=True).view(())
-
-
-def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
-    """Return gradients laid out like their weights, without the loss scale: copies where there is one.
-
-    Raises: ValueError for a gradient that is not dense.
-    """
-    grads, scale = dense_grads(optimizer, weights), loss_scale(optimizer, weights[0].device)
-    return grads if scale is None else list(torch._foreach_div(grads, scale))
+    if scale is None:
+        return grads
+    return list(torch._foreach_div(grads, scale.to(weights[0].device, non_blocking=True).view(())))
 
 
 def overflow_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | None:

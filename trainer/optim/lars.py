@@ -10,8 +10,6 @@ from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     Norms,
     by_device_and_dtype,
-    dense_grads,
-    loss_scale,
     momentum_buffers,
     norms_of,
     one_where_a_norm_is_zero,
@@ -20,7 +18,6 @@ from bigbatch.trainer.optim.fused import (
     unscaled_grads,
     write_,
 )
-from bigbatch.trainer.optim.scaled_step import ScaledStep, can_step
 
 MOMENTUM_FORMS = ("lr_inside", "lr_outside")
 
@@ -36,14 +33,9 @@ def trust_ratios(
     trust_coefficient: float,
     eps: float,
     norms: Norms = norms_of,
-    divisor: Tensor | None = None,
 ) -> Tensor:
-    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), (N) of N tensors; 1 if |w| or |g| is 0.
-
-    divisor: of grads, () fp32; None: they are the gradients themselves.
-    """
+    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), (N) of N tensors; 1 if |w| or |g| is 0."""
     w_N, g_N = norms([*weights, *grads]).view(2, -1)
-    g_N = g_N if divisor is None else g_N / divisor
     ratios_N = trust_coefficient * w_N / (g_N + weight_decay * w_N + eps)
     return one_where_a_norm_is_zero(ratios_N, w_N, g_N)
 
@@ -58,16 +50,15 @@ class LARS(FusedOptimizer):
     momentum * v plus v's last summand instead of v (u alike), as in TensorFlow's reference.
 
     Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
-    Gradients are only read. A step of fp32 weights on a GPU is one kernel after the norms (ScaledStep). Without Triton
-    it needs two more copies of a group's gradients, three under a GradScaler, and as many zeros as its largest tensor
-    has elements.
+    Gradients are only read; a step on a GPU needs two more copies of a group's gradients, three under a GradScaler, and
+    as many zeros as its largest tensor has elements.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an
     overflow leaves weights and momentum untouched.
     Source: mlcommons/training, retired_benchmarks/resnet-tf1 (tf.contrib LARSOptimizer);
     mlcommons/training_results_v4.0, NVIDIA's MXNet optimizer.py.
     """
 
-    _own = ("norms", "_step")
+    _own = ("norms",)
     _numbers = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")
 
     def __init__(
@@ -97,7 +88,6 @@ class LARS(FusedOptimizer):
         super().__init__(params, defaults)
         self.norms: Norms = norms_of
         """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
-        self._step = ScaledStep()
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         if group["momentum_form"] not in MOMENTUM_FORMS:
@@ -114,17 +104,17 @@ class LARS(FusedOptimizer):
 
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make one update of weights that share device and dtype: as few kernels for many weights as for one."""
-        momenta = momentum_buffers(self, weights, momentum=group["momentum"])
-        writing = {**_writing(group), "overflow": overflow_flag(self, weights[0].device)}
-        decay = group["weight_decay"]
-        if can_step(weights[0]):
-            grads, divisor = dense_grads(self, weights), loss_scale(self, weights[0].device)
-            scales_N = self._scales(weights, grads, group, divisor=divisor)
-            if self._step(weights, grads, momenta, scales_N=scales_N, divisor=divisor, weight_decay=decay, **writing):
-                return
         grads = unscaled_grads(self, weights)
-        decayed = list(torch._foreach_add(grads, weights, alpha=decay))
-        write_(weights, scaled(decayed, self._scales(weights, grads, group)), momenta, **writing)
+        decayed = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
+        updates = scaled(decayed, self._scales(weights, grads, group))
+        overflow = overflow_flag(self, weights[0].device)
+        write_(
+            weights,
+            updates,
+            momentum_buffers(self, weights, momentum=group["momentum"]),
+            overflow=overflow,
+            **_writing(group),
+        )
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make the same update in portions that fit the cache: memory traffic limits a CPU, reading scales is free."""
@@ -140,16 +130,14 @@ class LARS(FusedOptimizer):
                 for weight, grad, *momentum in _pieces(tensors):
                     write_([weight], [grad * scale], momentum, weight_decay=decay, overflow=overflow, **writing)
 
-    def _scales(
-        self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any], *, divisor: Tensor | None = None
-    ) -> Tensor:
-        """Return the factor of each decayed gradient before it enters the momentum. divisor: of grads."""
+    def _scales(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
+        """Return the factor of each decayed gradient before it enters the momentum."""
         # inside, the momentum remembers the rates of earlier steps; outside, the kernel applies it
         inner = group["lr"] if group["momentum_form"] == "lr_inside" else 1.0
         if not group["adapt"]:
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf
         settings = {key: group[key] for key in ("weight_decay", "trust_coefficient", "eps")}
-        return trust_ratios(weights, grads, norms=self.norms, divisor=divisor, **settings) * inner
+        return trust_ratios(weights, grads, norms=self.norms, **settings) * inner
 
 
 def _writing(group: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from benchmarks.gpu.suite.job import Contestant, contestant, seconds_of, setting
 from benchmarks.gpu.suite.small_batches import MODES
 
 KINDS = {
-    "max-pool": ("max_pool", "forward_kernel", "backward_kernel"),
+    "max-pool": ("max_pool",),
     "norm, ReLU and add": ("triton_", "batch_norm", "batchnorm", "threshold", "clamp", "CUDAFunctor_add<c10"),
-    "optimizer": ("multi_tensor", "update_kernel"),
+    "optimizer": ("multi_tensor",),
     "convolutions and products": ("conv", "fprop", "grad", "gemm", "nvjet", "cublas", "cutlass", "cudnn"),
 }
 """Words in the names of kernels; the first kind with one counts. What torch's compiler makes of a ResNet is norms."""

@@ -72,7 +72,7 @@ def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list
     """A rank's share of 65,536 is 8192, 1024, 128 and 32 images; a tried microbatch has 512 at most."""
     modes = find_modes(config_of(name="imagenet/jia_resnet50_64k"), world_size=num_gpus, can_capture=True)
     twice = 2 if num_gpus <= 64 else 1  # a run's step of several of the largest is tried with two
-    assert modes == Modes(Mode(32), tuple(sizes), twice * sizes[-1], can_compile=True)
+    assert modes == Modes(Mode(32), tuple(sizes), twice * sizes[-1], can_compile=True, leaves_graph_out=True)
     assert all(65_536 // num_gpus % size == 0 for size in sizes)
 
 
@@ -436,6 +436,15 @@ def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> Non
 
 def test_mode_of_few_images_on_several_ranks_hints_at_a_graph() -> None:
     assert "with 32 images of each GPU in a step, compute.cuda_graph=true" in graph_hint(Mode(32), images_per_rank=32)
+    config = quickstart("--batch.global_batch_size=64")
+    assert find_modes(config, world_size=2, can_capture=True).leaves_graph_out
+    for words in (
+        ("--compute.mode_keeps=[compute.cuda_graph]",),
+        ("--optimizer.name=shampoo", "--optimizer.options.eps=1e-6"),
+    ):
+        stated = quickstart("--batch.global_batch_size=64", *words)
+        assert not find_modes(stated, world_size=2, can_capture=True).leaves_graph_out, words
+    assert not find_modes(config, world_size=1, can_capture=True).leaves_graph_out
     assert graph_hint(Mode(32, cuda_graph=True), images_per_rank=32) == graph_hint(Mode(64), images_per_rank=256) == ""
 
 

@@ -1,6 +1,5 @@
 """The kernels of the stem's max-pool beside torch's own, by Triton's interpreter, which needs no GPU."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._triton import has_triton_package
 
-from bigbatch.trainer.models.max_pool import MaxPool3x3, register_operators
+from bigbatch.trainer.models.max_pool import BLOCK, MaxPool3x3, fits_kernels, register_operators
 
 
 @pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
@@ -39,23 +38,52 @@ def test_compiler_traces_the_operator_without_a_break() -> None:
     assert "bigbatch.max_pool3x3" in graphs[0].code
 
 
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
+@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "fp16"), (90, "fp32")])
+def test_kernels_compile_for_a_gpu_that_is_not_here(
+    capability: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter takes what the compiler refuses."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bigbatch.trainer.models.max_pool_kernels import max_pool_backward, max_pool_forward
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sizes = dict.fromkeys(("channels", "height", "width", "num"), "i32") | {"BLOCK": "constexpr"}
+    tensors = {"images": f"*{dtype}", "pooled": f"*{dtype}", "grad": f"*{dtype}", "places": "*i8"}
+    for kernel in (max_pool_forward, max_pool_backward):
+        types = {name: (tensors | sizes)[name] for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=types, constexprs={(kernel.arg_names.index("BLOCK"),): BLOCK})
+        assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_pool_on_a_gpu_is_torchs(dtype: torch.dtype, is_compiled: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_compiled_pool_on_a_gpu_is_torchs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    ours: Callable[[Tensor], Tensor] = MaxPool3x3().train()
-    ours = torch.compile(ours, fullgraph=True) if is_compiled else ours
     images_BCHW = torch.randn(4, 64, 56, 56, device="cuda", dtype=dtype).mul(4).round()
     images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)
     grad_BCHW = torch.randn(4, 64, 28, 28, device="cuda", dtype=dtype)
     found = []
-    for pool in (ours, lambda images: F.max_pool2d(images, 3, 2, 1)):
+    for pool in (torch.compile(MaxPool3x3().train(), fullgraph=True), lambda images: F.max_pool2d(images, 3, 2, 1)):
         given_BCHW = images_BCHW.clone(memory_format=torch.preserve_format).requires_grad_()
         pooled_BCHW = pool(given_BCHW)
         found.append((pooled_BCHW, torch.autograd.grad(pooled_BCHW, given_BCHW, grad_BCHW)[0]))
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], rtol=2 * torch.finfo(dtype).eps, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_kernels_take_what_they_can_compare(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        fits = torch.empty(2, 8, 12, 16, device="cuda").contiguous(memory_format=torch.channels_last)
+        assert fits_kernels(fits)
+        for other in (fits.cpu(), fits.to(dtype), fits[:, :, 1:], fits.contiguous()):
+            assert not fits_kernels(other)
+        large = torch.empty(2**15, 64, 32, 32, device="cuda")
+        assert not fits_kernels(large.contiguous(memory_format=torch.channels_last))
 
 
 def test_pool_is_torchs_where_the_kernels_do_not_go() -> None:

@@ -58,7 +58,7 @@ def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.Monke
     ownership: Any = SimpleNamespace(owner=None)
     config, job = load_config(["--config", "quickstart"]), job_of(2)
     groups = [job.communicator]
-    found = train._run_agreed(Run, config, job, ownership, groups=groups)  # type: ignore[arg-type]
+    found = train._run_agreed(Run, config, job, ownership, groups=groups, listed=None)  # type: ignore[arg-type]
     assert done == ["made", "healed", "made"]
     assert [group.world_size for group in groups] == [2, 1], "by which running out of memory is explained"
     assert found == {"asked by": "SIGINT"}
