@@ -299,13 +299,14 @@ def step_gradients(run: Path) -> list[Tensor]:
     return gradients
 
 
-def gradient_distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+def gradient_distance(
+    ours: list[Tensor], theirs: list[Tensor], *, choose: Callable[[list[float]], float] = statistics.median
+) -> float:
     """Distance of two runs' gradients as a share of their length: the median over steps.
 
     The median, because at some steps rounding decides a tie in a max-pool and moves one element's gradient.
     """
-    pairs = zip(ours, theirs, strict=True)
-    return statistics.median(float((one - other).norm() / other.norm()) for one, other in pairs)
+    return choose([float((one - other).norm() / other.norm()) for one, other in zip(ours, theirs, strict=True)])
 
 
 def statistics_distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

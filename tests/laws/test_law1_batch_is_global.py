@@ -98,8 +98,12 @@ def test_augmented_and_mixed_images_are_those_of_the_batch(
     assert gradient_distance(step_gradients(tmp_path / "1")[:5], step_gradients(one_rank)) > 1000 * ROUNDING
 
 
-WIDE = {**SGD, "batch.global_batch_size": 64, "batch.bn_span": 32}
-"""2 ghost batches a step, each as large as four ranks' microbatches."""
+WIDE = {**SGD, "run.epochs": 3, "batch.global_batch_size": 64, "batch.bn_span": 32}
+"""2 ghost batches a step, each as large as four ranks' microbatches.
+
+The moments of a ghost batch over ranks are rounded otherwise, which moves a ReLU's decision in about every third step:
+6 steps, of which the nearest must agree. Another ghost batch is another gradient in all of them.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +124,7 @@ def test_a_ghost_batch_may_lie_on_several_ranks(
     ranks: int, overrides: dict[str, object], data: Path, one_rank_wide: Path, tmp_path: Path
 ) -> None:
     done = run(forked(train_command(data, tmp_path, {**WIDE, **overrides}), ranks=ranks))
-    assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide)) < ROUNDING
+    assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide), choose=min) < ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank_wide)) < ROUNDING
     assert f"batch-norm span 32 over {32 // int(str(overrides['batch.microbatch_size']))} ranks" in done.stdout
 
@@ -128,5 +132,5 @@ def test_a_ghost_batch_may_lie_on_several_ranks(
 def test_ghost_batches_that_end_at_the_rank_are_another_run(data: Path, one_rank_wide: Path, tmp_path: Path) -> None:
     """The comparison above detects ranks of a group that do not exchange statistics."""
     run(forked(train_command(data, tmp_path, {**WIDE, "batch.microbatch_size": 16, "batch.bn_span": 16}), ranks=2))
-    assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide)) > 1000 * ROUNDING
+    assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide), choose=min) > 1000 * ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank_wide)) > 10 * ROUNDING
