@@ -67,7 +67,7 @@ HOSTILE = {
     "block device": ({"x": special("x", tarfile.BLKTYPE)}, ("'x'", "device", "pipe")),
     "pipe": ({"x": special("x", tarfile.FIFOTYPE)}, ("'x'", "device", "pipe")),
     "unknown type": ({"x": special("x", b"Z")}, ("'x'", "file")),
-    "endless": ({"x": sized("9" * 20)}, ("'x'", "length")),
+    "endless": ({"x": sized("9" * 20)}, ("'x'", "size")),
     "sparse": ({"x": special("x", tarfile.GNUTYPE_SPARSE)}, ("'x'", "sparse")),
     "parent folder": ({"../x": special("../x", tarfile.DIRTYPE)}, ("'../x'", "out")),
     "duplicate": ({"a/x": b"1", "./a/x": b"2"}, ("'./a/x'", "twice")),

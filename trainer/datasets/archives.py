@@ -2,34 +2,25 @@
 
 import gzip
 import hashlib
-import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 from bigbatch.errors import DataError, StorageError, first_line, shortened
 from bigbatch.files import replacing
 from bigbatch.trainer.datasets.show_progress import Report
+from bigbatch.trainer.input import tar_headers
 from bigbatch.trainer.input.formats import MAX_PIXELS
+from bigbatch.trainer.input.tar_headers import MAX_MEMBERS, Window
 
 MAX_MEMBER_BYTES = 4 * MAX_PIXELS
 """A header may claim any length; an image of data.max_megapixels takes less, stored in red, green, blue and alpha."""
-MAX_HEADER_BYTES, MAX_GLOBAL_HEADERS, MAX_MEMBERS = 1 << 16, 20, 4_000_000
-"""A path has at most 4,096 bytes, `git archive` writes one global header, ImageNet has 1.3 million members."""
 TIMEOUT_SECONDS = 60.0
 """Seconds without data from a server before a download fails."""
 
 _AGAIN = "download the archive again"
-_EXTENSIONS = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-)
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,9 @@ class ArchiveMember:
     """The archive, or the nested archives, for messages."""
     path: PurePosixPath
     num_bytes: int
-    file: IO[bytes]
+    window: Window
+    offset: int
+    """Where it begins in the archive."""
 
     def __str__(self) -> str:
         return f"{self.origin}: {str(self.path)!r}"
@@ -62,7 +55,14 @@ class ArchiveMember:
             most = f"more than an image of {MAX_PIXELS / 1e6:g} megapixels takes ({MAX_MEMBER_BYTES:,})"
             raise DataError(f"{self}: claims {self.num_bytes:,} bytes, {most}; it is refused: get another archive")
         with _named_errors(str(self)):
-            return self.file.read()
+            data = self.part(self.num_bytes, 0)
+            if len(data) < self.num_bytes:
+                raise EOFError(f"{len(data):,} of {self.num_bytes:,} bytes are there")
+            return data
+
+    def part(self, length: int, offset: int) -> bytes:
+        """Return length bytes from offset on, or fewer at the member's end."""
+        return self.window.at(self.offset + offset, max(0, min(length, self.num_bytes - offset)))
 
 
 def find_archive(folder: Path, archive: Archive) -> Path:
@@ -125,39 +125,6 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
         raise DataError(f"{url}: cannot be downloaded to {path} ({first_line(error)}); {advice}") from error
 
 
-class BoundedTarInfo(tarfile.TarInfo):
-    """Refuses headers that would fill the memory; maps of sparse files are not read at all."""
-
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        """Do as tarfile does, which leaves this to subclasses. Raises: ReadError."""
-        if self.type in _EXTENSIONS and not 0 <= self.size <= MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {self.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
-        if len(tar.pax_headers) > MAX_GLOBAL_HEADERS:  # Python 3.13 holds four times their bytes at once
-            raise tarfile.ReadError(f"more than {MAX_GLOBAL_HEADERS} global headers")
-        try:
-            return super()._proc_member(tar)  # type: ignore[misc]
-        except RecursionError as error:  # tarfile recurses into what follows such a header
-            raise tarfile.ReadError("too many headers of one member") from error
-
-    def _proc_sparse(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        self.sparse = b""  # issparse() goes by whether there is a map
-        return self._proc_builtin(tar)  # type: ignore[attr-defined]
-
-    def _proc_gnusparse_10(self, info: tarfile.TarInfo, *_: object) -> None:
-        info.sparse = b""
-
-
-def read_headers(tar: tarfile.TarFile, *, max_members: int = MAX_MEMBERS) -> Iterator[tarfile.TarInfo]:
-    """Yield the members in order and forget each. Raises: tarfile's errors."""
-    num_members = 0
-    while (info := tar.next()) is not None:
-        tar.members.clear()  # type: ignore[attr-defined]
-        num_members += 1
-        if num_members > max_members:
-            raise tarfile.ReadError(f"more than {max_members:,} members")
-        yield info
-
-
 def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
     """Yield the regular files of an archive, or of one within another, in the order in which they lie.
 
@@ -165,59 +132,39 @@ def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBER
     sparse file or a name that comes twice; naming the archive if it is not a tar, cut off or damaged.
     """
     origin, seen = str(archive), set()
-    with _named_errors(origin), _open(archive) as tar:
-        for info in read_headers(tar, max_members=max_members):
+    with _named_errors(origin), _opened(archive) as window:
+        for member in tar_headers.read_members(window, path=origin, max_members=max_members):
             # not by pathlib, which interns each part: Python 3.12 keeps such a text for ever
-            parts = [part for part in info.name.split("/") if part not in ("", ".")]
+            parts = [part for part in member.name.split("/") if part not in ("", ".")]
             # of millions of names, which may be long
-            digest = hashlib.blake2b("/".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).digest()
-            problem = "comes twice" if digest in seen and not info.isdir() else _problem(info, parts)
-            if problem:
-                name = shortened(info.name)
-                raise DataError(f"{origin}: member {name} {problem}; it is refused whole: get another one")
+            digest = hashlib.blake2b("/".join(parts).encode(), digest_size=16).digest()
+            is_folder = member.name.endswith("/")
+            if digest in seen and not is_folder:
+                name = shortened(member.name)
+                raise DataError(f"{origin}: member {name} comes twice; it is refused whole: get another one")
             seen.add(digest)
-            if info.isfile():
-                file = tar.extractfile(info)
-                assert file is not None
-                yield ArchiveMember(origin, PurePosixPath(info.name), info.size, file)
-        _require_end(tar)
+            if not is_folder:
+                yield ArchiveMember(origin, PurePosixPath(member.name), member.num_bytes, window, member.offset)
 
 
-def _open(archive: Path | ArchiveMember) -> tarfile.TarFile:
+@contextmanager
+def _opened(archive: Path | ArchiveMember) -> Iterator[Window]:
     """Open an archive; its name may state a wrong compression: ImageNet-V2's .tar.gz is a plain tar."""
     if isinstance(archive, ArchiveMember):
-        return tarfile.open(fileobj=archive.file, mode="r:", tarinfo=BoundedTarInfo)
+        yield Window(archive.part)
+        return
     with open(archive, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
-    return tarfile.open(archive, mode="r:gz" if is_gzip else "r:", tarinfo=BoundedTarInfo)
+        file.seek(0)
+        unpacked = gzip.GzipFile(fileobj=file) if is_gzip else file
 
+        def read(length: int, offset: int) -> bytes:
+            unpacked.seek(offset)
+            return unpacked.read(length)
 
-def _problem(info: tarfile.TarInfo, parts: list[str]) -> str | None:
-    """Return why a member must not be unpacked; None for a file or folder that stays inside."""
-    reasons = {
-        "has an absolute name": info.name.startswith("/"),
-        "leads out of the archive": ".." in parts,
-        "has an unprintable name": not info.name.isprintable(),  # a zero byte, a terminal's commands
-        "has an impossible length": not 0 <= info.size < 1 << 50,  # tarfile would seek there
-        "is a symbolic link": info.issym(),
-        "is a hard link": info.islnk(),
-        "is a device or a pipe": info.isdev(),
-        "is a sparse file": info.issparse(),
-        "is not a file": not (info.isfile() or info.isdir()),
-    }
-    return next((reason for reason, is_so in reasons.items() if is_so), None)
-
-
-def _require_end(tar: tarfile.TarFile) -> None:
-    """Refuse a cut or damaged header: tarfile takes it for the end, and a class would silently lack images."""
-    assert tar.fileobj is not None
-    if isinstance(tar.fileobj, gzip.GzipFile):
-        while tar.fileobj.read(1 << 20):  # up to the checksum of all; to seek back would unpack all again
+        yield Window(read)
+        while is_gzip and unpacked.read(1 << 20):  # up to the checksum of all
             pass
-        return
-    tar.fileobj.seek(tar.offset)
-    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError(f"no member and no end at byte {tar.offset:,}")
 
 
 @contextmanager
@@ -225,7 +172,7 @@ def _named_errors(origin: str) -> Iterator[None]:
     """Add the archive to errors; a system error is not reported as damage, as a new download would not help."""
     try:
         yield
-    except (tarfile.TarError, EOFError, zlib.error, ValueError, OverflowError, OSError) as error:
+    except (EOFError, zlib.error, OverflowError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             reason = f"cannot be read ({error.strerror}); check its permissions and disk"
             raise StorageError(f"{origin}: {reason}") from error

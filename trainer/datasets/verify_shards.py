@@ -1,7 +1,7 @@
 """Verify packed shards: read every byte again, and compare every index entry with its tar member."""
 
 import hashlib
-import tarfile
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.datasets.archives import BoundedTarInfo, read_headers
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.shard_files import is_packed
 from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, read_packed
+from bigbatch.trainer.input.tar_headers import Window, read_members
 
 COLUMNS = ("offset", "length", "height", "width", "label")
 _ANY_PIXELS = 178_000_000
@@ -73,21 +73,22 @@ def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
     """
     try:
         shard = Shard(path.name, path.stat().st_size, sha256_of(path))
-        rows = [] if expected not in (None, shard) else list(_read_rows(path))
-    except (OSError, tarfile.TarError, ValueError, AttributeError, DataError) as error:
+        rows = [] if expected not in (None, shard) else list(_read_rows(path, shard.num_bytes))
+    except (OSError, ValueError, DataError) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
     if expected not in (None, shard):
         raise DataError(f"{path}: its bytes are not those that were packed; delete it and {AGAIN}")
     return ShardRecord(shard, rows)
 
 
-def _read_rows(path: Path) -> Iterator[tuple[int, ...]]:
-    with tarfile.open(path, "r:", tarinfo=BoundedTarInfo) as tar:
-        members = read_headers(tar)
+def _read_rows(path: Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
+    with open(path, "rb") as file:
+        window = Window(lambda length, offset: os.pread(file.fileno(), length, offset))
+        members = read_members(window, path=path.name, num_bytes=num_bytes)
         for image, label in zip(members, members, strict=True):  # each image is followed by its label
-            data, text = (tar.extractfile(member).read() for member in (image, label))  # type: ignore[union-attr]
+            data, text = (window.at(member.offset, member.num_bytes) for member in (image, label))
             size = encoded_size(data, path=image.name, max_pixels=_ANY_PIXELS)
-            yield int(image.name[:8]), image.offset_data, image.size, *size, int(text)
+            yield int(image.name[:8]), image.offset, image.num_bytes, *size, int(text)
 
 
 def sha256_of(path: Path) -> str:
