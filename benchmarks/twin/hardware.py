@@ -5,8 +5,26 @@ PUBLISHED and ASSUMED as in launch/simulate/constants.py.
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from bigbatch.launch.simulate.constants import GIGABIT, Constants
+
+UNSTATED_GBIT_PER_DEVICE = 100.0
+"""Rate of a network without a stated one, which the interval widens. ASSUMED, and fitted to no row: a card of 100
+Gbit/s for each accelerator."""
+
+
+@dataclass(frozen=True)
+class RowConstants(Constants):
+    """The simulator's constants, and what only published rows of old software need."""
+
+    eager_seconds_per_tensor: float = 65e-6
+    """seconds_per_tensor before 2021: hosts started each kernel, a convolution, its norm, the weight's norm and its
+    update each by itself. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of one V100
+    alone have 1.5 ms that no image explains (NVIDIA's examples of 2020)."""
+
+
+DEFAULTS = RowConstants()
 
 INSIDE_BYTES_PER_SECOND = {
     # what an all-reduce of large buffers reaches between the accelerators of a node, in bytes per second and direction
@@ -105,5 +123,5 @@ def _longest(names: Iterable[str], text: str) -> str:
 
 def across_bytes_per_second(gbit_per_s: float | None, *, devices_per_node: int, constants: Constants) -> float:
     """Return the rate of a node's links for an all-reduce; None if it is not stated."""
-    stated = devices_per_node * constants.unstated_gbit_per_device if gbit_per_s is None else gbit_per_s
+    stated = devices_per_node * UNSTATED_GBIT_PER_DEVICE if gbit_per_s is None else gbit_per_s
     return stated * GIGABIT * constants.link_share

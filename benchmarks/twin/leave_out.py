@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.predict import Prediction, nearest, simulated_seconds
 from benchmarks.twin.rows import Row
-from bigbatch.launch.simulate.constants import DEFAULTS, Constants
 
 FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
 UNSEEN = {
@@ -63,23 +63,23 @@ class Steps:
     def concerns(self, name: str, row: Row) -> bool:
         return row.id in self._concern[name]
 
-    def error(self, row: Row, constants: Constants) -> float:
+    def error(self, row: Row, constants: RowConstants) -> float:
         """Return the logarithm of measured over predicted seconds."""
         key = (row.id, *(getattr(constants, name) for name in UNSEEN if self.concerns(name, row)))
         if key not in self._errors:
             self._errors[key] = self._predict(row, constants)
         return self._errors[key]
 
-    def _predict(self, row: Row, constants: Constants) -> float:
+    def _predict(self, row: Row, constants: RowConstants) -> float:
         assert row.seconds is not None
         return math.log(row.seconds / simulated_seconds(row, self._bases[row.id], constants))
 
 
-def constants_without(steps: Steps, family: str | None) -> Constants:
+def constants_without(steps: Steps, family: str | None) -> RowConstants:
     """Choose each fitted constant by the mean error of all families but one."""
     others = [rows for name, rows in steps.families().items() if name != family]
 
-    def loss(constants: Constants) -> float:
+    def loss(constants: RowConstants) -> float:
         return fmean(fmean(min(abs(steps.error(row, constants)), MOST_ERROR) for row in rows) for rows in others)
 
     found = DEFAULTS

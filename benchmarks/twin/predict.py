@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
-from bigbatch.launch.simulate.constants import DEFAULTS, Constants
 from bigbatch.launch.simulate.interval import RATE_SPREAD, Doubt, Interval, interval_of
 from bigbatch.launch.simulate.show import write
 from bigbatch.launch.simulate.step import Compute, SimulatedStep, fit_compute
@@ -77,7 +77,7 @@ class _Scaled:
         return self.factor * self.step.seconds
 
 
-def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFAULTS) -> Prediction:
+def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = DEFAULTS) -> Prediction:
     """Scale the nearest measured row to the question's size, batch and network.
 
     The measured row gives the seconds of an image: its step, less the model's time beyond them. A second row of the
@@ -125,20 +125,20 @@ def nearest(question: Row, measured: Sequence[Row]) -> Row:
     return min(measured, key=lambda row: _distance(question, row))
 
 
-def simulated_seconds(question: Row, base: Row, constants: Constants) -> float:
+def simulated_seconds(question: Row, base: Row, constants: RowConstants) -> float:
     """Return the seconds of a question's step, scaled from the base, without second row and interval."""
     step = question.job(constants).simulate(calibrate(base, question, constants), question.local_batch)
     return _unexplained(base, constants) * step.seconds
 
 
-def _unexplained(base: Row, constants: Constants) -> float:
+def _unexplained(base: Row, constants: RowConstants) -> float:
     """Return measured over simulated seconds of the base: 1, unless no time of an image explains it."""
     assert base.seconds is not None
     simulated = base.job(constants).simulate(calibrate(base, base, constants), base.local_batch)
     return base.seconds / simulated.seconds
 
 
-def _scaled(question: Row, base: Row, constants: Constants) -> _Scaled:
+def _scaled(question: Row, base: Row, constants: RowConstants) -> _Scaled:
     compute, job = calibrate(base, question, constants), question.job(constants)
     step = job.simulate(compute, question.local_batch)
     doubt = Doubt(
@@ -182,7 +182,7 @@ def _unknown(question: Row, base: Row) -> tuple[str, ...]:
     return (*(name for name, is_unknown in found.items() if is_unknown), *question.unchecked)
 
 
-def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Compute:
+def calibrate(base: Row, question: Row, constants: RowConstants = DEFAULTS) -> Compute:
     """Find the seconds of an image for which the base's simulated step equals the measured; for the question's model.
 
     Another model's images are scaled by their operations, another device's by the published rates of both.

@@ -20,11 +20,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.record import conditions, write_record
+from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.leave_out import Steps, constants_without, held_without
 from benchmarks.twin.predict import Prediction, predict_row
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
-from bigbatch.launch.simulate.constants import DEFAULTS, Constants
 from bigbatch.launch.simulate.interval import FACTORS
 
 FIT_1, FIT_2, JUDGE = "fit1", "fit2", "judge"
@@ -48,7 +48,7 @@ def nulls(row: Row, fits: dict[str, dict[str, Row]]) -> dict[str, float]:
 
 
 def errors_of(
-    rows: Sequence[Row], *, warm: bool, constants_of: Mapping[str, Constants] | None = None
+    rows: Sequence[Row], *, warm: bool, constants_of: Mapping[str, RowConstants] | None = None
 ) -> list[dict[str, Any]]:
     """Predict every row that has a row to scale from; errors as shares of the measured step.
 
@@ -77,7 +77,7 @@ def targets_of(rows: Sequence[Row], *, warm: bool) -> list[Row]:
     return [row for row in rows if row["role"] in roles and nulls(row, fits)]
 
 
-def as_strangers(rows: Sequence[Row], constants_of: Mapping[str, Constants] | None = None) -> list[dict[str, Any]]:
+def as_strangers(rows: Sequence[Row], constants_of: Mapping[str, RowConstants] | None = None) -> list[dict[str, Any]]:
     """Predict every row to judge from one-node rows of other families alone; there is no null to compare with."""
     found = []
     for row in rows:

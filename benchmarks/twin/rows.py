@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from benchmarks.twin.fusion import CycledJob, InGroups
 from benchmarks.twin.hardware import (
+    DEFAULTS,
+    RowConstants,
     across_bytes_per_second,
     across_latency_seconds,
     inside_bytes_per_second,
@@ -17,11 +20,11 @@ from benchmarks.twin.hardware import (
 )
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.errors import SimulationError, first_line
-from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
+from bigbatch.launch.simulate.constants import GIGABIT
 from bigbatch.launch.simulate.interval import UNCHECKED_CARRIERS
 from bigbatch.launch.simulate.network import Carrier, Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
-from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, SimulatedJob
+from bigbatch.launch.simulate.step import Fusion, SimulatedJob
 from bigbatch.numbers import decimal
 
 NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
@@ -188,8 +191,11 @@ class Row:
         return resnet50_rate(self["accelerator"], is_fp32=self["precision"] == "fp32")
 
     @property
-    def fusion(self) -> Fusion:
-        """Read how gradients are grouped: `threshold / groups`, `25 MiB buckets`; else by the framework's default."""
+    def fusion(self) -> Fusion | None:
+        """Read how gradients are grouped: `threshold / groups`, `25 MiB buckets`; else by the framework's default.
+
+        None for Horovod's cycles.
+        """
         stated = self["fusion"]
         if self.is_compiled:
             return InGroups(1)
@@ -197,9 +203,9 @@ class Row:
             return InGroups(max(1, int(groups[1])))
         if (buckets := re.match(r"(\d{1,6}(?:\.\d+)?) *MiB", stated)) and float(buckets[1]) > 0:
             return _ddp_sizes(float(buckets[1]))
-        return _ddp_sizes(25) if "pytorch" in self["framework"].lower() else InCycles()
+        return _ddp_sizes(25) if "pytorch" in self["framework"].lower() else None
 
-    def fixed_seconds(self, constants: Constants) -> float:
+    def fixed_seconds(self, constants: RowConstants) -> float:
         is_old = self.year is not None and self.year < FIRST_YEAR_OF_GRAPHS
         if self.library_version is not None:
             is_old = self.library_version < FIRST_NCCL_OF_GRAPHS
@@ -212,11 +218,14 @@ class Row:
         """Return whether a step is one compiled program, with its sums: on TPUs."""
         return self["accelerator"].startswith("TPU")
 
-    def job(self, constants: Constants = DEFAULTS) -> SimulatedJob:
+    def job(self, constants: RowConstants = DEFAULTS) -> SimulatedJob:
         element_bytes = 2 if self["precision"] == "fp16" else 4  # mixed precision sends fp32
+        if self.fusion is None:  # the start of a sum costs nothing beside its cycle
+            network = self._network(replace(constants, launch_seconds=0.0))
+            return CycledJob(self.shape, network, element_bytes=element_bytes)
         return SimulatedJob(self.shape, self._network(constants), self.fusion, element_bytes=element_bytes)
 
-    def _network(self, constants: Constants) -> Network:
+    def _network(self, constants: RowConstants) -> Network:
         per_node = max(1, self.num_devices // self.num_nodes)
         rate = self.link_gbit_per_s
         across = across_bytes_per_second(rate, devices_per_node=per_node, constants=constants)

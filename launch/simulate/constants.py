@@ -20,10 +20,6 @@ class Constants:
     seconds_per_tensor: float = 22e-6
     """Fixed time of a step per parameter, at any batch: the least time of its four or five kernels in forward, backward
     and update. ASSUMED, about 5 us each; 3.5 ms for ResNet-50's 161."""
-    eager_seconds_per_tensor: float = 65e-6
-    """The same before 2021: hosts started each kernel, a convolution, its norm, the weight's norm and its update each
-    by itself. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of one V100 alone have
-    1.5 ms that no image explains (NVIDIA's examples of 2020)."""
     link_share: float = 0.8
     """Share of a link's stated rate that an all-reduce of large buffers reaches. PUBLISHED: NCCL's tests reach 0.74 to
     0.9 between nodes and 0.78 to 1 over NVLink (ANCHORS D3)."""
@@ -34,8 +30,6 @@ class Constants:
     launch_seconds: float = 40e-6
     """Compute time that each all-reduce costs, hidden or not: its kernel's start and the GPU's share that it holds.
     ASSUMED, from one framework's rows with 25 and with 1 MiB buffers."""
-    cycle_seconds: float = 5e-3
-    """Time for which Horovod gathers gradients before each sum. PUBLISHED: its default until 2019."""
     host_bytes_per_second: float = 2.5e9
     """Bandwidth of MPI's all-reduce in host memory. ASSUMED."""
     host_node_seconds: float = 4e-3
@@ -47,9 +41,6 @@ class Constants:
     """Extra compute time of the slowest of 2, 4, 8 nodes over one node: this share for each doubling. ASSUMED."""
     input_share: float = 0.02
     """Extra time of real images across nodes over one node: their decoding disturbs the slowest node. ASSUMED."""
-    unstated_gbit_per_device: float = 100.0
-    """Rate of a network without a stated one, which the interval widens. ASSUMED, and fitted to no row: a card of 100
-    Gbit/s for each accelerator."""
 
 
 DEFAULTS = Constants()

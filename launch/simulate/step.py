@@ -1,10 +1,10 @@
 """One step as events: gradients become ready, buffers travel while backward goes on, the update waits. Pure."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
+from bigbatch.comm.gradients.fusion import FusionPlan, TensorSpec
 from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE
 from bigbatch.launch.simulate.network import BY_SIZE, Network
@@ -17,31 +17,14 @@ SLOW_SHARE = 0.1
 """Share of steps that are slower than slow_seconds."""
 EXACT_NODES = 100
 """Number of nodes beyond which the sum of 1/n is a logarithm, to half a hundredth."""
-CYCLE_BYTES = 64 * 2**20
-"""Horovod's fusion buffer."""
 FIT_PRECISION = 1e-4
 """Relative precision of the seconds of an image."""
 
 
-@dataclass(frozen=True)
-class InGroups:
-    """Sends gradients in that many groups, equal in the number of gradients: 1 waits for all of backward."""
+class Fusion(Protocol):
+    """How gradients are grouped."""
 
-    count: int
-
-    def plan(self, tensors: tuple[TensorSpec, ...]) -> FusionPlan:
-        size = math.ceil(len(tensors) / self.count)
-        return FusionPlan(tuple(BufferPlan(tensors[i : i + size]) for i in range(0, len(tensors), size)))
-
-
-@dataclass(frozen=True)
-class InCycles:
-    """Sends all ready gradients together when the wire is free, up to a buffer's bytes: Horovod's fusion."""
-
-    buffer_bytes: int = CYCLE_BYTES
-
-
-Fusion = PlanSizes | InGroups | InCycles
+    def plan(self, tensors: tuple[TensorSpec, ...], /) -> FusionPlan: ...
 
 
 @dataclass(frozen=True)
@@ -138,20 +121,9 @@ class SimulatedJob:
         return max(1.0, WIDE_BYTES / (self.element_bytes * self.wire_share)) if self.sums_in_fp32 else 1.0
 
     def _transfers(self, backward: Backward) -> tuple[PlannedTransfer, ...]:
-        network, constants = self.network, self.network.constants
-        if network.num_devices == 1 or network.carrier == "servers":
+        if self.network.num_devices == 1 or self.network.carrier == "servers":
             return ()
-        tensors = self.shape.tensors(self.element_bytes)
-
-        if not isinstance(self.fusion, InCycles):
-            return simulate(self.fusion.plan(tensors), backward, self.sum_seconds)
-        fixed = self.slowness * constants.cycle_seconds
-        return in_cycles(
-            tensors,
-            backward,
-            lambda num_bytes: self.sum_seconds(num_bytes) + fixed,
-            buffer_bytes=self.fusion.buffer_bytes,
-        )
+        return simulate(self.fusion.plan(self.shape.tensors(self.element_bytes)), backward, self.sum_seconds)
 
     def _exposed(self, backward: Backward, transfers: tuple[PlannedTransfer, ...], computing: float) -> float:
         network, constants = self.network, self.network.constants
@@ -164,7 +136,7 @@ class SimulatedJob:
         exposed = max(0.0, transfers[-1].end_seconds - backward.seconds)
         if network.carrier == "host":
             return exposed + constants.host_node_seconds * doublings
-        return exposed + (0.0 if isinstance(self.fusion, InCycles) else constants.launch_seconds * len(transfers))
+        return exposed + constants.launch_seconds * len(transfers)
 
 
 def lateness(num_nodes: int) -> float:
@@ -182,30 +154,6 @@ def backward_of(shape: ModelShape, seconds: float) -> Backward:
     """Distribute a backward's seconds over the gradients."""
     ready = {f"{position}": share * seconds for position, share in enumerate(shape.ready_shares)}
     return Backward(ready, seconds)
-
-
-def in_cycles(
-    tensors: tuple[TensorSpec, ...],
-    backward: Backward,
-    seconds_of: Callable[[int], float],
-    *,
-    buffer_bytes: int,
-) -> tuple[PlannedTransfer, ...]:
-    """Send, whenever the wire is free, all gradients that are ready, at least one and at most a buffer."""
-    ready = [backward.ready_seconds[tensor.name] for tensor in tensors]
-    sizes = [tensor.num_bytes for tensor in tensors]
-    transfers: list[PlannedTransfer] = []
-    free, first = 0.0, 0
-    while first < len(sizes):
-        start = max(free, ready[first])
-        last, num_bytes = first + 1, sizes[first]
-        while last < len(sizes) and ready[last] <= start and num_bytes + sizes[last] <= buffer_bytes:
-            num_bytes += sizes[last]
-            last += 1
-        free = start + seconds_of(num_bytes)
-        transfers.append(PlannedTransfer(num_bytes, ready[last - 1], start, free))
-        first = last
-    return tuple(transfers)
 
 
 def fit_compute(

@@ -12,16 +12,15 @@ import pytest
 from error_texts import naming
 
 from benchmarks.twin.add_rows import main as add_main
-from benchmarks.twin.hardware import resnet50_rate, stated_gbit_per_s
+from benchmarks.twin.fusion import InGroups
+from benchmarks.twin.hardware import DEFAULTS, resnet50_rate, stated_gbit_per_s
 from benchmarks.twin.leave_out import factor_of
 from benchmarks.twin.predict import calibrate, main, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.errors import SimulationError
-from bigbatch.launch.simulate.constants import DEFAULTS
 from bigbatch.launch.simulate.network import Network
-from bigbatch.launch.simulate.step import InGroups
 
 ONE = {
     "id": "one",

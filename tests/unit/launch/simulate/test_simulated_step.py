@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.twin.fusion import CycledJob, InGroups, in_cycles
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.comm.measure.cost_model import Backward, ClusterModel, LinkModel, hierarchical_seconds, ring_seconds
 from bigbatch.errors import SimulationError
@@ -16,12 +17,9 @@ from bigbatch.launch.simulate.plan_search import search_plan
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import (
     Compute,
-    InCycles,
-    InGroups,
     SimulatedJob,
     backward_of,
     fit_compute,
-    in_cycles,
     lateness,
 )
 
@@ -77,10 +75,16 @@ def test_one_group_of_all_gradients_hides_nothing():
     assert step.seconds == pytest.approx(0.6 + 4000 / 1e9)
 
 
-@pytest.mark.parametrize("fusion", [PlanSizes(1, 1), InGroups(4), InCycles()])
-def test_what_backward_hides_is_what_is_ready_early(fusion):
-    quick = replace(PAIR, constants=replace(IDEAL, cycle_seconds=0.0))
-    step = SimulatedJob(FOUR, quick, fusion).simulate(Compute(0.1, 0.0), 10)
+@pytest.mark.parametrize(
+    "job",
+    [
+        SimulatedJob(FOUR, PAIR, PlanSizes(1, 1)),
+        SimulatedJob(FOUR, PAIR, InGroups(4)),
+        CycledJob(FOUR, PAIR, cycle_seconds=0.0),
+    ],
+)
+def test_what_backward_hides_is_what_is_ready_early(job):
+    step = job.simulate(Compute(0.1, 0.0), 10)
     assert [each.num_bytes for each in step.transfers] == [400, 800, 1200, 1600]
     # three are through before the last is ready, which nothing can hide
     assert step.communication == pytest.approx(1600 / 1e9)
@@ -186,7 +190,7 @@ def test_one_step_in_ten_is_slower_than_its_mean_by_the_latest_node():
 
 
 def test_compute_is_found_with_which_a_step_takes_its_time():
-    step = SimulatedJob(load_shape("resnet50"), PAIR, InCycles())
+    step = CycledJob(load_shape("resnet50"), PAIR)
     found = fit_compute(step, 0.01, 64, 0.4)
     assert step.simulate(found, 64).seconds == pytest.approx(0.4, rel=2e-4)
     # even without images its sums take longer
