@@ -66,6 +66,11 @@ class NodeFinding:
     hosts: tuple[str, ...] = ()
     """Hosts to exclude from the job; none if no host is at fault."""
 
+    @classmethod
+    def at(cls, host: str, text: str) -> "NodeFinding":
+        """Return a finding that is one host's fault."""
+        return cls(f"{host}: {text}", (host,))
+
 
 def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
     """List all findings; empty if all nodes are fit."""
@@ -115,22 +120,14 @@ def _troubles(nodes: Sequence[Node]) -> list[NodeFinding]:
     for check in CHECKS:
         if check.is_finding:
             told = [(node.host, text) for node in nodes for text in node.troubles.get(check.name, ())]
-            found += shared([NodeFinding(f"{host}: {text}: {check.remedy}", (host,)) for host, text in told], nodes)
+            found += shared([NodeFinding.at(host, f"{text}: {check.remedy}") for host, text in told], nodes)
     return found
 
 
 def _addresses(nodes: Sequence[Node]) -> list[NodeFinding]:
-    if len(nodes) < 2:
-        return []
-    return [
-        NodeFinding(
-            f"{node.host}: its address is {node.address}, which other nodes cannot reach: fix /etc/hosts there, or "
-            "state --interface",
-            (node.host,),
-        )
-        for node in nodes
-        if node.address.startswith("127.")
-    ]
+    told = "which other nodes cannot reach: fix /etc/hosts there, or state --interface"
+    local = [node for node in nodes if node.address.startswith("127.") and len(nodes) > 1]
+    return [NodeFinding.at(node.host, f"its address is {node.address}, {told}") for node in local]
 
 
 def _reachability(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -142,13 +139,9 @@ def _reachability(nodes: Sequence[Node]) -> list[NodeFinding]:
         # with two nodes, either may be at fault
         if others > 1 and max(len(not_reached_by), len(node.unreachable)) > others / 2:
             blamed.add(node.host)
-            found.append(
-                NodeFinding(
-                    f"{node.host}: {len(not_reached_by)} of {others} nodes cannot connect to {node.address}, and it "
-                    f"cannot connect to {len(node.unreachable)}: look at its interface, cable and firewall",
-                    (node.host,),
-                )
-            )
+            text = f"{len(not_reached_by)} of {others} nodes cannot connect to {node.address}, and it cannot connect to"
+            remedy = "look at its interface, cable and firewall"
+            found.append(NodeFinding.at(node.host, f"{text} {len(node.unreachable)}: {remedy}"))
     for node in nodes:
         for other in node.unreachable:
             if not blamed & {node.host, other}:
@@ -162,13 +155,11 @@ def _differences(nodes: Sequence[Node]) -> list[NodeFinding]:
     each["device"] = {node.host: node.device for node in nodes}
     parts = dict.fromkeys(name for node in nodes for name in node.hardware)
     each |= {name: {node.host: node.hardware.get(name, "none") for node in nodes} for name in parts}
-    found = []
-    for name, values in each.items():
-        found += [
-            NodeFinding(f"{host}: {name} {values[host]}, elsewhere {usual}: all nodes need the same", (host,))
-            for host, usual in odd_ones(values)
-        ]
-    return found
+    return [
+        NodeFinding.at(host, f"{name} {values[host]}, elsewhere {usual}: all nodes need the same")
+        for name, values in each.items()
+        for host, usual in odd_ones(values)
+    ]
 
 
 def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -183,7 +174,7 @@ def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
     found = []
     for folder in dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble)):
         silent = [
-            NodeFinding(f"{node.host}: {folder}: {node.disk_trouble[folder]}", (node.host,))
+            NodeFinding.at(node.host, f"{folder}: {node.disk_trouble[folder]}")
             for node in nodes
             if folder in node.disk_trouble
         ]
@@ -191,7 +182,7 @@ def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
         least = LEAST_SHM_GB if is_shm else LEAST_FREE_GB
         remedy = "free some" + (", or start the container with a larger one (--shm-size 1g)" if is_shm else "")
         full = [
-            NodeFinding(f"{node.host}: {folder} has {left:g} GB left, below {least:g}: {remedy}", (node.host,))
+            NodeFinding.at(node.host, f"{folder} has {left:g} GB left, below {least:g}: {remedy}")
             for node in nodes
             if (left := node.free_gb.get(folder, least)) < least
         ]
@@ -200,15 +191,12 @@ def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
-    bad = [NodeFinding(f"{node.host}: {node.complaint}", (node.host,)) for node in nodes if node.complaint]
+    bad = [NodeFinding.at(node.host, node.complaint) for node in nodes if node.complaint]
     if len(bad) == len(nodes):  # no node's fault
         return [NodeFinding(str(nodes[0].complaint))]
     counts = {node.host: dict(node.images) for node in nodes if not node.complaint}
-    odd = [
-        NodeFinding(f"{host}: sees other data, {counts[host]} instead of {usual}", (host,))
-        for host, usual in odd_ones(counts)
-    ]
-    return bad + odd
+    odd = odd_ones(counts)
+    return bad + [NodeFinding.at(host, f"sees other data, {counts[host]} instead of {usual}") for host, usual in odd]
 
 
 def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -219,15 +207,9 @@ def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
         ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
     ):
         usual = median_high(rates.values())
-        for host, rate in rates.items():
-            if rate < SLOW_SHARE * usual:
-                found.append(
-                    NodeFinding(
-                        f"{host}: {what} at {rate:,.1f} {unit}, the median node at {usual:,.1f}: look for other "
-                        "processes, heat and power caps",
-                        (host,),
-                    )
-                )
+        told = f"the median node at {usual:,.1f}: look for other processes, heat and power caps"
+        slow = {host: rate for host, rate in rates.items() if rate < SLOW_SHARE * usual}
+        found += [NodeFinding.at(host, f"{what} at {rate:,.1f} {unit}, {told}") for host, rate in slow.items()]
     return found
 
 
@@ -239,13 +221,9 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding
     for host, rank, clock in clocks:
         if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
             why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
-            found.setdefault(clock.slowed_by, []).append(
-                NodeFinding(
-                    f"{host}: the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at "
-                    f"{usual:,.0f}: look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there",
-                    (host,),
-                )
-            )
+            text = f"the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at {usual:,.0f}"
+            remedy = "look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there"
+            found.setdefault(clock.slowed_by, []).append(NodeFinding.at(host, f"{text}: {remedy}"))
     return found
 
 
@@ -257,15 +235,8 @@ def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
         return []
     usual = median_high(rates.values())
     slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
-    found = [
-        NodeFinding(
-            f"{host}: its link carries {bits(rates[host])}, the median node's {bits(usual)}: look at cable, port and "
-            "interface",
-            (host,),
-        )
-        for host in rates
-        if host in slow
-    ]
+    told = f"the median node's {bits(usual)}: look at cable, port and interface"
+    found = [NodeFinding.at(host, f"its link carries {bits(rates[host])}, {told}") for host in rates if host in slow]
     for node in nodes:
         for other, rate in node.link_bytes_per_second.items():
             # each pair once, from the host that sorts first
