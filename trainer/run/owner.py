@@ -13,8 +13,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -180,18 +179,6 @@ def require_free(folder: Path) -> None:
     newest = 0
     while (last := max(_numbers(folder), default=0)) != newest:
         _wait_until_gone(folder, newest := last, claim)
-
-
-@contextmanager
-def owning(folder: Path) -> Iterator[Owner]:
-    """Own a run folder during the block; see take."""
-    owner = take(folder, own_claim())
-    try:
-        yield owner
-    except BaseException:
-        owner.release(has_failed=True)
-        raise
-    owner.release()
 
 
 def has_failed(folder: Path, *, start: str) -> bool:

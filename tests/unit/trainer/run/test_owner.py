@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from error_texts import naming
+from owned_folder import owning
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.run import owner as module
-from bigbatch.trainer.run.owner import Claim, has_failed, newest_claim, own_claim, owning, succeed, take
+from bigbatch.trainer.run.owner import Claim, has_failed, newest_claim, own_claim, succeed, take
 
 HERE = own_claim()
 ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")

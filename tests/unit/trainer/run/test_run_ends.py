@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from owned_folder import owning
 
 from bigbatch.errors import CheckpointError, ConfigError, RunFolderError, TrainingDiverged
 from bigbatch.trainer import train, training_run
@@ -226,7 +227,7 @@ def test_run_in_the_folder_of_a_living_job_is_refused_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0.0)
-    with owner.owning(tmp_path), pytest.raises(RunFolderError, match=naming(tmp_path, f"process {os.getpid()}")):
+    with owning(tmp_path), pytest.raises(RunFolderError, match=naming(tmp_path, f"process {os.getpid()}")):
         start(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".owner-1"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from owned_folder import owning
 from small_run import PLAN, make_batches, make_parts
 from thread_controls import on_ranks
 from torch import nn
@@ -311,7 +312,7 @@ def test_saving_that_does_not_end_is_left_without_a_name(
 
 
 def test_saving_into_a_folder_that_is_taken_over_meanwhile_gets_no_name(tmp_path: Path, storage: Storage) -> None:
-    with owner.owning(tmp_path) as held:
+    with owning(tmp_path) as held:
         saver = make_saver(tmp_path, held=held)
         start(saver, done=3)
         assert storage.begun.wait(LONG_SECONDS)
