@@ -84,7 +84,7 @@ def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
 def _read_rows(path: Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
     with open(path, "rb") as file:
         window = Window(lambda length, offset: os.pread(file.fileno(), length, offset))
-        members = read_members(window, path=path.name, num_bytes=num_bytes)
+        members = read_members(window, path=path.name, num_bytes=num_bytes, any_names=True)
         for image, label in zip(members, members, strict=True):  # each image is followed by its label
             data, text = (window.at(member.offset, member.num_bytes) for member in (image, label))
             size = encoded_size(data, path=image.name, max_pixels=_ANY_PIXELS)

@@ -68,13 +68,19 @@ class Window:
 
 
 def read_members(
-    window: Window, *, path: str, num_bytes: int | None = None, max_members: int = MAX_MEMBERS
+    window: Window,
+    *,
+    path: str,
+    num_bytes: int | None = None,
+    max_members: int = MAX_MEMBERS,
+    any_names: bool = False,
 ) -> Iterator[Member]:
     """Yield the plain files and folders of a tar file, in order.
 
-    num_bytes: of the tar file, where they are known; what follows its end mark is read only then. Raises: DataError
-    naming path, and the member where there is one, if it is not a tar file, cut off or damaged, and for a link, a
-    device, a sparse file, an unprintable name or one that leads out of the archive; OSError.
+    num_bytes: of the tar file, where they are known; what follows its end mark is read only then. any_names: for
+    a reader that neither shows names nor makes files of them. Raises: DataError naming path, and the member where
+    there is one, if it is not a tar file, cut off or damaged, and for a link, a device, a sparse file, an unprintable
+    name or one that leads out of the archive; OSError.
     """
     offset, num_members, stated = 0, 0, dict[str, str]()
     most = _ANY_BYTES if num_bytes is None else num_bytes
@@ -95,7 +101,7 @@ def read_members(
                 raise DataError(f"{where}: a header claims {size:,} bytes, more than {MAX_HEADER_BYTES:,}; {_REMEDY}")
             stated |= _extension(window.at(data_offset, size), kind, where=where)
             continue
-        if problem := _REFUSED.get(kind) or _problem(full_name, stated):
+        if problem := _REFUSED.get(kind) or (None if any_names else _problem(full_name, stated)):
             raise DataError(f"{path}: member {shortened(name)} {problem}; {_REMEDY}")
         num_members += 1
         if num_members > max_members:

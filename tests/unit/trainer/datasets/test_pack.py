@@ -248,6 +248,16 @@ def test_pack_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
     assert contents(target) == contents(tmp_path / "at-once")
 
 
+def test_pack_images_of_any_name_are_packed_and_verified(tmp_path):
+    folder = tmp_path / "images/train/c"
+    folder.mkdir(parents=True)
+    names = (b"a\nb.jpg", b"x\xff.jpg", "ü..y.jpg".encode(), b"n" * 150 + b".jpg", b"c\x1bd.jpg")
+    for seed, name in enumerate(names):
+        (folder / os.fsdecode(name)).write_bytes(encoded(seed))
+    pack(tmp_path / "images", tmp_path / "packed", recipe=PackRecipe(), splits=["train"])
+    assert verify(tmp_path / "packed") == 5
+
+
 def test_pack_missing_and_cut_shards_are_made_anew(source, tmp_path):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     train, whole = tmp_path / "packed/train", contents(tmp_path / "packed")
