@@ -5,6 +5,7 @@ a link in a folder's place. An architecture test finds modules that write files 
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -217,6 +218,15 @@ def read_plain(path: str | Path) -> bytes:
         return data
     finally:
         os.close(descriptor)
+
+
+def sha256_of(path: str | Path) -> str:
+    """Return the SHA-256 of a plain file. Raises: OSError."""
+    digest = hashlib.sha256()
+    with open_plain(path) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def read_own(path: Path) -> bytes:

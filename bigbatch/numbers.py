@@ -2,7 +2,8 @@
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 WHOLE = r"[-+]?(0|[1-9][0-9]*)"
 DECIMAL = rf"({WHOLE}(\.[0-9]*)?|[-+]?\.[0-9]+)([eE][-+]?[0-9]+)?"
@@ -24,6 +25,13 @@ def decimal(text: str) -> float:
     if not re.fullmatch(rf"{DECIMAL}|[-+]?inf|nan", text):
         raise NumberError(f"invalid float value: {text!r}")
     return float(text)
+
+
+def spans(numbers: Iterable[int], *, between: str = ", ") -> str:
+    """Return sorted numbers in short, such as 0-3, 7."""
+    # within a run of neighbours, number minus position stays the same
+    runs = [[each for _, each in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return between.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def is_measure(value: object) -> bool:

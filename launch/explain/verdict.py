@@ -1,10 +1,10 @@
 """Describe the findings about a job that hangs: a headline for each, and the last operation of each rank."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigbatch.comm.rendezvous.recording import Operation, ProcessGroup
-from bigbatch.errors import printable
+from bigbatch.errors import columns, printable
 from bigbatch.launch.explain.culprits import (
     ABSENT,
     CYCLE,
@@ -17,6 +17,7 @@ from bigbatch.launch.explain.culprits import (
     Culprit,
 )
 from bigbatch.launch.explain.recorded_job import RecordedJob
+from bigbatch.numbers import spans
 
 MOST_NAMED = 8
 """Most ranks that are named one by one."""
@@ -134,8 +135,7 @@ def table(job: RecordedJob, group: ProcessGroup | None) -> str:
     for rank in job.ranks:
         rows.setdefault(_row(job, rank, group), []).append(rank)
     lines = [HEAD, *((spans(ranks), *row) for row, ranks in rows.items())]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
-    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(columns(lines))
 
 
 def _row(job: RecordedJob, rank: int, group: ProcessGroup | None) -> tuple[str, ...]:
@@ -176,17 +176,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
         return f"{len(ranks)} ranks ({spans(ranks)})"
     names = [f"rank {rank}" for rank in ranks]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
-
-
-def spans(ranks: Iterable[int]) -> str:
-    """Return sorted ranks in short, such as 0-3, 7."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def record(job: RecordedJob, findings: Sequence[Culprit]) -> dict[str, Any]:

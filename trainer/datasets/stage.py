@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import IO
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import replacing, write_whole
+from bigbatch.files import replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
-from bigbatch.trainer.datasets.verify_shards import sha256_of
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shard_files import FACTS, SETTINGS, STAGED, is_packed
 from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, SplitIndex, parse_facts, read_packed

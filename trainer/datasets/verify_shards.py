@@ -1,6 +1,5 @@
 """Verify packed shards: read every byte again, and compare every index entry with its tar member."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError
+from bigbatch.files import sha256_of
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.shard_files import is_packed
@@ -89,12 +89,3 @@ def _read_rows(path: Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
             data, text = (window.at(member.offset, member.num_bytes) for member in (image, label))
             size = encoded_size(data, path=image.name, max_pixels=_ANY_PIXELS)
             yield int(image.name[:8]), image.offset, image.num_bytes, *size, int(text)
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file. Raises: OSError."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -14,7 +14,6 @@ from bigbatch.trainer.doctor.speedups import Candidate
 class SpeedComparison:
     """Compares two configs in alternating turns, so that a disturbance of the machine affects both."""
 
-    base_images_per_second: float
     images_per_second: float
     gain: float
     """Median over turns of the second config's gain in rate, as a fraction."""
@@ -55,7 +54,6 @@ def compare(base: Probe, other: Probe, *, turns: int) -> SpeedComparison:
         pairs.append((one, two) if first is base else (two, one))
     gains = [b.images_per_second / a.images_per_second - 1 for a, b in pairs]
     return SpeedComparison(
-        base_images_per_second=median(a.images_per_second for a, _ in pairs),
         images_per_second=median(b.images_per_second for _, b in pairs),
         gain=median(gains),
         spread=(max(gains) - min(gains)) / 2,

@@ -6,9 +6,10 @@ Linux puts a page on the node of the thread that first writes to it.
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bigbatch.numbers import spans
 
 if TYPE_CHECKING:
     import torch
@@ -48,13 +49,6 @@ def parse_cores(text: str) -> list[int]:
     """Read the kernel's list format: "0-3,8" is 0, 1, 2, 3, 8; a node without cores has an empty list."""
     ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
     return [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
-
-
-def format_cores(cores: Sequence[int]) -> str:
-    """Undo parse_cores, for cores in order."""
-    # within a run of neighbours, core minus position stays the same
-    runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def read_nodes(sys_root: Path) -> dict[int, list[int]]:
@@ -101,4 +95,5 @@ def bind(*, device: "torch.device", local_rank: int, local_size: int, sys_root: 
         return None
     os.sched_setaffinity(0, cores)
     names = sorted(node for node, members in nodes.items() if set(members) & set(cores))
-    return f"bound to NUMA node{'s' if len(names) > 1 else ''} {format_cores(names)}: cores {format_cores(cores)}"
+    on, of = (spans(each, between=",") for each in (names, cores))
+    return f"bound to NUMA node{'s' if len(names) > 1 else ''} {on}: cores {of}"

@@ -1,6 +1,5 @@
 """Atomic checkpoints: written to a temporary folder, hashed and renamed; loaded without executing code."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -20,9 +19,9 @@ from bigbatch.files import (
     flush,
     make_folder,
     open_anew,
-    open_plain,
     parse_json,
     read_plain,
+    sha256_of,
     write_new,
 )
 
@@ -81,7 +80,7 @@ def save_checkpoint(
             "top1": top1,
             "is_agreed": is_agreed,
             "bytes": (aside / STATE_FILE).stat().st_size,
-            "sha256": _sha256(aside / STATE_FILE),
+            "sha256": sha256_of(aside / STATE_FILE),
         }
         write_new(aside / MANIFEST_FILE, (json.dumps(manifest, indent=1) + "\n").encode())
         # before the rename: otherwise a crash could leave the name with empty files
@@ -158,7 +157,7 @@ def load_intact(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, not {FORMAT}")
         if size != manifest["bytes"]:
             raise DamagedCheckpoint(f"checkpoint {path} is truncated: {size} of {manifest['bytes']} bytes")
-        if _sha256(path / STATE_FILE) != manifest["sha256"]:
+        if sha256_of(path / STATE_FILE) != manifest["sha256"]:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: its checksum differs")
         return dict(torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))
     except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
@@ -293,11 +292,3 @@ def _other(path: Path) -> str:
         except (OSError, ValueError, KeyError):
             continue
     return "; there is no other one, start again in another run.directory"
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_plain(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

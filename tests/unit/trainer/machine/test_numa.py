@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigbatch.numbers import spans
 from bigbatch.trainer.machine import numa
 from bigbatch.trainer.machine.numa import (
     bind,
     choose_cores,
-    format_cores,
     parse_cores,
     pci_address,
     pci_node,
@@ -81,7 +81,7 @@ def test_numa_no_rank_leaves_the_usable_cores_and_no_node_stays_idle(owners, usa
 def test_numa_core_lists_are_read_and_written_back(cores):
     ones = ",".join(map(str, sorted(cores)))
     assert parse_cores(ones) == sorted(cores)
-    assert parse_cores(format_cores(sorted(cores)) + "\n") == sorted(cores)
+    assert parse_cores(spans(sorted(cores), between=",") + "\n") == sorted(cores)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_numa_core_lists_are_read_and_written_back(cores):
 )
 def test_numa_the_kernels_lists(text, cores):
     assert parse_cores(f"{text}\n") == cores
-    assert format_cores(cores) == text
+    assert spans(cores, between=",") == text
 
 
 @pytest.mark.skipif(not Path("/sys/devices/system/node/node0").is_dir(), reason="needs Linux's sysfs")
 def test_numa_this_machine_is_read_as_the_kernel_writes_it():
     nodes = read_nodes(Path("/sys"))
     for node, cores in nodes.items():
-        assert format_cores(cores) == Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip()
+        assert spans(cores, between=",") == Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip()
 
 
 def sysfs(root, nodes, *, gpus=None):
@@ -187,7 +187,7 @@ def test_numa_a_process_and_its_later_threads_are_bound(tmp_path):
         pytest.skip("needs two usable cores")
     second, *others = rest
     root = sysfs(tmp_path, {0: first, 1: ",".join(map(str, [second, *others]))})
-    bound = format_cores([second, *others])
+    bound = spans([second, *others], between=",")
     done = subprocess.run([sys.executable, "-c", CHILD, root], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [f"bound to NUMA node 1: cores {bound}", bound, bound]
 
