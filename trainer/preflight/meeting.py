@@ -93,13 +93,8 @@ def misfits(places: Sequence[Attendee]) -> list[NodeFinding]:
     usual = max(counts, key=lambda number: (counts[number], number))
     for place in places:
         if place.num_gpus < usual:
-            found.append(
-                NodeFinding(
-                    f"{place.host}: {place.num_gpus} GPUs, elsewhere {usual}: look at nvidia-smi and the kernel's log "
-                    "there",
-                    (place.host,),
-                )
-            )
+            remedy = "look at nvidia-smi and the kernel's log there"
+            found.append(NodeFinding.at(place.host, f"{place.num_gpus} GPUs, elsewhere {usual}: {remedy}"))
         elif place.complaint:
             found.append(NodeFinding(place.complaint))
     return found
