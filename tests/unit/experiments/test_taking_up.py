@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from error_texts import naming
+from owned_folder import owning
 
 from bigbatch.cli import main
 from bigbatch.errors import RunFolderError
@@ -18,7 +19,6 @@ from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.trainer.run import owner
-from bigbatch.trainer.run.owner import owning
 
 SWEEP: dict[str, Any] = {"name": "small", "config": "quickstart", "epochs": 1, "cases": {"plain": {}}}
 

@@ -6,11 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from owned_folder import owning
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft, count_joins, has_begun, last_report
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.trainer.run.owner import owning
 
 
 @pytest.fixture
