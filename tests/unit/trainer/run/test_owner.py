@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
@@ -30,8 +31,9 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.events: list[Callable[[float], object]] = []
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module.time, "sleep", self.sleep)
+        # the module's name alone: a thread of another test may sleep meanwhile
+        played = {**vars(time), "monotonic": lambda: self.now, "sleep": self.sleep}
+        monkeypatch.setattr(module, "time", SimpleNamespace(**played))
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
