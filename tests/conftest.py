@@ -4,6 +4,7 @@ Without BIGBATCH_EXPECT_GPU=1 no test sees a GPU, nor do the ranks and processes
 GPU two ranks could not have one each. With it only tests marked gpu run, and fail where there is none.
 """
 
+import gc
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # print would write a line and its end
 collect_ignore = [] if "BIGBATCH_OPENREG" in os.environ else ["openreg"]
 
 torch.set_num_threads(1)
+gc.disable()  # until the tests are collected: modules and tests stay, and looking at them again takes seconds
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; every process of a test inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -49,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (here if is_of_gpu == EXPECT_GPU else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = here
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, without another look at the modules and tests that stay."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

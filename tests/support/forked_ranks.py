@@ -4,6 +4,7 @@ Each is a process of its own, with torchrun's variables and with files for its o
 Tests in which the launcher matters start their jobs by the launcher.
 """
 
+import gc
 import io
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ def start_rank(
 
 
 def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Path, stderr: Path) -> None:
+    gc.freeze()  # or its first whole collection looks at all modules, and copies their memory
     os.environ.clear()
     os.environ.update(environ)
     for number, path in ((1, stdout), (2, stderr)):

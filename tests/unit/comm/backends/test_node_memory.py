@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -44,15 +44,6 @@ def memories(hosts: Sequence[str], *, group_size: int | None = None) -> list[Nod
 def allocate(ranks: Sequence[NodeMemory], num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(lambda memory: memory.allocate((num_elements, dtype))[0], ranks))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What earlier tests have left is collected once, and what they keep is not looked through again."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def open_files() -> int:
