@@ -1,15 +1,12 @@
 """The parts of benchmarks/gpu that need no GPU: guard, record, targets, roofline, peers; slow: all cases, small."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +25,12 @@ from benchmarks.gpu.suite import (
     limits,
     parts,
     roofline,
-    steps,
     torchvision_peer,
 )
 from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found
 from benchmarks.gpu.suite.device import file_stem
 from benchmarks.gpu.suite.guard import compare_case
-from benchmarks.gpu.suite.targets import Target
 from bigbatch.errors import ConfigError, UserError
-from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.shards import open_split
 from bigbatch.trainer.models import build_model
@@ -151,34 +145,6 @@ def test_part_beyond_its_limit_is_ended_with_its_children(
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def note_and_sleep(path: Path) -> None:
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
-    time.sleep(600)
-
-
-@pytest.mark.long
-def test_part_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    words = {"seconds": 600, "log": tmp_path / "log", "fork": True}
-    command = multiprocessing.get_context("fork").Process(
-        target=limits.run_within, args=(partial(note_and_sleep, note),), kwargs=words
-    )
-    command.start()
-    wait_until(note.exists)
-    part = Path("/proc", note.read_text(), "stat")
-    command.kill()
-    command.join()
-    wait_until(lambda: not part.exists() or part.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_interrupt_keeps_what_was_measured(run: Any) -> None:
     def interrupt() -> float:
         os.kill(os.getppid(), signal.SIGINT)
@@ -257,16 +223,6 @@ def test_summary_judges_the_targets_of_this_gpu(tmp_path: Path) -> None:
 # --- what is made of the figures ---
 
 
-def test_targets_in_closed_form() -> None:
-    ratio = Target("", ("x", "a"), over=("y", "b"), least=0.9)
-    cases = {"x": case(a=(90.0, "images/s")), "y": case(b=(100.0, "images/s"))}
-    assert ratio.value(cases) == 0.9
-    assert ratio.is_met(0.9)
-    assert not ratio.is_met(0.899)
-    assert ratio.value({"x": cases["x"]}) is None
-    assert not Target("", ("x", "a"), most=15).is_met(15.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
 def test_flops_are_those_that_torch_counts(model: str) -> None:
@@ -296,30 +252,6 @@ def test_job_trains_by_the_real_step() -> None:
         weights = list(made.parts.model.parameters())
     assert {p.dtype for p in weights} == {torch.bfloat16, torch.float32}
     assert any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
-
-
-@pytest.mark.slow
-def test_steps_are_tried_on_a_gpu_on_top_of_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tried: list[dict[str, Any]] = []
-
-    def contestant(settings: dict[str, Any], **options: Any) -> job.Contestant:
-        if settings["optimizer.precision"] == "tf32":
-            raise ConfigError("needs a GPU of compute capability 8.0")
-        tried.append(settings)
-        return job.Contestant(lambda steps: None, batch=1)
-
-    monkeypatch.setattr(steps, "contestant", contestant)
-    found, on_gpu = Found(), Context(size=SMALL, device=torch.device("cuda"), scratch=tmp_path)
-    with steps.ExitStack() as stack:
-        made = steps.make_contestants(on_gpu, found, stack=stack)
-    assert found.left_out == {"TF32": "not available: needs a GPU of compute capability 8.0"}
-    assert list(made) == [step.name for step in steps.STEPS if step.name != "TF32"]
-    for settings in tried:
-        load_config(["--config", "imagenet/resnet50_8k", *job.as_options(settings)])  # keys and values are legal
-    assert [settings["optimizer.name"] for settings in tried][:2] == 2 * ["torch.optim.SGD"]
-    assert [settings["compute.channels_last"] for settings in tried] == 3 * [False] + 5 * [True]
-    last = {"optimizer.name": "lars", "optimizer.precision": "bf16", **job.CAPTURED}
-    assert last.items() <= tried[-1].items()
 
 
 def test_flags_are_switched_so_that_torchs_compiler_can_read_them() -> None:
@@ -391,20 +323,6 @@ def test_airbench_is_driven_and_read(tmp_path: Path) -> None:
     script.write_text(AIRBENCH)
     found = cifar.airbench(script, tmp_path, seed=2)
     assert found == {"first_seconds": 9.0, "seconds": 4.0, "top1": pytest.approx(0.942)}
-
-
-def test_images_stay_with_their_labels(tmp_path: Path) -> None:
-    from PIL import Image
-
-    for split in ("train", "val"):
-        for label, grey in enumerate((0, 100, 200)):
-            folder = tmp_path / "grey" / split / f"class{label}"
-            folder.mkdir(parents=True)
-            for number in range(4):
-                Image.new("RGB", (32, 32), (grey,) * 3).save(folder / f"{number}.png")
-    cifar.as_tensors(tmp_path / "grey", tmp_path / "tensors")
-    content = torch.load(tmp_path / "tensors/train.pt")
-    assert torch.equal(content["images"].float().mean((1, 2, 3)), 100.0 * content["labels"])
 
 
 def test_airbench_that_cannot_take_part_says_why(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from benchmarks.twin.leave_out import factor_of
 from benchmarks.twin.predict import calibrate, main, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
-from benchmarks.twin.rows import Row, read_given, read_questions
-from bigbatch.errors import SimulationError
+from benchmarks.twin.rows import Row, read_given
 from bigbatch.launch.simulate.network import Network
 
 ONE = {
@@ -88,15 +87,6 @@ def test_what_no_row_checks_is_answered_and_marked(change):
     assert found.seconds > 0
 
 
-def test_row_of_another_device_is_scaled_by_both_published_rates():
-    # images alone, one device, no sums: an H100 does 7,050 a second where an A100 does 3,240
-    alone = {"num_accelerators": "1", "ladder": "", "null_line": "", "batch_per_accelerator": "4096"}
-    base = Row(ONE | alone | {"ms_per_step": "1264"})
-    found = predict_row(Row(EIGHT | alone | {"num_nodes": "1", "accelerator": "NVIDIA H100-SXM5-80GB"}), [base])
-    assert found.seconds == pytest.approx(1.264 * 3240 / 7050, rel=0.01)
-    assert found.is_extrapolated
-
-
 def test_faster_version_of_the_same_device_is_scaled_within_its_ladder():
     # DGX-2H's V100 of 450 W does 1,560 a second where DGX-1's of 300 W does 1,370 (MLPerf v0.6 and v0.7)
     alone = {"num_accelerators": "1", "num_nodes": "1", "batch_per_accelerator": "4096"}
@@ -161,12 +151,6 @@ def test_global_batch_and_devices_of_a_node_do_for_what_is_not_stated():
     assert not row.missing
     assert (row.local_batch, row.num_nodes) == (51, 16)
     assert Row(stated).missing == ["batch_per_accelerator"]
-
-
-def test_second_row_stretches_what_the_first_cannot_know():
-    slow = Row(EIGHT | {"id": "slow", "role": "fit2", "ms_per_step": "30"})
-    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
-    assert predict_row(question, [Row(ONE), slow]).seconds > predict_row(question, [Row(ONE)]).seconds
 
 
 def test_second_row_counts_by_its_information():
@@ -326,30 +310,6 @@ def test_table_that_is_read_is_not_overwritten(tmp_path, capsys):
     assert main(["--given", str(given), "--rows", str(questions), "--out", str(given)]) == 1
     assert "would overwrite" in capsys.readouterr().err
     assert given.read_bytes() == before
-
-
-def test_bad_tables_are_refused(tmp_path):
-    for text, words in {
-        "": ("column id",),
-        "id,model\n": ("column accelerator",),
-        "\0": ("table.csv",),
-    }.items():
-        path = tmp_path / "table.csv"
-        path.write_text(text)
-        with pytest.raises(SimulationError, match=naming(*words)):
-            read_questions(path)
-    with pytest.raises(SimulationError, match=naming("line 2", "model")):
-        read_questions(write(tmp_path / "table.csv", EIGHT | {"model": ""}))
-    with pytest.raises(SimulationError, match="ms_per_step"):
-        read_given(write(tmp_path / "table.csv", EIGHT))
-    for value in ("-1", "nan"):
-        with pytest.raises(SimulationError, match=naming("batch_per_accelerator", value)):
-            predict_row(Row(EIGHT | {"batch_per_accelerator": value}), [Row(ONE)])
-    for change in ({"num_accelerators": "8.5"}, {"num_nodes": "65"}, {"num_nodes": "1.5"}):
-        with pytest.raises(SimulationError, match=naming("eight", *change, *change.values())):
-            predict_row(Row(EIGHT | change), [Row(ONE)])
-    with pytest.raises(SimulationError, match=naming("missing.csv")):
-        read_given(tmp_path / "missing.csv")
 
 
 def test_benchmark_prints_both_tables_and_draws(tmp_path, capsys, monkeypatch):

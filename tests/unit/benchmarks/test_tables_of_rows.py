@@ -46,6 +46,8 @@ def plain(ask) -> float:
     [
         (("64,8,", ",8,"), "num_accelerators"),
         (("64,8,", "64,65,"), "num_nodes=65"),
+        (("64,8,", "8.5,8,"), "num_accelerators=8.5"),
+        (("ResNet-50 v1.5", ""), "model"),
         ((",51,", ",nan,"), "batch_per_accelerator=nan"),
     ],
 )
