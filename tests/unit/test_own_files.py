@@ -25,7 +25,7 @@ from bigbatch.trainer.datasets.prepare import IMAGENETTE, SOURCES, missing_split
 from bigbatch.trainer.input.shards import read_packed
 from bigbatch.trainer.run import owner
 
-DEEP = "[" * 100_000
+DEEP = "[" * 30_000
 TEXTS = {
     "deep": DEEP,
     "deep inside": '{"version": ' + DEEP,

@@ -1,6 +1,5 @@
 """The last line of a run that failed: where the same command continues."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,14 @@ def notes_after(step: int, error: Exception, folder: Path, **keys: Any) -> tuple
     return caught.value, getattr(caught.value, "__notes__", [])
 
 
-@pytest.mark.parametrize("make", [lambda: ValueError("of a hook"), lambda: UserError("the input is gone")])
-def test_failed_run_says_from_which_step_the_same_command_continues(
-    make: Callable[[], Exception], tmp_path: Path
-) -> None:
-    _, notes = notes_after(1, make(), tmp_path)
+def test_failed_run_says_from_which_step_the_same_command_continues(tmp_path: Path) -> None:
+    _, notes = notes_after(1, ValueError("of a hook"), tmp_path)
     assert notes == ["no checkpoint is saved yet: the same command starts from the beginning"]
-    _, notes = notes_after(3, make(), tmp_path)
+    _, notes = notes_after(3, UserError("the input is gone"), tmp_path)
     assert notes == ["the same command continues from step 2"]
-    _, notes = notes_after(5, make(), tmp_path / "other", resume=tmp_path / "checkpoints/step-00000002")
+    _, notes = notes_after(
+        5, ValueError("of a hook"), tmp_path / "other", resume=tmp_path / "checkpoints/step-00000002"
+    )
     assert notes == ["with --run.resume auto the same command continues from step 4"]
 
 

@@ -1,7 +1,7 @@
 """Weights of torchvision and timm in our models and ours in theirs, and what does not fit is refused."""
 
 import re
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -65,6 +65,11 @@ def prefixed(state: dict[str, Tensor], *prefixes: str) -> dict[str, Tensor]:
     return {"".join(prefixes) + name: tensor for name, tensor in state.items()}
 
 
+@cache
+def both_resnet18() -> tuple[dict[str, Tensor], nn.Module]:
+    return torchvision.models.resnet18(num_classes=10).state_dict(), ours()
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -78,8 +83,8 @@ def prefixed(state: dict[str, Tensor], *prefixes: str) -> dict[str, Tensor]:
     ],
 )
 def test_exchange_wrappers_are_taken_off(wrap: Any) -> None:
-    state = torchvision.models.resnet18(num_classes=10).state_dict()
-    found = from_foreign(wrap(state), ours(), source="a.pth")
+    state, model = both_resnet18()
+    found = from_foreign(wrap(state), model, source="a.pth")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
 
