@@ -28,7 +28,6 @@ SWEEP: dict[str, Any] = {
 
 # what the log of a job says of its tries
 FIRST = "bigbatch: 2026-11-21 08:20:00 job 7 on n0, restart 0"
-AGAIN = "bigbatch: 2026-11-21 08:30:00 job 7 on n1, restart 1"
 ENDED = "bigbatch: 2026-11-21 08:30:41 ended with exit code 0"
 
 

@@ -1,12 +1,15 @@
 """The parts of benchmarks/gpu that need no GPU: guard, record, targets, roofline, peers; slow: all cases, small."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from benchmarks.gpu.suite import (
 from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found
 from benchmarks.gpu.suite.device import file_stem
 from benchmarks.gpu.suite.guard import compare_case
+from benchmarks.gpu.suite.targets import Target
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.shards import open_split
@@ -145,6 +149,34 @@ def test_part_beyond_its_limit_is_ended_with_its_children(
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def note_and_sleep(path: Path) -> None:
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+    time.sleep(600)
+
+
+@pytest.mark.long
+def test_part_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    words = {"seconds": 600, "log": tmp_path / "log", "fork": True}
+    command = multiprocessing.get_context("fork").Process(
+        target=limits.run_within, args=(partial(note_and_sleep, note),), kwargs=words
+    )
+    command.start()
+    wait_until(note.exists)
+    part = Path("/proc", note.read_text(), "stat")
+    command.kill()
+    command.join()
+    wait_until(lambda: not part.exists() or part.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_interrupt_keeps_what_was_measured(run: Any) -> None:
     def interrupt() -> float:
         os.kill(os.getppid(), signal.SIGINT)
@@ -221,6 +253,16 @@ def test_summary_judges_the_targets_of_this_gpu(tmp_path: Path) -> None:
 
 
 # --- what is made of the figures ---
+
+
+def test_targets_in_closed_form() -> None:
+    ratio = Target("", ("x", "a"), over=("y", "b"), least=0.9)
+    cases = {"x": case(a=(90.0, "images/s")), "y": case(b=(100.0, "images/s"))}
+    assert ratio.value(cases) == 0.9
+    assert ratio.is_met(0.9)
+    assert not ratio.is_met(0.899)
+    assert ratio.value({"x": cases["x"]}) is None
+    assert not Target("", ("x", "a"), most=15).is_met(15.1)
 
 
 @pytest.mark.slow

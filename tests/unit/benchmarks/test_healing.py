@@ -31,26 +31,18 @@ def test_time_of_a_loss_is_that_beyond_the_steps_own() -> None:
     }
 
 
-def test_report_that_a_loss_prevented_is_no_missed_step() -> None:
+def test_steps_that_were_missed_or_made_again_are_told() -> None:
     assert judge([STRIKE], course(missing=(11,)), EXPECTED)[0]["is_equal"]
     assert not judge([STRIKE], course(missing=(11, 12)), EXPECTED)[0]["is_equal"]
-    assert not judge([STRIKE], course(missing=(14,)), EXPECTED)[0]["is_equal"]
-
-
-def test_steps_that_are_made_again_are_lost() -> None:
+    assert not judge([STRIKE], course(last=13), EXPECTED)[0]["is_equal"]
     assert judge([STRIKE], course(healed_at=8), EXPECTED)[0]["steps_lost"] == 2
+    assert judge([STRIKE], course(last=10)[:-1], EXPECTED)[0]["seconds"] is None, "the job ended"
 
 
 @pytest.mark.parametrize("key", KEPT)
 def test_images_or_bits_that_differ_are_seen(key: str) -> None:
     expected = EXPECTED | {13: EXPECTED[13] | {key: "other"}}
     assert not judge([STRIKE], course(), expected)[0]["is_equal"]
-
-
-def test_job_that_ends_early_is_not_equal() -> None:
-    assert not judge([STRIKE], course(last=13), EXPECTED)[0]["is_equal"]
-    (ended,) = judge([STRIKE], course(last=10)[:-1], EXPECTED)
-    assert (ended["seconds"], ended["is_equal"]) == (None, False)
 
 
 def test_summary_counts_trials_and_takes_the_nearest_rank() -> None:

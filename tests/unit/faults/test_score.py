@@ -186,11 +186,3 @@ def test_dry_run_prints_the_trials_of_a_seed(capsys: pytest.CaptureFixture[str])
     assert len(all_five) == 5
     assert main(["run", "--seed", "7", "--trial", "3", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == all_five[3:4]
-
-
-def test_help_says_what_each_kind_does(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    said = capsys.readouterr().out
-    assert "SIGSTOP for good: a process that lives and never answers; then the job ends" in said
-    assert "SIGKILL, and one bit of the newest checkpoint differs" in said

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.comm import (
-    gradient_sets,
-)
+from benchmarks.comm import gradient_sets
 
 
 def test_gradient_sets_are_the_real_networks() -> None:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from benchmarks.comm import (
-    links,
-)
+from benchmarks.comm import links
 
 
 def test_links_limit() -> None:

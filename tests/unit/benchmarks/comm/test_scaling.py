@@ -2,11 +2,7 @@
 
 import pytest
 
-from benchmarks.comm import (
-    gradient_sets,
-    scaling,
-    turns,
-)
+from benchmarks.comm import gradient_sets, scaling, turns
 
 
 def test_scaling_limit_of_efficiency_in_closed_form() -> None:

@@ -5,9 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.comm import (
-    turns,
-)
+from benchmarks.comm import turns
 from benchmarks.comm.job import join
 
 

@@ -20,7 +20,6 @@ from bigbatch.launch.start import main
 
 TRAIN = ("train", "--config", "quickstart")
 IN_PODS = (*TRAIN, "--data.root", "/runs/data", "--run.directory", "/runs/r")
-K8S = ("k8s", "--image", "bb", "--mount", "runs:/runs")
 SAMPLES: dict[str, Any] = {
     "hosts": (("n0", 4), ("n1", 4)),
     "num_nodes": 2,

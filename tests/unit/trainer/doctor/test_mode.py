@@ -264,6 +264,7 @@ def test_mode_is_measured_once_and_taken_again(tmp_path: Path) -> None:
     "words",
     [
         ("--optimizer.precision=bf16",),
+        ("--run.digest_every_steps=1",),
         ("--data.image_size=16",),
         ("--model.options.width=4",),
         ("--batch.global_batch_size=64",),
@@ -280,12 +281,6 @@ def test_mode_of_another_experiment_is_not_taken(words: tuple[str, ...], tmp_pat
     again = Played({})
     choose(quickstart("--schedule.base_lr=0.5", "--optimizer.weight_decay=0", "--run.seed=1"), again, tmp_path)
     assert not again.limits, "these change no speed"
-
-
-def test_mode_of_a_run_with_digests_is_a_record_of_its_own(tmp_path: Path) -> None:
-    choose(quickstart("--run.digest_every_steps=1"), Played({Mode(8): 100.0, Mode(8, "default"): 200.0}), tmp_path)
-    assert choose(quickstart(), Played(COMPILED), tmp_path).config.batch.microbatch_size == 32
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_mode_keeps_in_any_order_are_the_same_experiment(tmp_path: Path) -> None:
