@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 PRELOAD = (
+    "tests.support.no_collection",
     "pytest",
     "bigbatch.trainer.train",
     "bigbatch.trainer.inference.evaluate",
@@ -28,7 +29,10 @@ PRELOAD = (
     "nvidia.dali.plugin.pytorch",
     "bigbatch.comm.backends.tcp",
 )
-"""Half of the work of a tiny job is to import these. A run's plot, which would be most of the rest, is not drawn."""
+"""Half of the work of a tiny job is to import these. A run's plot, which would be most of the rest, is not drawn.
+
+Garbage collection, which the first turns off, would look at all of it again and again.
+"""
 LAUNCHED = (
     "RANK",
     "WORLD_SIZE",
@@ -103,6 +107,7 @@ def start_rank(
 
 def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Path, stderr: Path) -> None:
     gc.freeze()  # or its first whole collection looks at all modules, and copies their memory
+    gc.enable()
     os.environ.clear()
     os.environ.update(environ)
     for number, path in ((1, stdout), (2, stderr)):
