@@ -34,14 +34,14 @@ SLOW = {
 
 def wait_for(is_so: Callable[[], bool], job: "subprocess.Popen[str]", said: Path) -> None:
     """Wait until it is so, while the job runs."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200  # beside other jobs: mpirun may restart with two of three nodes at first
     while not is_so():
         assert job.poll() is None, said.read_text()
         assert time.monotonic() < deadline, said.read_text()
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_path: Path) -> None:
     """mpirun on four nodes: one is cut off, three share the batch; when it is back, all four do."""
     write_dataset(tmp_path / "data", train_per_class=16, val_per_class=7, side_pixels=(36, 48))
