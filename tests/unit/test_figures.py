@@ -184,7 +184,7 @@ TO_MEASURE_AGAIN = set(
     comm-scaling-alexnet_bn-1gbit-2 comm-scaling-alexnet_bn-1gbit-4 comm-scaling-alexnet_bn-400mbit-2
     comm-scaling-alexnet_bn-400mbit-4 comm-scaling-resnet50-1gbit-4 comm-scaling-resnet50-400mbit-2
     comm-scaling-resnet50-400mbit-4 exact-sums-cpu exact-sums-cpu-224 exact-sums-errors exact-sums-errors-64
-    imagenette-2cores input-stored-cpu-time lars-exactness ten-times-cpu wire-precision
+    imagenette-2cores lars-exactness ten-times-cpu wire-precision
     """.split()  # noqa: SIM905
 )
 """Their sources had changes that no commit holds."""
