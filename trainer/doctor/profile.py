@@ -40,9 +40,8 @@ def profile_step(
     # a dispatch mode does not see into compiled code
     with FindSyncs(communicator.device) as syncs, torch.compiler.set_stance("force_eager"):
         timed(1)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     # apart from the phases above: it would lengthen their seconds
-    with profile(activities=activities) as profiled:
+    with profile(activities=activities_on(communicator.device)) as profiled:
         profiled_seconds = timed(num_steps)
     operators = [
         (each.key, 1e-6 * (each.self_device_time_total if is_gpu else each.self_cpu_time_total) / num_steps)
@@ -63,6 +62,11 @@ def profile_step(
         "busy_share": 1e-6 * busy_us / profiled_seconds if is_gpu else None,
         "syncs": dict(syncs.found),
     }
+
+
+def activities_on(device: torch.device) -> list[ProfilerActivity]:
+    """Return what the profiler is to record of work on this device."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 
 def _phases(timeline: Timeline, *, num_steps: int) -> dict[str, float]:

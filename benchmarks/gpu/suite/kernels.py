@@ -4,12 +4,14 @@ from collections import Counter
 from contextlib import closing
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from benchmarks.gpu.suite import torchvision_peer
 from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.job import Contestant, contestant, seconds_of, settings_for
 from benchmarks.gpu.suite.small_batches import MODES
+from bigbatch.trainer.doctor.profile import activities_on
+from bigbatch.trainer.step.execution import WARM_UP_STEPS
 
 KINDS = {
     "max-pool": ("max_pool",),
@@ -41,25 +43,24 @@ def measure(context: Context) -> Found:
 
 
 def row_of(name: str, each: Contestant, context: Context, found: Found) -> dict[str, Any]:
-    """Time steps, profile two more, and return milliseconds of a step by kind of kernel."""
+    """Time steps, profile two more, and return milliseconds of a step by kind of kernel; of operators on a CPU."""
     steps, device = context.size.steps, context.device
     each.flags.switch()
-    each.run(6)  # cuDNN's search, and the capture
+    each.run(WARM_UP_STEPS + 2)  # cuDNN's search, and the capture
     seconds = [seconds_of(lambda: each.run(steps), device=device) / steps for _ in range(context.size.rounds)]
     found.add(name, seconds, unit="s")
-    with profile(activities=list(ProfilerActivity.__members__.values())[: 2 if device.type == "cuda" else 1]) as seen:
+    with profile(activities=activities_on(device)) as seen:
         seconds_of(lambda: each.run(PROFILED), device=device)
     sums, count = Counter[str](), 0
-    for event in seen.events():
-        if event.device_type.name.lower() == device.type and (kind := kind_of(event.name)):
-            sums[kind] += event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+    for event in seen.events() or ():
+        if event.device_type.name.lower() == device.type and not event.is_user_annotation:  # which holds kernels
+            own = event.self_cpu_time_total if device.type == "cpu" else event.time_range.elapsed_us()
+            sums[kind_of(event.name)] += own
             count += 1
     milliseconds = {kind: sums[kind] / 1e3 / PROFILED for kind in (*KINDS, "other")}
     return {"step": name, "kernels": count // PROFILED, **milliseconds}
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel; "" for a range that the program named, which holds kernels."""
-    if name.startswith(("all-reduce of", "Optimizer.", "the sums")):
-        return ""
+    """Return the kind of a kernel."""
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")

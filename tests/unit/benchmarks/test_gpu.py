@@ -25,6 +25,7 @@ from benchmarks.gpu.suite import (
     cifar,
     exact_sums,
     job,
+    kernels,
     limits,
     parts,
     roofline,
@@ -36,6 +37,7 @@ from benchmarks.gpu.suite.guard import compare_case
 from benchmarks.gpu.suite.targets import Target
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.doctor.profile import activities_on
 from bigbatch.trainer.input.shards import open_split
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import set_tf32
@@ -282,6 +284,28 @@ def test_step_at_its_shortest_is_bound_by_arithmetic_or_by_memory() -> None:
     slow_memory = roofline.shortest_seconds([layer, layer], flops_per_s=1e12, bytes_per_s=1.0, element_bytes=2)
     assert slow_memory == 2 * 2 * elements
     assert roofline.shortest_seconds([layer], flops_per_s=1.0, bytes_per_s=1e12, element_bytes=2) == flops
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolutions and products"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "convolutions and products"),
+        ("triton_poi_fused_add_threshold_backward_8", "norm, ReLU and add"),
+        ("void cudnn::batchnorm_bwtr_nhwc_semiPersist<__half, float>", "norm, ReLU and add"),
+        ("triton_poi_fused_max_pool2d_with_indices_backward_0", "max-pool"),
+        ("max_pool_backward", "max-pool"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_kernels_of_an_h200_have_a_kind(name: str, kind: str) -> None:
+    assert kernels.kind_of(name) == kind
+
+
+def test_profiler_records_the_kernels_of_a_gpu() -> None:
+    names = {kind: [each.name for each in activities_on(torch.device(kind))] for kind in ("cpu", "cuda")}
+    assert names == {"cpu": ["CPU"], "cuda": ["CPU", "CUDA"]}
 
 
 @pytest.mark.slow
