@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import FRACTION_BITS, SUM_BITS, Grid
+from bigbatch.comm.measure.figures import show_bytes
 from bigbatch.comm.rendezvous.late_ranks import name_ranks
 
 SCALES, SPREAD = 24, 8
@@ -202,16 +203,33 @@ def first_of(is_so_N: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Results of one way to sum, over all ranks and repetitions."""
+class VerifyRow:
+    """Figures of one algorithm and cut, at one size and precision, over all ranks and repetitions."""
 
-    errors: Errors
-    """Errors of the first repetition."""
-    digest: str
-    """SHA-256 of the first repetition's sums, as most ranks hold them."""
-    ranks_agree: bool
+    size: int
+    """Bytes of the numbers on each rank, in fp32."""
+    count: int
+    """Elements."""
+    precision: str
+    algorithm: str
+    pieces: int
+    """Number of parts in which the tensor was summed."""
+    largest_ulp: float | None
+    """Largest error of an element of the first repetition, in units in the last place of fp32 at the exact sum; None
+    if not finite."""
+    mean_ulp: float | None
+    bound_share: float | None
+    """Largest of error / bound."""
+    num_off: int
+    """Elements that differ from the exact sum, rounded once, in a bit."""
+    bits: int
+    """Number of a class of equal bits, within a size and precision; 0 until it is compared with others."""
+    repetitions: int
     num_repeated: int
     """Repetitions, the first included, in which every rank held the bits of its first."""
+    ranks_agree: bool
+    sha256: str
+    """Digest of the first repetition's sums, as most ranks hold them."""
     findings: tuple[str, ...]
     """Descriptions of errors, a sentence each; empty for a good sum."""
 
@@ -235,10 +253,10 @@ class DrawnSums:
 
     def repeat(
         self, communicator: Communicator, memory_N: Tensor, *, precision: SumPrecision, pieces: int, repetitions: int
-    ) -> Outcome:
-        """Sum `times` times in pieces, in memory_N, of precision.dtype and one element more than the numbers.
+    ) -> VerifyRow:
+        """Sum the numbers as often as repetitions says, in pieces, in memory_N of one element more than they have.
 
-        Raises: PeerLostError.
+        memory_N is of precision.dtype. Raises: PeerLostError.
         """
         changes: list[tuple[int, int, int]] = []
         for repetition in range(repetitions):
@@ -259,16 +277,29 @@ class DrawnSums:
         digests = [digest for digest, _, _ in everyone]
         parts = [Errors(*errors) for _, _, errors in everyone]
         changed = {rank: found for rank, (_, found, _) in enumerate(everyone) if found}
-        return Outcome(
-            merge_errors(parts),
-            _usual(digests),
-            ranks_agree=len({*digests}) == 1,
+        found = (
+            *_find_odd_rank(self._first_N, digests, communicator),
+            *_find_changes(changed, num_ranks=len(everyone)),
+            *_find_beyond(parts, precision=precision),
+        )
+        errors, count, algorithm = merge_errors(parts), len(self._own_N), communicator.algorithm
+        cut = "" if pieces == 1 else f" in {pieces} pieces"
+        return VerifyRow(
+            size=4 * count,
+            count=count,
+            precision=precision.name,
+            algorithm=algorithm,
+            pieces=pieces,
+            largest_ulp=_finite(errors.largest_ulp),
+            mean_ulp=_finite(errors.total_ulp / count),
+            bound_share=_finite(errors.bound_share),
+            num_off=errors.num_off,
+            bits=0,
+            repetitions=repetitions,
             num_repeated=repetitions - len({change[0] for each in changed.values() for change in each}),
-            findings=(
-                *_find_odd_rank(self._first_N, digests, communicator),
-                *_find_changes(changed, num_ranks=len(everyone)),
-                *_find_beyond(parts, precision=precision),
-            ),
+            ranks_agree=len({*digests}) == 1,
+            sha256=_usual(digests),
+            findings=tuple(f"{algorithm}{cut}, {precision.name}, {show_bytes(4 * count)}: {each}" for each in found),
         )
 
     def _sum(self, communicator: Communicator, memory_N: Tensor, *, precision: SumPrecision, pieces: int) -> None:
@@ -284,6 +315,10 @@ class DrawnSums:
             self._grid.read_(self._result_N, sums_N)
         else:
             self._result_N.copy_(sums_N)
+
+
+def _finite(figure: float) -> float | None:
+    return figure if math.isfinite(figure) else None
 
 
 def _digest(tensor_N: Tensor) -> str:

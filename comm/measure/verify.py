@@ -1,13 +1,12 @@
 """`bigbatch comm bench --verify`: sums compared with exact ones, repeated, and compared with each other."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from itertools import combinations
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import make_wire
-from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, Outcome, SumPrecision
+from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, SumPrecision, VerifyRow
 from bigbatch.comm.measure.figures import show_bytes
 from bigbatch.comm.measure.report import BenchReport, table_line
 from bigbatch.errors import CommError
@@ -38,35 +37,6 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class VerifyRow:
-    """Figures of one algorithm and cut, at one size and precision."""
-
-    size: int
-    """Bytes of the numbers on each rank, in fp32."""
-    count: int
-    """Elements."""
-    precision: str
-    algorithm: str
-    pieces: int
-    """Number of parts in which the tensor was summed."""
-    largest_ulp: float | None
-    """Largest error of an element, in units in the last place of fp32 at the exact sum; None if not finite."""
-    mean_ulp: float | None
-    bound_share: float | None
-    """Largest of error / bound."""
-    num_off: int
-    """Elements that differ from the exact sum, rounded once, in a bit."""
-    bits: int
-    """Number of a class of equal bits, within a size and precision."""
-    repetitions: int
-    num_repeated: int
-    """Repetitions in which every rank held the bits of its first."""
-    ranks_agree: bool
-    sha256: str
-    findings: tuple[str, ...]
-
-
 def verify_sizes(
     counts: Sequence[int],
     sums: Sequence[tuple[SumPrecision, Mapping[str, Communicator]]],
@@ -90,15 +60,15 @@ def verify_sizes(
         report.working_on(f"{show_bytes(4 * count)}: drawing numbers")
         drawn = DrawnSums(communicator, count=count, seed=seed)
         for precision, by_algorithm in sums:
-            outcomes = {}
+            found = []
             for name, each in by_algorithm.items():
                 report.working_on(f"{show_bytes(4 * count)} in {precision.name} by {name}")
                 memory_N = memory[precision.dtype][: count + 1]
-                for cut in pieces:
-                    outcomes[name, cut] = drawn.repeat(
-                        each, memory_N, precision=precision, pieces=cut, repetitions=repetitions
-                    )
-            new = make_rows(outcomes, count=count, precision=precision.name, repetitions=repetitions)
+                found += [
+                    drawn.repeat(each, memory_N, precision=precision, pieces=cut, repetitions=repetitions)
+                    for cut in pieces
+                ]
+            new = number_classes(found)
             rows += new
             report.working_on("")
             for row in new:
@@ -138,35 +108,10 @@ def make_sums(
     ]
 
 
-def make_rows(
-    outcomes: Mapping[tuple[str, int], Outcome], *, count: int, precision: str, repetitions: int
-) -> list[VerifyRow]:
-    """Make the rows of one size and precision from sums by (algorithm, pieces)."""
-    digests = list(dict.fromkeys(outcome.digest for outcome in outcomes.values()))
-    rows = []
-    for (algorithm, pieces), outcome in outcomes.items():
-        errors, cut = outcome.errors, "" if pieces == 1 else f" in {pieces} pieces"
-        figures = (errors.largest_ulp, errors.total_ulp / count, errors.bound_share)
-        largest_ulp, mean_ulp, bound_share = (each if math.isfinite(each) else None for each in figures)
-        row = VerifyRow(
-            size=4 * count,
-            count=count,
-            precision=precision,
-            algorithm=algorithm,
-            pieces=pieces,
-            largest_ulp=largest_ulp,
-            mean_ulp=mean_ulp,
-            bound_share=bound_share,
-            num_off=errors.num_off,
-            bits=digests.index(outcome.digest) + 1,
-            repetitions=repetitions,
-            num_repeated=outcome.num_repeated,
-            ranks_agree=outcome.ranks_agree,
-            sha256=outcome.digest,
-            findings=tuple(f"{algorithm}{cut}, {precision}, {show_bytes(4 * count)}: {x}" for x in outcome.findings),
-        )
-        rows.append(row)
-    return rows
+def number_classes(rows: Sequence[VerifyRow]) -> list[VerifyRow]:
+    """Give rows with the same bits the same number, from 1 on."""
+    digests = list(dict.fromkeys(row.sha256 for row in rows))
+    return [replace(row, bits=digests.index(row.sha256) + 1) for row in rows]
 
 
 def show_row(row: VerifyRow) -> str:

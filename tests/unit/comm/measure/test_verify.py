@@ -23,9 +23,8 @@ from bigbatch.comm.measure import bench, exactness
 from bigbatch.comm.measure.exactness import (
     PRECISIONS,
     DrawnSums,
-    Errors,
     ExactSums,
-    Outcome,
+    VerifyRow,
     bound,
     different_bits,
     draw,
@@ -35,7 +34,7 @@ from bigbatch.comm.measure.exactness import (
     make_reference,
 )
 from bigbatch.comm.measure.report import table_head
-from bigbatch.comm.measure.verify import COLUMNS, VerifyRow, make_rows, make_sums, show_row, verdict
+from bigbatch.comm.measure.verify import COLUMNS, make_sums, number_classes, show_row, verdict
 from bigbatch.errors import CommError
 
 CPU = torch.device("cpu")
@@ -219,10 +218,10 @@ def play(
     precision: str = "fp32",
     pieces: int = 1,
     repetitions: int = 3,
-) -> Outcome:
+) -> VerifyRow:
     job, num_ranks = Meeting(len(order)), len(order)
 
-    def live(rank: int) -> Outcome:
+    def live(rank: int) -> VerifyRow:
         communicator: Any = PlayedRank(job, order, rank, spoil)
         drawn = DrawnSums(communicator, count=count, seed=0)
         memory_N = torch.empty(count + 1, dtype=PRECISIONS[precision].dtype)
@@ -241,10 +240,10 @@ def test_good_sums_have_no_findings(precision: str) -> None:
     a, b = play(precision=precision), play(order=(2, 1, 0), precision=precision, pieces=3)
     for outcome in (a, b):
         assert (outcome.findings, outcome.ranks_agree, outcome.num_repeated) == ((), True, 3)
-        assert outcome.errors.num_elements == 5000
-        assert outcome.errors.bound_share <= 1
-    assert (a.digest == b.digest) == (precision == "grid")
-    assert (a.errors == b.errors) == (precision == "grid")
+        assert (outcome.count, outcome.size) == (5000, 20_000)
+        assert outcome.bound_share <= 1
+    assert (a.sha256 == b.sha256) == (precision == "grid")
+    assert ((a.largest_ulp, a.mean_ulp) == (b.largest_ulp, b.mean_ulp)) == (precision == "grid")
 
 
 @pytest.mark.parametrize("portion", [1 << 20, 700])
@@ -255,9 +254,11 @@ def test_errors_over_ranks_and_portions_are_those_of_one_comparison(
     monkeypatch.setattr(exactness, "PORTION", portion)
     reference = make_reference(0, count, num_ranks=3, seed=0, device=CPU)
     a_N, b_N, c_N = (draw(0, count, rank=rank, seed=0, device=CPU) for rank in range(3))
-    expected, got = find_errors(a_N + b_N + c_N, reference, precision=FP32), play().errors
-    assert dataclasses.replace(got, total_ulp=0.0) == dataclasses.replace(expected, total_ulp=0.0)
-    assert got.total_ulp == pytest.approx(expected.total_ulp, rel=1e-12)
+    expected, got = find_errors(a_N + b_N + c_N, reference, precision=FP32), play()
+    assert (got.largest_ulp, got.num_off, got.bound_share, got.findings) == (
+        *(expected.largest_ulp, expected.num_off, expected.bound_share, ()),
+    )
+    assert got.mean_ulp == pytest.approx(expected.total_ulp / count, rel=1e-12)
 
 
 @pytest.mark.parametrize(("odd", "like", "element"), [(1, 0, 0), (2, 0, 4999), (0, 1, 5)])
@@ -273,7 +274,7 @@ def test_rank_with_another_bit_is_named(odd: int, like: int, element: int) -> No
         naming(f"rank {odd} held other bits than rank {like}", f"element {element} rank {odd} held "),
         outcome.findings[0],
     )
-    assert outcome.digest == play().digest  # of most ranks
+    assert outcome.sha256 == play().sha256  # of most ranks
 
 
 @pytest.mark.parametrize(("ranks", "named"), [((0, 2), "on ranks 0, 2,"), ((0, 1, 2), "on every rank,")])
@@ -295,11 +296,13 @@ def test_sum_that_lost_a_rank_is_named_with_its_element() -> None:
     lost_N = draw(0, 5000, rank=2, seed=0, device=CPU)
 
     def spoil(sums_N: Tensor, rank: int, number: int) -> None:
-        sums_N[4000] -= lost_N[4000]
+        if number % 2:  # the second piece, of 2500 elements
+            sums_N[1500] -= lost_N[4000]
 
-    outcome = play(spoil)
+    outcome = play(spoil, pieces=2)
     assert (outcome.ranks_agree, outcome.num_repeated) == (True, 3)
     assert len(outcome.findings) == 1
+    assert outcome.findings[0].startswith("played in 2 pieces, fp32, 20000: rank 2 found")
     assert re.search(naming("rank 2 found 1 of 1667", "element 4000", "ulp away", "the bound is"), outcome.findings[0])
 
 
@@ -314,32 +317,25 @@ def test_grid_that_is_a_step_off_everywhere_is_named() -> None:
 # --- rows and the verdict ---
 
 
-def outcome_of(digest: str, *findings: str) -> Outcome:
-    errors = Errors(num_elements=8, largest_ulp=1.5, total_ulp=4.0, num_off=3, bound_share=0.25)
-    return Outcome(errors, digest, ranks_agree=True, num_repeated=5, findings=findings)
+def row(algorithm: str, sha256: str, *findings: str, precision: str = "fp32") -> VerifyRow:
+    figures = {"largest_ulp": 1.5, "mean_ulp": 0.5, "bound_share": 0.25, "num_off": 3, "bits": 0}
+    repeated = {"repetitions": 5, "num_repeated": 5, "ranks_agree": True}
+    summed = {"size": 32, "count": 8, "precision": precision, "algorithm": algorithm, "pieces": 1}
+    return VerifyRow(**summed, **figures, **repeated, sha256=sha256, findings=findings)
 
 
 def rows_of(precision: str, **digests: str) -> list[VerifyRow]:
-    outcomes = {(name, 1): outcome_of(digest) for name, digest in digests.items()}
-    return make_rows(outcomes, count=8, precision=precision, repetitions=5)
+    return [row(name, digest, precision=precision) for name, digest in digests.items()]
 
 
 def test_rows_state_figures_and_classes() -> None:
-    outcomes = {
-        ("ring", 1): outcome_of("x"),
-        ("native", 3): outcome_of("y", "rank 1 held"),
-        ("native", 1): outcome_of("x"),
-    }
-    rows = make_rows(outcomes, count=8, precision="fp32", repetitions=5)
-    assert [row.bits for row in rows] == [1, 2, 1]
-    assert (rows[0].size, rows[0].largest_ulp, rows[0].mean_ulp, rows[0].num_off) == (32, 1.5, 0.5, 3)
-    assert rows[1].findings == ("native in 3 pieces, fp32, 32: rank 1 held",)
+    rows = number_classes(rows_of("fp32", ring="x", native="y", doubling="x"))
+    assert [each.bits for each in rows] == [1, 2, 1]
     expected = ["32", "8", "fp32", "ring", "1", "1.5", "0.5", "25", "3", "1", "5/5", "same"]
     assert show_row(rows[0]).split() == expected
-    differing = dataclasses.replace(rows[0], ranks_agree=False, largest_ulp=None)
-    assert show_row(differing).split()[5] == "inf"
-    assert show_row(differing).endswith("DIFFER")
-    assert len({len(line) for line in (table_head(COLUMNS).splitlines()[0], *map(show_row, rows[:1]))}) == 1
+    differing = show_row(dataclasses.replace(rows[0], ranks_agree=False, largest_ulp=None))
+    assert (differing.split()[5], differing.split()[-1]) == ("inf", "DIFFER")
+    assert len(table_head(COLUMNS).splitlines()[0]) == len(show_row(rows[0]))
 
 
 def test_verdict_counts_pairs_that_differ_at_any_size() -> None:
@@ -351,8 +347,7 @@ def test_verdict_counts_pairs_that_differ_at_any_size() -> None:
     assert re.search(naming("every sum repeats", "5 of 6 in fp32, 0 of 6 in grid", "set run.reproducible"), text)
     assert "run.reproducible" not in verdict(grid)
     assert verdict(rows_of("fp32", a="x")) == "every sum repeats its own bits, on all ranks alike, within its bound"
-    failed = make_rows({("a", 1): outcome_of("x", "1", "2")}, count=8, precision="fp32", repetitions=5)
-    assert verdict([*small, *failed]).startswith("FAILED: 2 finding(s)")
+    assert verdict([*small, row("a", "x", "1", "2")]).startswith("FAILED: 2 finding(s)")
 
 
 # --- the command ---
