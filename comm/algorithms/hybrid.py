@@ -84,14 +84,6 @@ class MeasuredTimes:
         return statistics.median(self.seconds)
 
     @property
-    def min(self) -> float:
-        return min(self.seconds)
-
-    @property
-    def max(self) -> float:
-        return max(self.seconds)
-
-    @property
     def noise(self) -> float:
         """Return the relative uncertainty of the median: two standard errors, estimated from the quartiles.
 

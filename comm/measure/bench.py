@@ -14,7 +14,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.measure import figures
 from bigbatch.comm.measure.exactness import PRECISIONS
-from bigbatch.comm.measure.hangs import HungError
+from bigbatch.comm.measure.hangs import HungError, limited
 from bigbatch.comm.measure.plot import plot_sweep
 from bigbatch.comm.measure.report import BenchReport, groups_text
 from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
@@ -143,7 +143,8 @@ def _time_sizes(
         size = figures.show_bytes(part_N.nbytes)
         report.working_on(f"{size} by {', '.join(contestants)}")
         try:
-            sums = time_sums(part_N, contestants, effort=effort, label=f"{size} all-reduce")
+            with limited(communicator):
+                sums = time_sums(part_N, contestants, effort=effort, label=f"{size} all-reduce")
         except HungError as hung:
             report.working_on("")
             report.print(f"# {hung}")

@@ -5,8 +5,7 @@ import math
 import runpy
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,8 +137,9 @@ class _Tuner:
     _start: float = 0.0
     _is_disturbed: bool = False
 
-    def begin(self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start to tune the script's model. Raises: UserError for a second model."""
+    def init(self, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        """Stand for DDP's __init__, and start to tune the script's model. Raises: UserError for a second model."""
+        _OWN["__init__"](model, *args, **kwargs)
         if self._model is not None:
             raise UserError("comm tune --ddp: the script wraps two models in DistributedDataParallel; it tunes one")
         self._model, self._arguments, self.communicator = model, (args, kwargs), connect()
@@ -151,19 +151,20 @@ class _Tuner:
         self._candidate = next(self._search)
         self.say(f"{self.communicator}; {num_bytes / 1e6:.1f} MB of gradients")
 
-    def keep_hook(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
-        """Remember the script's own hook, for the next turns without ours."""
+    def register(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
+        """Stand for DDP's register_comm_hook, and remember the hook, for the next turns without ours."""
         if model is self._model:
             self._own_hook = state, hook
+        _OWN["register_comm_hook"](model, state, hook)
 
-    def on_forward(self, model: DistributedDataParallel) -> None:
-        """Count a step before its forward pass. Raises: _Finished after the last turn."""
-        if model is not self._model:
-            return
-        if not (model.training and torch.is_grad_enabled()):
-            self._is_disturbed = True  # an evaluation is not a step
-        elif model.require_backward_grad_sync:
-            self._on_step(model)
+    def forward(self, model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        """Stand for DDP's forward, and count a step before it. Raises: _Finished after the last turn."""
+        if model is self._model:
+            if not (model.training and torch.is_grad_enabled()):
+                self._is_disturbed = True  # an evaluation is not a step
+            elif model.require_backward_grad_sync:
+                self._on_step(model)
+        return _OWN["forward"](model, *inputs, **kwargs)
 
     def _on_step(self, model: DistributedDataParallel) -> None:
         assert self.communicator is not None
@@ -208,32 +209,6 @@ _OWN: dict[str, Any] = {
 """DDP's own methods."""
 
 
-@contextmanager
-def _patched(tuner: _Tuner) -> Iterator[None]:
-    """Patch DDP, within the block, so that the tuner sees its models and forward passes; _Finished ends the block."""
-
-    def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        _OWN["__init__"](model, *args, **kwargs)
-        tuner.begin(model, args, kwargs)
-
-    def forward(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        tuner.on_forward(model)
-        return _OWN["forward"](model, *inputs, **kwargs)
-
-    def register(model: DistributedDataParallel, state: Any, hook: Any) -> None:
-        tuner.keep_hook(model, state, hook)
-        _OWN["register_comm_hook"](model, state, hook)
-
-    with suppress(_Finished):
-        try:
-            for name, method in zip(_OWN, (init, forward, register), strict=True):
-                setattr(DistributedDataParallel, name, method)
-            yield
-        finally:
-            for name, method in _OWN.items():
-                setattr(DistributedDataParallel, name, method)
-
-
 def tune_script(script: Path, arguments: Sequence[str], *, steps: int, say: Callable[[str], None]) -> list[str]:
     """Run a script that trains with DDP, time its steps, end it, and return the lines of the result, on rank 0 only.
 
@@ -246,12 +221,17 @@ def tune_script(script: Path, arguments: Sequence[str], *, steps: int, say: Call
     argv, path = sys.argv, sys.path[:]
     try:
         sys.argv, sys.path[:1] = [str(script), *arguments], [str(script.parent)]
-        with _patched(tuner):
-            runpy.run_path(str(script), run_name="__main__")
+        for name, method in zip(_OWN, (tuner.init, tuner.forward, tuner.register), strict=True):
+            setattr(DistributedDataParallel, name, lambda *args, _of=method, **options: _of(*args, **options))
+        runpy.run_path(str(script), run_name="__main__")
+    except _Finished:
+        pass
     except SystemExit as ended:
         if ended.code and not tuner.measured:  # its own error, such as a wrong argument
             raise
     finally:
+        for name, own in _OWN.items():
+            setattr(DistributedDataParallel, name, own)
         sys.argv, sys.path[:] = argv, path
     if tuner.communicator is None:
         raise UserError(f"{script} made no DistributedDataParallel: --ddp takes a script that trains with it")

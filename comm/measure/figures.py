@@ -71,16 +71,13 @@ def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tup
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit of the links between nodes.
-
-    wire_bytes_per_byte is below 1 if values travel in fewer bytes than they have in memory, and 2 if half precision
-    travels in fp32.
-    """
+    """Limit of the links between nodes."""
 
     num_nodes: int
     bytes_per_second: float
     """Bandwidth of one node's link in each direction."""
     wire_bytes_per_byte: float = 1.0
+    """Below 1 if values travel in fewer bytes than they have in memory, and 2 if half precision travels in fp32."""
 
     def seconds(self, num_bytes: int) -> float:
         """Compute the least time of an all-reduce: 2(m-1)/m * bytes / bandwidth, over m nodes."""
@@ -138,8 +135,8 @@ def make_row(
         redop="sum",
         algorithm=algorithm,
         time_us=measured.median * 1e6,
-        min_us=measured.min * 1e6,
-        max_us=measured.max * 1e6,
+        min_us=min(measured.seconds) * 1e6,
+        max_us=max(measured.seconds) * 1e6,
         algbw_gb_per_s=algbw,
         busbw_gb_per_s=algbw * 2 * (world_size - 1) / world_size,
         num_wrong=num_wrong,

@@ -97,7 +97,9 @@ def measure_times(
         return {}
     while True:
         try:
-            sweep.run(sizes, dtype)
+            sweep.connect(sizes[-1], dtype)
+            with limited(communicator):
+                sweep.run(sizes)
         except HungError as hung:
             on_hung(hung)
             sweep.leave_out(hung)
@@ -130,9 +132,8 @@ class _Sweep:
         self._hung: list[str] = []
         self._begin = time.perf_counter()
 
-    def run(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def run(self, sizes: Sequence[int]) -> None:
         """Measure the sizes, which rise, from the largest on that fits into the time. Raises: HungError."""
-        self.connect(sizes[-1], dtype)
         reached = self.find_affordable(sizes[::-1])
         for number, size in enumerate(reached):
             if self.times:  # a smaller sum takes no longer than the last one
@@ -198,13 +199,12 @@ class _Sweep:
     def _sum_once(self, *sizes: int) -> list[float]:
         """Sum each size once by each algorithm; return the slowest rank's seconds of each size."""
         seconds = []
-        with limited(self._communicator):
-            for size in sizes:
-                part_N, start = self.tensor_N[: size // self.tensor_N.itemsize].zero_(), time.perf_counter()
-                for name, communicator in self.contestants.items():
-                    communicator.sum_(part_N, label=form_label(f"first sum of {size} bytes", name))
-                    wait_for(communicator.device)
-                seconds.append(time.perf_counter() - start)
+        for size in sizes:
+            part_N, start = self.tensor_N[: size // self.tensor_N.itemsize].zero_(), time.perf_counter()
+            for name, communicator in self.contestants.items():
+                communicator.sum_(part_N, label=form_label(f"first sum of {size} bytes", name))
+                wait_for(communicator.device)
+            seconds.append(time.perf_counter() - start)
         return self._exchange(*seconds)
 
     def measure(self, size: int, names: Iterable[str], effort: Effort) -> None:

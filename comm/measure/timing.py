@@ -1,6 +1,5 @@
 """Time all-reduces and messages between the ranks of a running job. All functions here are collective."""
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.measure.hangs import exchange, form_label, limited
+from bigbatch.comm.measure.hangs import exchange, form_label
 
 LEAST_REPETITIONS = 2
 ROUND = 5
@@ -56,21 +55,9 @@ def time_sums(
     sums are repeated in a row, as nccl-tests does: a single one would measure the scheduling of its ranks. Each
     algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
     repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms.
-    Raises: HungError; PeerLostError.
+    Raises: HungError, to be called inside limited(); PeerLostError.
     """
     any_communicator = next(iter(communicators.values()))
-    with limited(any_communicator):
-        return _time_sums(tensor_N, communicators, any_communicator, effort=effort, label=label)
-
-
-def _time_sums(
-    tensor_N: Tensor,
-    communicators: Mapping[str, Communicator],
-    any_communicator: Communicator,
-    *,
-    effort: Effort,
-    label: str,
-) -> dict[str, Sums]:
     wrong: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
     loops = 1
@@ -103,12 +90,10 @@ def _time_sums(
     if loops > 1:  # then one sum alone is not a repetition, and does not even show which one is fast
         pilots = first_times()
     # the pilots are seconds of one sum, but a repetition makes loops of them
-    effort = dataclasses.replace(effort, seconds=effort.seconds / loops)
-    chosen = list(pilots)
-    if effort.repetitions * sum(pilots.values()) > effort.seconds:
-        limit = effort.contender_ratio * min(pilots.values())
-        chosen = [name for name, pilot in pilots.items() if pilot <= limit]
-    left = effort.repetitions_of(sum(pilots[name] for name in chosen)) - 1
+    is_short = effort.repetitions * loops * sum(pilots.values()) > effort.seconds
+    limit = effort.contender_ratio * min(pilots.values())
+    chosen = [name for name, pilot in pilots.items() if pilot <= limit or not is_short]
+    left = effort.repetitions_of(loops * sum(pilots[name] for name in chosen)) - 1
     while left > 0:
         for name in chosen:
             repeat(name, min(left, ROUND))
@@ -208,7 +193,7 @@ class Hops:
         Shorter ones do not count: a shaped or buffered link passes them faster than its lasting rate.
         """
         num_bytes, measured = self.times[-1]
-        return num_bytes / measured.min
+        return num_bytes / min(measured.seconds)
 
 
 @dataclass(frozen=True)
