@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name, require_type
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.broadcast import Start, begin_alike_
 from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.grid import Grid
-from bigbatch.comm.gradients.same_start import Start, begin_alike_
 from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.errors import CommError
 

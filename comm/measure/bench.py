@@ -14,8 +14,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.measure import figures
 from bigbatch.comm.measure.exactness import PRECISIONS
+from bigbatch.comm.measure.figures import plot_sweep
 from bigbatch.comm.measure.hangs import HungError, limited
-from bigbatch.comm.measure.plot import plot_sweep
 from bigbatch.comm.measure.report import BenchReport, groups_text
 from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
 from bigbatch.comm.measure.verify import WORKING_COPIES, make_sums, verify_sizes

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from bigbatch.comm.algorithms.hybrid import HybridTable, MeasuredTimes, Times
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import TensorSpec
-from bigbatch.comm.measure.backward import in_ready_order, measure_backward
 from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.comm.measure.hangs import HungError
 from bigbatch.comm.measure.sizes import beyond_measured, elapsed_seconds, make_table, measure_times, sizes_below
@@ -20,7 +19,9 @@ from bigbatch.comm.measure.whole_steps import (
     StepCandidate,
     Steps,
     choose_step,
+    in_ready_order,
     make_candidates,
+    measure_backward,
     measure_steps,
     noise_between,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bigbatch import __version__
-from bigbatch.comm.algorithms.rounding import rounding_note
+from bigbatch.comm.algorithms.wire import rounding_note
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import site_settings
 from bigbatch.comm.tuning.conditions import source_commit

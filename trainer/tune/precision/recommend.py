@@ -20,8 +20,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.folder import RunDir, require_writable
 from bigbatch.trainer.step.stop_request import Stopped, leave_stopped
-from bigbatch.trainer.tune.precision.magnitudes import FP16_LEAST, FP16_NORMAL, Magnitudes
-from bigbatch.trainer.tune.precision.steps import Gradients, count_gradients
+from bigbatch.trainer.tune.precision.steps import FP16_LEAST, FP16_NORMAL, Gradients, Magnitudes, count_gradients
 
 STEPS = 8
 POWERS = range(25)

@@ -8,7 +8,7 @@ import torch
 from replayed_sums import draw
 from thread_ranks import sum_by_threads
 
-from bigbatch.comm.algorithms.doubling import doubling_allreduce_
+from bigbatch.comm.algorithms.hierarchical import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import ring_allreduce_
 from bigbatch.comm.algorithms.wire import Wire
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from replayed_sums import draw, lost, replay
 
-from bigbatch.comm.algorithms.rounding import LOST, rounding_note
-from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.algorithms.wire import LOST, Wire, rounding_note
 from bigbatch.comm.backends.base import Capabilities
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

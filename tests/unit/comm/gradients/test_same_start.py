@@ -10,8 +10,8 @@ from error_texts import naming
 from thread_ranks import Meeting
 from torch import Tensor
 
-from bigbatch.comm.gradients import same_start
-from bigbatch.comm.gradients.same_start import begin_alike_
+from bigbatch.comm.gradients import broadcast
+from bigbatch.comm.gradients.broadcast import begin_alike_
 from bigbatch.errors import CommError
 
 
@@ -62,7 +62,7 @@ def test_same_start_of_equal_ranks_takes_one_exchange() -> None:
 
 def test_same_start_broadcasts_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(same_start, "broadcast_parameters", lambda *arguments: sent.append(arguments))
+    monkeypatch.setattr(broadcast, "broadcast_parameters", lambda *arguments: sent.append(arguments))
     named, communicator = weights(odd=False, dtype=torch.bfloat16), SimpleNamespace(world_size=2)
     begin_alike_(named, communicator, weights="broadcast")  # type: ignore[arg-type]
     assert sent == [(named, communicator)]

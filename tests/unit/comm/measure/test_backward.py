@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import TensorSpec
-from bigbatch.comm.measure import backward as backward_module
-from bigbatch.comm.measure.backward import in_ready_order, measure_backward
+from bigbatch.comm.measure import whole_steps
 from bigbatch.comm.measure.cost_model import Backward
+from bigbatch.comm.measure.whole_steps import in_ready_order, measure_backward
 from bigbatch.comm.rendezvous.environ import ALONE
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Slow(torch.autograd.Function):
 
 def test_ready_times_by_a_clock_that_backward_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three layers, a second of backward behind each: 0, 1 and 2 s from the last one on; unused ones at the end."""
-    monkeypatch.setattr(backward_module.time, "perf_counter", lambda: Slow.clock)
+    monkeypatch.setattr(whole_steps.time, "perf_counter", lambda: Slow.clock)
     layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(4)])
 
     def forward() -> Tensor:

@@ -23,8 +23,7 @@ from bigbatch.comm.backends.base import Capabilities, Done, Group
 from bigbatch.comm.measure import bench as command
 from bigbatch.comm.measure import figures as bench
 from bigbatch.comm.measure import timing
-from bigbatch.comm.measure.figures import BenchRow, Limit
-from bigbatch.comm.measure.plot import plot_sweep
+from bigbatch.comm.measure.figures import BenchRow, Limit, plot_sweep
 from bigbatch.comm.measure.report import table_head
 from bigbatch.comm.measure.timing import (
     PERIOD,

@@ -24,9 +24,8 @@ from bigbatch.trainer.step.precision import underflow_fraction
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.tune.precision import recommend as command
 from bigbatch.trainer.tune.precision import steps
-from bigbatch.trainer.tune.precision.magnitudes import FP32_LEAST, NUM_BINS, Magnitudes, measure, sum_over_ranks
 from bigbatch.trainer.tune.precision.recommend import choose_scale, recommend, scale_records
-from bigbatch.trainer.tune.precision.steps import Gradients
+from bigbatch.trainer.tune.precision.steps import FP32_LEAST, NUM_BINS, Gradients, Magnitudes, measure, sum_over_ranks
 
 LADDER = torch.tensor([2.0**-power for power in range(60)])
 """1, a half, and so on to 2^-59."""

@@ -20,7 +20,7 @@ from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune.range import rising_rate as range_test
 from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
-from bigbatch.trainer.tune.range.report import explain, plot_range
+from bigbatch.trainer.tune.range.rising_rate import explain, plot_range
 
 STEPS = 121
 LR = exponential(1e-3, 1e3, steps=STEPS)
