@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from error_texts import naming
+from one_rank import alone
 from thread_ranks import Post, PostBackend
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bigbatch.comm.backends.base import Done, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.broadcast import (
     all_reduce,
@@ -33,18 +33,6 @@ from bigbatch.comm.rendezvous.environ import ALONE
 
 SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
 """Several buffers for make_model()."""
-
-
-def communicator(*, num_ranks: int = 1, sums: list[int] | None = None) -> Communicator:
-    """One rank whose sum is num_ranks times its own part; sums records the sizes of summed tensors."""
-
-    def all_reduce_(tensor_N: Tensor) -> None:
-        tensor_N.mul_(num_ranks)
-        if sums is not None:
-            sums.append(tensor_N.numel())
-
-    one = connect(env=ALONE, device=torch.device("cpu"))
-    return replace(one, env=replace(ALONE, world_size=num_ranks), all_reduce_=all_reduce_)
 
 
 def make_model() -> nn.Sequential:
@@ -64,7 +52,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def wrap(
     model: nn.Module, *, num_ranks: int = 1, sums: list[int] | None = None, **options: Any
 ) -> DistributedOptimizer:
-    ranks = communicator(num_ranks=num_ranks, sums=sums)
+    ranks = alone(factor=num_ranks, world_size=num_ranks, sums=sums)
     return DistributedOptimizer(sgd(model), model.named_parameters(), ranks, **{**SMALL, **options})
 
 
@@ -147,23 +135,6 @@ def test_backward_passes_per_step_add_up_and_travel_with_the_last_alone() -> Non
         loss_of(model, 3).backward()
 
 
-def test_synchronize_then_clipping_then_step() -> None:
-    model, plain = twins()
-    optimizer, reference = wrap(model, num_ranks=3), sgd(plain)
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.synchronize()
-        norm = clip_grad_norm_(model.parameters(), 0.01)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.zero_grad()
-        loss_of(plain, step).backward()
-        assert norm.item() == pytest.approx(clip_grad_norm_(plain.parameters(), 0.01).item(), rel=1e-12)
-        reference.step()
-        reference.zero_grad()
-    assert_same(model, plain)
-
-
 @pytest.mark.parametrize(
     "between",
     [
@@ -221,27 +192,14 @@ def test_step_with_a_closure() -> None:
     assert_same(model, plain)
 
 
-@pytest.mark.filterwarnings("error")
-def test_lr_schedulers_take_it_for_an_optimizer() -> None:
-    """Also one that changes the momentum: OneCycleLR."""
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_grad_scaler_clipping_and_a_schedule_of_the_momentum_with_synchronize() -> None:
+    """OneCycleLR changes the momentum, too. The scaler skips a step that overflows."""
     model, plain = twins()
     optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
     assert isinstance(optimizer, torch.optim.Optimizer)
     one_cycle = torch.optim.lr_scheduler.OneCycleLR
     schedules = [one_cycle(each, max_lr=0.3, total_steps=6) for each in (optimizer, reference)]
-    for step in range(5):
-        for twin, either, schedule in zip((model, plain), (optimizer, reference), schedules, strict=True):
-            either.zero_grad()
-            loss_of(twin, step).backward()
-            either.step()
-            schedule.step()
-        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    assert_same(model, plain)
-
-
-def test_grad_scaler_with_synchronize() -> None:
-    model, plain = twins()
-    optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for step in range(4):
         optimizer.zero_grad()
@@ -249,13 +207,18 @@ def test_grad_scaler_with_synchronize() -> None:
         loss.backward()
         optimizer.synchronize()
         scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(model.parameters(), 0.01)
         with optimizer.skip_synchronize():
             scaler.step(optimizer)
         scaler.update()
-        if step != 1:  # the overflow is skipped
+        if step != 1:
             reference.zero_grad()
             loss_of(plain, step).backward()
+            assert norm.item() == pytest.approx(clip_grad_norm_(plain.parameters(), 0.01).item(), rel=1e-12)
             reference.step()
+        for schedule in schedules:
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
     assert scaler.get_scale() == 128.0
     assert_same(model, plain)
 
@@ -303,7 +266,7 @@ def test_distributed_optimizer_leaves_out_frozen_parameters_and_those_of_another
     optimizer = DistributedOptimizer(
         torch.optim.SGD([p for p in model.parameters() if all(p is not h for h in head)], lr=0.1),
         model.named_parameters(),
-        communicator(num_ranks=3),
+        alone(factor=3, world_size=3),
         op="sum",
     )
     loss_of(model, 1).backward()
@@ -322,13 +285,13 @@ def test_distributed_optimizer_refuses_what_cannot_be_distributed() -> None:
     with pytest.raises(ValueError, match=naming("backward_passes_per_step=0", "at least 1")):
         wrap(model, backward_passes_per_step=0)
     with pytest.raises(ValueError, match=naming("LBFGS")):
-        DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model.named_parameters(), communicator())
+        DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model.named_parameters(), alone())
     named = [(name, p) for name, p in model.named_parameters() if not name.startswith("2")]
     with pytest.raises(ValueError, match=naming("named_parameters", "(4, 7), (4,):", "model.named_parameters()")):
-        DistributedOptimizer(sgd(model), named, communicator())
+        DistributedOptimizer(sgd(model), named, alone())
     optimizer = wrap(model)
     with pytest.raises(ValueError, match=naming("DistributedOptimizer already")):
-        DistributedOptimizer(optimizer, model.named_parameters(), communicator())
+        DistributedOptimizer(optimizer, model.named_parameters(), alone())
     with pytest.raises(RuntimeError, match=naming("parameter groups", "DistributedOptimizer")):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
@@ -337,7 +300,7 @@ def test_distributed_optimizer_refuses_what_cannot_be_distributed() -> None:
 
 
 def test_broadcast_of_one_rank_goes_to_itself() -> None:
-    one, model = communicator(), make_model()
+    one, model = alone(), make_model()
     before = copy.deepcopy(model.state_dict())
     broadcast_parameters(model.state_dict(), one)
     broadcast_parameters(model.named_parameters(), one)
@@ -355,8 +318,8 @@ def test_object_goes_to_the_ranks_that_need_it_and_its_tensors_go_as_they_are() 
     post, ones = Post(), {"own": torch.ones(1)}
 
     def one(rank: int) -> Any:
-        alone = replace(communicator(), env=replace(ALONE, rank=rank), backend=PostBackend(rank, post))
-        return send_object(held if rank == 1 else ones, alone, source=1, to=[0, 3])
+        own = replace(alone(PostBackend(rank, post)), env=replace(ALONE, rank=rank))
+        return send_object(held if rank == 1 else ones, own, source=1, to=[0, 3])
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(one, range(4)))
@@ -381,14 +344,14 @@ class RunsCode:
 @pytest.mark.parametrize("value", [RunsCode(), {"deep": [RunsCode()]}, Path("x"), print])
 def test_broadcast_object_runs_no_code(value: object) -> None:
     with pytest.raises(ValueError, match=r"a broadcast object holds \S+: send numbers, texts, tensors"):
-        broadcast_object(value, communicator())
+        broadcast_object(value, alone())
     assert RunsCode.ran == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
 def test_all_reduce_returns_a_new_tensor(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[1, 0], [3, 2]]).to(dtype)
-    total = all_reduce(tensor.T, communicator(), op="sum")
+    total = all_reduce(tensor.T, alone(), op="sum")
     assert total.dtype == dtype
     assert torch.equal(total, tensor.T)
     assert total.data_ptr() != tensor.data_ptr()
@@ -414,7 +377,7 @@ class HostOnly(SingleBackend):
 def test_broadcast_and_all_reduce_give_host_tensors_to_a_transport_of_those() -> None:
     """The device of the ranks is meta here, where a tensor would lose its content."""
     host, model = HostOnly(), make_model()
-    ranks = replace(communicator(), device=torch.device("meta"), staging=SimpleNamespace(), backend=host)  # type: ignore
+    ranks = replace(alone(), device=torch.device("meta"), staging=SimpleNamespace(), backend=host)  # type: ignore
     assert ranks.transport_device == torch.device("cpu")
     assert all_reduce(torch.tensor([1.0, 2.0]), ranks).tolist() == [1.0, 2.0]
     assert broadcast_object({"epoch": 3}, ranks) == {"epoch": 3}
@@ -434,18 +397,18 @@ def test_broadcast_parameters_reaches_tensors_that_are_not_contiguous() -> None:
             tensor_N.fill_(1)
 
     tensor = torch.zeros(3, 2, dtype=torch.uint8)
-    broadcast_parameters({"transposed": tensor.T, "empty": torch.zeros(0)}, replace(communicator(), backend=Ones()))
+    broadcast_parameters({"transposed": tensor.T, "empty": torch.zeros(0)}, alone(Ones()))
     assert tensor.tolist() == [[1, 1]] * 3
 
 
 def test_all_reduce_refuses_what_has_no_sum_or_average() -> None:
     with pytest.raises(ValueError, match=naming("op='max'", "average, sum")):
-        all_reduce(torch.ones(1), communicator(), op="max")
+        all_reduce(torch.ones(1), alone(), op="max")
     with pytest.raises(ValueError, match=naming("torch.int64", "tensor.float()", "sum")):
-        all_reduce(torch.tensor(3), communicator())
+        all_reduce(torch.tensor(3), alone())
     for op in ("average", "sum"):
         with pytest.raises(ValueError, match=naming("torch.complex64", "torch.view_as_real(tensor)")):
-            all_reduce(torch.tensor([1 + 2j]), communicator(), op=op)
+            all_reduce(torch.tensor([1 + 2j]), alone(), op=op)
 
 
 MODEL = nn.Linear(2, 2)
@@ -467,4 +430,4 @@ MODEL = nn.Linear(2, 2)
 )
 def test_arguments_of_another_type_are_named(call: Callable[[Any], object], named: tuple[str, ...]) -> None:
     with pytest.raises(TypeError, match=naming(*named)):
-        call(communicator())
+        call(alone())

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from error_texts import naming
+from one_rank import alone
 
 from bigbatch.comm.backends.base import Capabilities, InFlight
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
-from bigbatch.comm.rendezvous.environ import ALONE
 
 LABEL = "gather of moments over ranks 0 to 0"
 
@@ -33,12 +31,8 @@ class Recorder(SingleBackend):
         return super().submit(operation, label=label, ranks=ranks)
 
 
-def one_rank(device: str = "cpu") -> Communicator:
-    return replace(connect(env=ALONE, device=torch.device(device)), backend=Recorder())
-
-
 def test_group_gather_of_one_rank_gathers_its_own() -> None:
-    communicator, exposed = one_rank(), ExposedTime()
+    communicator, exposed = alone(Recorder()), ExposedTime()
     gather = make_group_gather(communicator, group_size=1, exposed=exposed, what="moments")
     own_N = torch.arange(3.0)
     assert gather(own_N).tolist() == [[0.0, 1.0, 2.0]]
@@ -49,11 +43,11 @@ def test_group_gather_of_one_rank_gathers_its_own() -> None:
 
 def test_group_gather_refuses_groups_that_do_not_divide_the_ranks() -> None:
     with pytest.raises(ValueError, match=naming("1 ranks", "groups of 2")):
-        make_group_gather(one_rank(), group_size=2, exposed=ExposedTime(), what="moments")
+        make_group_gather(alone(Recorder()), group_size=2, exposed=ExposedTime(), what="moments")
 
 
 def test_group_gather_shows_in_the_timeline() -> None:
-    communicator = one_rank()
+    communicator = alone(Recorder())
     gather = make_group_gather(communicator, group_size=1, exposed=ExposedTime(), what="moments")
     communicator.timeline.is_active = True
     gather(torch.zeros(5))
@@ -64,13 +58,13 @@ def test_group_gather_shows_in_the_timeline() -> None:
 def test_reducer_counts_into_the_exposed_time_of_others() -> None:
     exposed = ExposedTime()
     weight = torch.nn.Parameter(torch.zeros(3))
-    reducer = GradientReducer([("weight", weight)], one_rank(), exposed=exposed)
+    reducer = GradientReducer([("weight", weight)], alone(Recorder()), exposed=exposed)
     assert reducer.exposed is exposed
 
 
 @pytest.mark.gpu
 def test_group_gather_of_gpu_tensors_goes_through_the_host_where_the_transport_does() -> None:
-    communicator = one_rank("cuda:0")
+    communicator = alone(Recorder(), device="cuda:0")
     staged = replace(communicator, staging=HostStaging(communicator.device))
     gather = make_group_gather(staged, group_size=1, exposed=ExposedTime(), what="moments")
     for value in (1.0, 2.0):

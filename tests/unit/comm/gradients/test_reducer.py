@@ -1,55 +1,31 @@
 """The gradient reducer on one process: what is started when, and what the gradients are then."""
 
 import copy
-import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from error_texts import naming
+from one_rank import alone
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.grid import Grid
-from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, describe
-from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import CommError, PeerLostError
+from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
 
 
 class RecordingBackend(SingleBackend):
-    """One process that writes down what was started; wait() fails where failure is given."""
+    """One process that writes down what was started."""
 
-    def __init__(self, failure: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.events: list[str] = []
-        self._failure = failure
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         self.events.append(label)
-        work = super().submit(operation, label=label)
-        return _Failing(self._failure) if self._failure else work
-
-
-class _Failing:
-    def __init__(self, failure: Exception) -> None:
-        self._failure = failure
-
-    def wait(self) -> None:
-        raise self._failure
-
-
-def communicator(backend: SingleBackend, *, factor: int = 1, device: str = "cpu") -> Communicator:
-    """One rank whose sum is factor times its own part, as if factor ranks held the same."""
-    alone = connect(env=ALONE, device=torch.device(device))
-
-    def all_reduce_(tensor_N: Tensor) -> None:
-        tensor_N.mul_(factor)
-
-    return replace(alone, backend=backend, all_reduce_=all_reduce_)
+        return super().submit(operation, label=label)
 
 
 def make_model() -> nn.Sequential:
@@ -88,23 +64,9 @@ SMALL = {"threshold_bytes": 200, "buffer_bytes": 300}
 """Makes several buffers out of make_model(): conv.weight (864 bytes) goes alone, the others share."""
 
 
-@pytest.mark.parametrize("sizes", [SMALL, {}])
-def test_reducer_sums_autograds_own_gradients_once(sizes: dict[str, int]) -> None:
-    model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=3), **sizes)
-    for num_images in (4, 2):
-        expected = {name: 3 * p for name, p in plain_gradients(model, make_images(num_images)).items()}
-        loss_of(model, make_images(num_images)).backward()
-        reducer.wait()
-        assert_same(model, expected)
-        reducer.zero_grad()
-        assert all(not p.grad.any() for p in model.parameters())
-
-
 def test_reducer_averages_over_ranks_what_microbatches_add_up() -> None:
     """Four ranks that hold the same: their average is each one's own."""
-    model, alone = make_model(), communicator(SingleBackend(), factor=4)  # a power of two: no rounding
-    four = replace(alone, env=replace(ALONE, world_size=4))
+    model, four = make_model(), alone(factor=4, world_size=4)  # a power of two: no rounding
     reducer = GradientReducer(model.named_parameters(), four, average=True, weights="unchecked", **SMALL)
     expected = plain_gradients(model, make_images(4), make_images(2))
     for is_last, num_images in ((False, 4), (True, 2)):
@@ -117,24 +79,11 @@ def test_reducer_averages_over_ranks_what_microbatches_add_up() -> None:
     assert extra_N.tolist() == [4.0]  # stays a sum
 
 
-def test_reducer_buffers_hold_gradients_with_their_parameters_strides() -> None:
-    model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL, learn_order=False)
-    homes = {buffer_N.untyped_storage().data_ptr() for buffer_N in reducer.buffers}
-    loss_of(model, make_images()).backward()
-    reducer.wait()
-    for parameter in model.parameters():
-        assert parameter.grad.untyped_storage().data_ptr() in homes
-        assert parameter.grad.stride() == parameter.stride()
-    assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
-    assert sum(buffer_N.numel() for buffer_N in reducer.buffers) == sum(p.numel() for p in model.parameters())
-
-
 def test_reducer_buffers_take_a_parameter_with_gaps_by_its_elements_alone() -> None:
     model = make_model()
     model[4].weight = nn.Parameter(torch.randn(6, 16)[:, ::2])
     expected = plain_gradients(model, make_images())
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+    reducer = GradientReducer(model.named_parameters(), alone())
     loss_of(model, make_images()).backward()
     reducer.wait()
     for name, parameter in model.named_parameters():
@@ -145,7 +94,7 @@ def test_reducer_is_active_for_the_last_microbatch_alone() -> None:
     model, backend = make_model(), RecordingBackend()
     batches = make_images(4), make_images(2), make_images(3)
     expected = {name: 2 * gradient for name, gradient in plain_gradients(model, *batches).items()}
-    reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=2), **SMALL)
+    reducer = GradientReducer(model.named_parameters(), alone(backend, factor=2), **SMALL)
     for k, images_BCHW in enumerate(batches):
         reducer.is_active = k == len(batches) - 1
         assert backend.events == []
@@ -158,7 +107,7 @@ def test_reducer_is_active_for_the_last_microbatch_alone() -> None:
 def gradients_on_grid(*batches: Tensor, factor: int = 3, scatter: bool = False, **sizes: int) -> dict[str, Tensor]:
     """Return the gradients of the second step, in learned order, of a rank of `factor` ranks with equal batches."""
     model = make_model()
-    ranks = communicator(SingleBackend(), factor=factor)
+    ranks = alone(factor=factor)
     grid = Grid(3 * len(batches))
     reducer = GradientReducer(model.named_parameters(), ranks, grid=grid, scatter=scatter, **sizes)
     for _ in range(2):
@@ -186,7 +135,7 @@ def test_reducer_on_a_grid_has_the_same_bits_in_any_order_and_plan() -> None:
 
 def test_reducer_counts_what_is_beyond_the_grid() -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=1), grid=Grid(1))
+    reducer = GradientReducer(model.named_parameters(), alone(), grid=Grid(1))
     reducer.is_active = False  # gradients are looked at between backward and their sum
     (1e6 * loss_of(model, make_images())).backward()
     num_large = sum(int((p.grad.abs() > 4096).sum()) for p in model.parameters() if p.grad is not None)
@@ -200,7 +149,7 @@ def test_reducer_counts_what_is_beyond_the_grid() -> None:
 def test_reducer_counts_what_the_grid_takes_for_zero_of_each_microbatch() -> None:
     model = make_model()
     grid = Grid(2, fraction_bits=8)
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=1), grid=grid)
+    reducer = GradientReducer(model.named_parameters(), alone(), grid=grid)
     expected = [0, 0]
     for k, images_BCHW in enumerate((make_images(4), make_images(2))):
         reducer.is_active = k == 1
@@ -229,9 +178,7 @@ def test_reducer_scatters_from_a_grid_what_it_sums_there() -> None:
     found = gradients_on_grid(*batches, factor=1, scatter=True, **SMALL)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
     model = make_model()
-    reducer = GradientReducer(
-        model.named_parameters(), communicator(SingleBackend(), factor=3), grid=Grid(3), scatter=True
-    )
+    reducer = GradientReducer(model.named_parameters(), alone(factor=3), grid=Grid(3), scatter=True)
     reducer.is_active = False  # gradients are changed between backward and their sum
     for _ in range(2):
         reducer.zero_grad()
@@ -247,7 +194,7 @@ def test_reducer_scatters_from_a_grid_what_it_sums_there() -> None:
 def test_reducer_buffers_start_during_backward_in_the_order_of_the_plan() -> None:
     model, backend = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))), RecordingBackend()
     model[0].weight.register_post_accumulate_grad_hook(lambda _: backend.events.append("gradient of layer 0"))
-    reducer = GradientReducer(model.named_parameters(), communicator(backend), threshold_bytes=64, buffer_bytes=64)
+    reducer = GradientReducer(model.named_parameters(), alone(backend), threshold_bytes=64, buffer_bytes=64)
     loss_of(model, torch.ones(2, 4)).backward()
     labels = [f"all-reduce of buffer {i} ({3 - i}.weight, 6.4e-05 MB float32)" for i in range(4)]
     assert backend.events == [*labels[:3], "gradient of layer 0", labels[3]]
@@ -273,7 +220,7 @@ class Branches(nn.Module):
 def test_reducer_counts_a_parameter_without_a_gradient_as_zero(set_to_none: bool) -> None:
     model, backend = Branches(), RecordingBackend()
     one_per_buffer = {"threshold_bytes": 1, "buffer_bytes": 1}
-    reducer = GradientReducer(model.named_parameters(), communicator(backend), **one_per_buffer)
+    reducer = GradientReducer(model.named_parameters(), alone(backend), **one_per_buffer)
     input_BC = torch.ones(2, 3)
     loss_of(model, input_BC).backward()
     reducer.wait()
@@ -292,7 +239,7 @@ def test_reducer_counts_a_parameter_without_a_gradient_as_zero(set_to_none: bool
 
 def test_reducer_brings_home_gradients_set_to_none_or_replaced() -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL, learn_order=False)
+    reducer = GradientReducer(model.named_parameters(), alone(), **SMALL, learn_order=False)
     homes = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
     expected = plain_gradients(model, make_images())
     for spoil in (lambda p: None, torch.zeros_like):
@@ -309,7 +256,7 @@ def test_reducer_brings_home_gradients_set_to_none_or_replaced() -> None:
 def test_reducer_buffers_keep_no_graph_of_gradients_that_have_one() -> None:
     model = make_model()
     expected = plain_gradients(model, make_images())
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    reducer = GradientReducer(model.named_parameters(), alone(), **SMALL)
     loss_of(model, make_images()).backward(create_graph=True)
     reducer.wait()
     assert not any(buffer_N.requires_grad for buffer_N in reducer.buffers)
@@ -322,7 +269,7 @@ def test_reducer_is_whole_after_a_backward_that_failed() -> None:
 
     model = make_model()
     expected = plain_gradients(model, make_images())
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    reducer = GradientReducer(model.named_parameters(), alone(), **SMALL)
     hook = model[0].weight.register_hook(fail)
     with pytest.raises(OverflowError):
         loss_of(model, make_images()).backward()
@@ -332,26 +279,6 @@ def test_reducer_is_whole_after_a_backward_that_failed() -> None:
     loss_of(model, make_images()).backward()
     reducer.wait()
     assert_same(model, expected)
-
-
-def test_start_extra_sends_a_tensor_along() -> None:
-    model, backend = make_model(), RecordingBackend()
-    reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=4))
-    extra_N = torch.arange(3.0)
-    reducer.start_extra(extra_N, label="statistics")
-    loss_of(model, make_images()).backward()
-    reducer.wait()
-    assert extra_N.tolist() == [0.0, 4.0, 8.0]
-    assert backend.events[0] == "statistics"
-    reducer.wait()  # of a step of its own: the extra tensor is not sent again
-    assert backend.events.count("statistics") == 1
-
-
-def test_wait_raises_what_the_transport_reports() -> None:
-    lost = PeerLostError("rank 0: no answer from rank 1")
-    reducer = GradientReducer(make_model().named_parameters(), communicator(RecordingBackend(lost)))
-    with pytest.raises(PeerLostError, match="no answer from rank 1"):
-        reducer.wait()
 
 
 class Crossed(nn.Module):
@@ -370,7 +297,7 @@ class Crossed(nn.Module):
 
 def test_reducer_learns_the_order_of_readiness_in_the_first_step() -> None:
     model, backend = Crossed(), RecordingBackend()
-    reducer = GradientReducer(model.named_parameters(), communicator(backend), threshold_bytes=1, buffer_bytes=1)
+    reducer = GradientReducer(model.named_parameters(), alone(backend), threshold_bytes=1, buffer_bytes=1)
     images_BC = torch.randn(2, 4)
     for _ in range(2):
         expected = plain_gradients(model, images_BC)
@@ -386,16 +313,9 @@ def test_reducer_learns_the_order_of_readiness_in_the_first_step() -> None:
     ]
 
 
-def test_reducer_buffers_may_start_with_a_small_one() -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
-    sizes = {"threshold_bytes": 1000, "buffer_bytes": 128, "first_buffer_bytes": 64}
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **sizes)
-    assert [buffer.num_bytes for buffer in reducer.plan.buffers] == [64, 128, 128]
-
-
 def test_reducer_can_refuse_unused_parameters() -> None:
     model = Branches()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), unused="error")
+    reducer = GradientReducer(model.named_parameters(), alone(), unused="error")
     model.use_late = False
     model(torch.ones(1, 3)).sum().backward()
     named = naming(" late.bias, late.weight:", "requires_grad_(False)", 'unused="zero"')
@@ -415,18 +335,7 @@ def test_reducer_refuses_what_it_cannot_sum(
     named_parameters: list[tuple[str, nn.Parameter]], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError, match=naming(*named)):
-        GradientReducer(named_parameters, communicator(SingleBackend()))
-
-
-def test_reducer_names_ranks_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = communicator(SingleBackend())
-    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    texts = {"mine": describe(dict(make_model().named_parameters())), "other": describe(dict(other.named_parameters()))}
-    digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts.values()]
-    answers = iter([digests, list(texts.values())])
-    monkeypatch.setattr(type(alone), "gather_text", lambda self, text: next(answers))
-    with pytest.raises(CommError, match=naming("rank 1", "rank 0", "'0.weight (4, 4) ", "'0.weight (8, 3, 3, 3)")):
-        GradientReducer(make_model().named_parameters(), alone)
+        GradientReducer(named_parameters, alone())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -434,9 +343,7 @@ def test_reducer_with_activation_checkpointing(use_reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     images_BC = torch.randn(3, 4, requires_grad=True)
     expected = plain_gradients(model, images_BC)
-    reducer = GradientReducer(
-        model.named_parameters(), communicator(SingleBackend()), threshold_bytes=1, buffer_bytes=1
-    )
+    reducer = GradientReducer(model.named_parameters(), alone(), threshold_bytes=1, buffer_bytes=1)
     for _ in range(2):
         hidden_BC = checkpoint(model[:3], images_BC, use_reentrant=use_reentrant)
         model[3:](hidden_BC).square().sum().backward()
@@ -448,7 +355,7 @@ def test_reducer_with_activation_checkpointing(use_reentrant: bool) -> None:
 @pytest.mark.parametrize("is_active", [True, False])
 def test_reducer_refuses_a_second_backward_or_zeros_before_wait(is_active: bool) -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+    reducer = GradientReducer(model.named_parameters(), alone())
     loss_of(model, make_images()).backward()
     reducer.is_active = is_active
     with pytest.raises(RuntimeError, match=r" 5\.\w+ .*wait\(\).*is_active"):
@@ -458,14 +365,6 @@ def test_reducer_refuses_a_second_backward_or_zeros_before_wait(is_active: bool)
     reducer.wait()
     reducer.zero_grad()
     assert not any(p.grad.any() for p in model.parameters())
-
-
-def test_reducer_that_is_closed_is_silent() -> None:
-    model, backend = make_model(), RecordingBackend()
-    reducer = GradientReducer(model.named_parameters(), communicator(backend))
-    reducer.close()
-    loss_of(model, make_images()).backward()
-    assert backend.events == []
 
 
 def test_exposed_seconds_on_the_host_are_those_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,23 +403,16 @@ def test_exposed_seconds_on_a_gpu_are_read_late_and_pile_up_no_events() -> None:
     assert exposed.take_seconds() == 0.0
 
 
-@pytest.mark.gpu
-def test_reducer_on_a_gpu_has_autograds_own_gradients() -> None:
-    model = make_model().cuda()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), device="cuda:0"), **SMALL)
-    torch.backends.cudnn.deterministic = True
-    expected = plain_gradients(model, make_images().cuda())
-    loss_of(model, make_images().cuda()).backward()
-    reducer.wait()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, expected[name], rtol=1e-4, atol=1e-4), name
-    assert reducer.exposed.take_seconds() >= 0.0
-
-
-def test_reducer_agrees_on_the_choice_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reducer_agrees_on_parameters_sizes_and_the_choice_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or one rank would broadcast while another compares."""
-    alone, agreed = communicator(RecordingBackend()), list[str]()
+    one, agreed = alone(RecordingBackend()), list[str]()
     monkeypatch.setattr(Communicator, "agree", lambda self, what, text: agreed.append(text))
     for weights in ("equal", "broadcast", "unchecked"):
-        GradientReducer(make_model().named_parameters(), alone, weights=weights).close()
+        GradientReducer(make_model().named_parameters(), one, weights=weights).close()
     assert len(set(agreed)) == 3
+    sizes = {"threshold_bytes": 1000, "buffer_bytes": 128, "first_buffer_bytes": 64}
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
+    reducer = GradientReducer(model.named_parameters(), one, **sizes)
+    assert "0.weight (4, 4) torch.float32\n" in agreed[-1]
+    assert "threshold_bytes=1000, buffer_bytes=128, first_buffer_bytes=64" in agreed[-1]
+    assert [buffer.num_bytes for buffer in reducer.plan.buffers] == [64, 128, 128]

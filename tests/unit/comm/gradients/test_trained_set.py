@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from one_rank import alone
 from thread_ranks import Meeting
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
 
 Step = Callable[[], object]
@@ -30,14 +29,6 @@ def make_model() -> nn.Sequential:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-def communicator(*, factor: int = 1) -> Communicator:
-
-    def all_reduce_(tensor_N: Tensor) -> None:
-        tensor_N.mul_(factor)
-
-    return replace(connect(env=ALONE, device=torch.device("cpu")), all_reduce_=all_reduce_)
 
 
 def backward(model: nn.Module) -> None:
@@ -91,7 +82,7 @@ def test_trained_set_that_changes_is_refused_by_name(
     change: str, way: Callable[[nn.Module, Communicator], Step]
 ) -> None:
     model = make_model()
-    step = way(model, communicator())
+    step = way(model, alone())
     step()
     act, words = CHANGES[change]
     act(model)
@@ -120,7 +111,7 @@ def test_trained_set_whose_memory_moves_is_followed(
 ) -> None:
     """model.double() moves gradients out of their buffers, and leaves the tensors that show them the same objects."""
     model, plain = make_model(), make_model()
-    step, reference = way(model, communicator(factor=3)), sgd(plain)
+    step, reference = way(model, alone(factor=3)), sgd(plain)
     for k in range(3):
         if k == 1:
             change(model)
@@ -138,7 +129,7 @@ def test_trained_set_whose_memory_moves_is_followed(
 
 def test_trained_set_names_a_gradient_that_was_replaced_while_it_travelled() -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator())
+    reducer = GradientReducer(model.named_parameters(), alone())
     backward(model)
     model[2].weight.grad = torch.zeros_like(model[2].weight)
     with pytest.raises(CommError, match=naming(" 2.weight ", "wait()", "is_active = False")):
@@ -172,7 +163,7 @@ def test_trained_set_of_which_something_is_replaced_is_refused_by_name(
 ) -> None:
     """Whether an optimizer knows what came instead or not: a layer of each rank's own seed would differ unseen."""
     model = make_model()
-    step = way(model, communicator())
+    step = way(model, alone())
     step()
     act(model)
     with pytest.raises(CommError, match=naming("parameter 1.", " replaced ", " close() the GradientReducer ")):
@@ -190,7 +181,7 @@ def test_trained_set_of_which_something_is_replaced_is_refused_by_name(
 )
 def test_trained_set_that_is_wrapped_or_put_back_is_the_same(act: Callable[[nn.Sequential], object]) -> None:
     model = make_model()
-    step = with_reducer(model, communicator())
+    step = with_reducer(model, alone())
     step()
     act(model)
     step()
@@ -200,7 +191,7 @@ def test_trained_set_that_an_optimizer_goes_beyond_is_refused_by_its_step() -> N
     """Layers that are added, and frozen ones that the reducer was not given: it cannot know them otherwise."""
     model = make_model()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer, reducer = sgd(model), GradientReducer(named, communicator())
+    optimizer, reducer = sgd(model), GradientReducer(named, alone())
 
     def step() -> None:
         backward(model)
@@ -223,14 +214,14 @@ def test_trained_set_that_an_optimizer_goes_beyond_is_refused_by_its_step() -> N
     with pytest.raises(CommError, match=naming("SGD", "(2, 2)")):
         step()
     reducer.close()
-    reducer = GradientReducer(model.named_parameters(), communicator())
+    reducer = GradientReducer(model.named_parameters(), alone())
     step()
 
 
 def test_trained_set_lets_several_reducers_share_an_optimizer_and_others_be() -> None:
     model, own = make_model(), nn.Linear(2, 2)
     parts = [list(model[k].named_parameters(str(k))) for k in (1, 2)]
-    reducers = [GradientReducer(part, communicator()) for part in parts]
+    reducers = [GradientReducer(part, alone()) for part in parts]
     optimizer = sgd(model)
     backward(model)
     own(torch.ones(2)).sum().backward()
@@ -248,7 +239,7 @@ def test_trained_set_lets_several_reducers_share_an_optimizer_and_others_be() ->
 def test_trained_set_lets_an_optimizer_update_masters_of_half_precision_parameters() -> None:
     model = make_model()
     model[1].to(torch.bfloat16)
-    reducer = GradientReducer(model.named_parameters(), communicator())
+    reducer = GradientReducer(model.named_parameters(), alone())
     masters = [nn.Parameter(p.detach().float()) for p in model[1].parameters()]
     for p in (*masters, *model[2].parameters()):
         p.grad = torch.ones_like(p)
@@ -260,17 +251,17 @@ def test_trained_set_lets_an_optimizer_update_masters_of_half_precision_paramete
 def test_trained_set_belongs_to_one_reducer_at_a_time(way: Callable[[nn.Module, Communicator], Step]) -> None:
     """Two would sum each gradient twice, or while the other is at it."""
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator())
+    reducer = GradientReducer(model.named_parameters(), alone())
     with pytest.raises(ValueError, match=naming(" 1.weight ", "close()")):
-        way(model, communicator())
+        way(model, alone())
     reducer.close()
-    way(model, communicator())()
+    way(model, alone())()
 
 
 @pytest.mark.parametrize("freeze_first", [True, False])
 def test_trained_set_made_anew_leaves_frozen_weights_still(freeze_first: bool) -> None:
     model = make_model()
-    optimizer, reducer = sgd(model), GradientReducer(model.named_parameters(), communicator())
+    optimizer, reducer = sgd(model), GradientReducer(model.named_parameters(), alone())
     backward(model)
     reducer.wait()
     optimizer.step()
@@ -281,7 +272,7 @@ def test_trained_set_made_anew_leaves_frozen_weights_still(freeze_first: bool) -
     else:
         reducer.close()
         model[1].requires_grad_(False)
-    reducer = GradientReducer(model.named_parameters(), communicator())
+    reducer = GradientReducer(model.named_parameters(), alone())
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
         backward(model)
@@ -301,9 +292,8 @@ def test_trained_set_that_changes_on_one_rank_alone_keeps_no_other_rank_waiting(
         def all_reduce_(tensor_N: Tensor) -> None:
             tensor_N.copy_(sum(meeting.exchange(rank, tensor_N.clone())))
 
-        alone = connect(env=ALONE, device=torch.device("cpu"))
         model = make_model()
-        reducer = GradientReducer(model.named_parameters(), replace(alone, all_reduce_=all_reduce_))
+        reducer = GradientReducer(model.named_parameters(), replace(alone(), all_reduce_=all_reduce_))
         said = []
         for k in range(2):
             if (rank, k) == (1, 1):
