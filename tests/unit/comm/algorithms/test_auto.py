@@ -1,5 +1,6 @@
 """What auto becomes: by backend, by a table, and in a communicator."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.backends.base import Capabilities
-from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 
@@ -16,15 +16,9 @@ BY_SIZE = HybridTable((HybridRow(4096, "doubling"), HybridRow(None, "sharded")))
 ONE = HybridTable((HybridRow(None, "ring"),))
 
 
-class Named(SingleBackend):
-    """A transport of eight ranks; only its name and its support of messages matter."""
-
-    world_size = 8
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.capabilities = Capabilities(("cpu", "cuda"), has_messages=name != "horovod")
+def named(name: str) -> Any:
+    """A transport of eight ranks."""
+    return SimpleNamespace(name=name, world_size=8, capabilities=Capabilities(("cpu",), has_messages=name != "horovod"))
 
 
 @pytest.mark.parametrize(
@@ -32,13 +26,13 @@ class Named(SingleBackend):
     [("nccl", "native"), ("horovod", "native"), ("tcp", "hierarchical"), ("mpi", "hierarchical")],
 )
 def test_without_a_table_the_backend_decides(backend: str, expected: str) -> None:
-    choice = choose_algorithm(Named(backend), table=None)
+    choice = choose_algorithm(named(backend), table=None)
     assert choice.algorithm == expected
     assert choice.why
 
 
 def test_a_table_decides_before_the_backend() -> None:
-    by_size, one = (choose_algorithm(Named("nccl"), table=table, table_from="FILE") for table in (BY_SIZE, ONE))
+    by_size, one = (choose_algorithm(named("nccl"), table=table, table_from="FILE") for table in (BY_SIZE, ONE))
     assert by_size == ("hybrid", "FILE: doubling up to 4,096 bytes; sharded above")
     assert one == ("ring", "FILE: ring at any size")
 

@@ -344,6 +344,8 @@ def test_measure_links_takes_no_burst_for_bandwidth() -> None:
 
 # --- the command ---
 
+VERIFY = "--verify"
+
 
 def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, plot = tmp_path / "new/a.jsonl", tmp_path / "a.png"
@@ -420,6 +422,12 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
         (["--backend", "nccl"], "0 GPUs: start one rank per GPU"),
         (["--pieces", "3"], "--pieces is for --verify: leave one of the two out"),
+        ([VERIFY], "--verify: one rank has no other to sum with; start several, for example by bigbatch launch mpirun"),
+        ([VERIFY, "--algorithms", "torus"], "--algorithms: 'torus' cannot run anywhere; choose among native, ring"),
+        ([VERIFY, "--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
+        ([VERIFY, "--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose among fp32, bf16-wire, fp16-wire, "),
+        ([VERIFY, "--pieces", "1,0"], "--pieces '1,0' are not numbers of pieces; give some, such as 1 or 1,3"),
+        ([VERIFY, "--dtype", "float16"], "--dtype has no effect with --verify: leave one of the two out"),
     ],
 )
 def test_bench_messages_of_impossible_arguments(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -176,36 +175,6 @@ def test_calibration_that_is_damaged_is_named_and_measured_anew(
     assert len(measured) == 2
 
 
-def test_calibration_of_jobs_that_start_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs measure and store, each its own table, 10 times; a third always finds a whole file, of one of them."""
-    winners, barrier = ("ring", "doubling"), threading.Barrier(3)
-
-    def measure(*_: object, **__: object) -> Any:
-        name = threading.current_thread().name
-        return {4_000_000: {name if name in winners else "native": FAST}}
-
-    def store() -> None:
-        me = one_rank()
-        barrier.wait()
-        for _ in range(10):
-            calibrate(me, is_fresh=True, folder=tmp_path)
-
-    monkeypatch.setattr(calibration, "measure_times", measure)
-    threads = [threading.Thread(target=store, name=name) for name in winners]
-    for thread in threads:
-        thread.start()
-    reader, seen = one_rank(), []
-    path = tmp_path / calibrate(reader, folder=tmp_path).source.split("/")[-1].split()[0]
-    barrier.wait()
-    while any(thread.is_alive() for thread in threads):
-        seen.append(calibrate(reader, folder=tmp_path))
-    last = calibrate(reader, folder=tmp_path)
-    assert all(each.source.startswith(str(path)) for each in (*seen, last))
-    assert {each.table.algorithms for each in seen} <= {(name,) for name in (*winners, "native")}
-    assert last.table.algorithms[0] in winners
-    assert last.text == only_file(tmp_path).read_text()  # nothing half-written beside it
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "smallest", "largest"), [(0, 1024, 1024), (8193, 2048, 8192), (10**12, 1024, 256 << 20)]
 )
@@ -220,19 +189,14 @@ def naming_all(text: str, *parts: object) -> bool:
     return all(str(part) in text for part in parts)
 
 
-@pytest.mark.parametrize("make", [lambda path, there: path.symlink_to(there), lambda path, there: os.mkfifo(path)])
-def test_calibration_is_read_from_a_plain_file_alone(
-    make: Callable[[Path, Path], None], tmp_path: Path, measured: list[float]
-) -> None:
-    calibrate(one_rank(), folder=tmp_path / "a")
-    path = only_file(tmp_path / "a")
-    path.rename(tmp_path / "there")
-    make(path, tmp_path / "there")
-    found = calibrate(one_rank(), folder=tmp_path / "a")
-    assert naming_all(found.source, f"{path} is not read (", "stored in")
+def test_calibration_that_cannot_be_read_is_named_and_replaced(tmp_path: Path, measured: list[float]) -> None:
+    calibrate(one_rank(), folder=tmp_path)
+    path = only_file(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    assert naming_all(calibrate(one_rank(), folder=tmp_path).source, f"{path} is not read (", "stored in")
     assert len(measured) == 2
     assert path.is_file()
-    assert not path.is_symlink()
 
 
 def test_calibration_without_a_place_to_keep_it(tmp_path: Path, measured: list[float]) -> None:

@@ -401,27 +401,6 @@ def test_verify_fails_by_a_sum_that_does_not_repeat(
     assert lines[-2].endswith("element 9")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "--verify: one rank has no other to sum with; start several, for example by bigbatch launch mpirun"),
-        (["--algorithms", "torus"], "--algorithms: 'torus' cannot run anywhere; choose among native, ring"),
-        (["--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
-        (["--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose among fp32, bf16-wire, fp16-wire, grid"),
-        (["--pieces", "1,0"], "--pieces '1,0' are not numbers of pieces; give some, such as 1 or 1,3"),
-        (["--dtype", "float16"], "--dtype has no effect with --verify: leave one of the two out"),
-    ],
-)
-def test_verify_messages_of_impossible_arguments(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["comm", "bench", "--verify", *options]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("bigbatch: ")
-    assert message in err
-    assert len(err.splitlines()) == 1
-
-
 def test_memory_is_shared_by_the_ranks_of_a_host() -> None:
     def host(local_size: int) -> Any:
         return SimpleNamespace(device=CPU, env=SimpleNamespace(local_size=local_size, host="h"))
