@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.colours import COLOURS
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.measure.cost_model import least_seconds
-from bigbatch.comm.measure.report import table_line
+from bigbatch.comm.measure.report import Columns, table_line
 from bigbatch.errors import CommError
 from bigbatch.files import replacing_named
 
@@ -148,40 +148,37 @@ def make_row(
     )
 
 
-COLUMNS = (
+def _us(time_us: float) -> str:
+    return f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
+
+
+def _rate(gb_per_s: float) -> str:
+    return f"{gb_per_s:.3f}" if gb_per_s >= 0.01 else f"{gb_per_s:.5f}"
+
+
+COLUMNS: Columns = (
     # as nccl-tests names and orders them
-    ("size", "(B)", 12),
-    ("count", "(elements)", 12),
-    ("type", "", 9),
-    ("redop", "", 6),
-    ("algorithm", "", 14),
-    ("time", "(us)", 11),
-    ("min", "(us)", 11),
-    ("max", "(us)", 11),
-    ("algbw", "(GB/s)", 9),
-    ("busbw", "(GB/s)", 9),
-    ("#wrong", "", 7),
-    ("n", "", 4),
-    ("of limit", "(%)", 10),
+    ("size", "(B)", 12, lambda row: row.size),
+    ("count", "(elements)", 12, lambda row: row.count),
+    ("type", "", 9, lambda row: row.type),
+    ("redop", "", 6, lambda row: row.redop),
+    ("algorithm", "", 14, lambda row: row.algorithm),
+    ("time", "(us)", 11, lambda row: _us(row.time_us)),
+    ("min", "(us)", 11, lambda row: _us(row.min_us)),
+    ("max", "(us)", 11, lambda row: _us(row.max_us)),
+    ("algbw", "(GB/s)", 9, lambda row: _rate(row.algbw_gb_per_s)),
+    ("busbw", "(GB/s)", 9, lambda row: _rate(row.busbw_gb_per_s)),
+    ("#wrong", "", 7, lambda row: row.num_wrong),
+    ("n", "", 4, lambda row: len(row.repetitions_us)),
+    ("of limit", "(%)", 10, lambda row: "-" if row.limit_share is None else f"{100 * row.limit_share:.1f}"),
 )
 
 
 def show_rows(rows: Sequence[BenchRow]) -> list[str]:
     """Write the rows of one size, side by side; the fastest algorithm has a star."""
     best = min(rows, key=lambda row: row.time_us)
-    return [
-        table_line(
-            COLUMNS,
-            (
-                *(str(row.size), str(row.count), row.type, row.redop, row.algorithm + ("*" if row is best else " ")),
-                *(f"{us:.1f}" if us < 1000 else f"{us:.0f}" for us in (row.time_us, row.min_us, row.max_us)),
-                *(f"{r:.3f}" if r >= 0.01 else f"{r:.5f}" for r in (row.algbw_gb_per_s, row.busbw_gb_per_s)),
-                *(str(row.num_wrong), str(len(row.repetitions_us))),
-                "-" if row.limit_share is None else f"{100 * row.limit_share:.1f}",
-            ),
-        )
-        for row in rows
-    ]
+    marked = (replace(row, algorithm=row.algorithm + ("*" if row is best else " ")) for row in rows)
+    return [table_line(COLUMNS, row) for row in marked]
 
 
 def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: Mapping[str, float]) -> str:

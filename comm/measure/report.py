@@ -2,18 +2,18 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.conditions import Conditions
 from bigbatch.errors import CommError, print_line
 from bigbatch.files import open_named, require_nameable
 
-Columns = Sequence[tuple[str, str, int]]
-"""Title, unit and width of each column of a table."""
+Columns = Sequence[tuple[str, str, int, Callable[[Any], object]]]
+"""Title, unit and width of each column of a table, and what it shows of a row."""
 
 
 def table_head(columns: Columns) -> str:
@@ -22,8 +22,8 @@ def table_head(columns: Columns) -> str:
     return "\n".join(f"#{line[1:]}" for line in lines)
 
 
-def table_line(columns: Columns, texts: Iterable[str]) -> str:
-    return "".join(f"{text:>{column[2]}}" for text, column in zip(texts, columns, strict=True))
+def table_line(columns: Columns, row: object) -> str:
+    return "".join(f"{show(row)!s:>{width}}" for _, _, width, show in columns)
 
 
 def groups_text(conditions: Conditions) -> str:

@@ -8,26 +8,31 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, SumPrecision, VerifyRow
 from bigbatch.comm.measure.figures import show_bytes
-from bigbatch.comm.measure.report import BenchReport, table_line
+from bigbatch.comm.measure.report import BenchReport, Columns, table_line
 from bigbatch.errors import CommError
 
 WORKING_COPIES = 17
 """In bytes of the fp32 numbers: they and their sums, int64 of twice the bytes, as much again for algorithms, float64
 references, and the memory to put numbers on the grid."""
 
-COLUMNS = (
-    ("size", "(B)", 12),
-    ("count", "(elements)", 12),
-    ("precision", "", 11),
-    ("algorithm", "", 14),
-    ("pieces", "", 8),
-    ("largest", "(ulp)", 10),
-    ("mean", "(ulp)", 10),
-    ("of bound", "(%)", 10),
-    ("#off", "(elements)", 12),
-    ("bits", "(class)", 9),
-    ("repeated", "", 10),
-    ("ranks", "", 8),
+
+def _short(figure: float | None) -> str:
+    return "inf" if figure is None else f"{figure:.3g}"
+
+
+COLUMNS: Columns = (
+    ("size", "(B)", 12, lambda row: row.size),
+    ("count", "(elements)", 12, lambda row: row.count),
+    ("precision", "", 11, lambda row: row.precision),
+    ("algorithm", "", 14, lambda row: row.algorithm),
+    ("pieces", "", 8, lambda row: row.pieces),
+    ("largest", "(ulp)", 10, lambda row: _short(row.largest_ulp)),
+    ("mean", "(ulp)", 10, lambda row: _short(row.mean_ulp)),
+    ("of bound", "(%)", 10, lambda row: _short(row.bound_share and 100 * row.bound_share)),
+    ("#off", "(elements)", 12, lambda row: row.num_off),
+    ("bits", "(class)", 9, lambda row: row.bits),
+    ("repeated", "", 10, lambda row: f"{row.num_repeated}/{row.repetitions}"),
+    ("ranks", "", 8, lambda row: "same" if row.ranks_agree else "DIFFER"),
 )
 LEGEND = (
     "ulp: unit in the last place of fp32 at the exact sum; a correctly rounded sum is at most half a one away",
@@ -72,7 +77,7 @@ def verify_sizes(
             rows += new
             report.working_on("")
             for row in new:
-                report.print(show_row(row))
+                report.print(table_line(COLUMNS, row))
                 report.write({"kind": "row", **asdict(row)})
             for finding in (finding for row in new for finding in row.findings):
                 report.print(f"# FAILED: {finding}")
@@ -112,17 +117,6 @@ def number_classes(rows: Sequence[VerifyRow]) -> list[VerifyRow]:
     """Give rows with the same bits the same number, from 1 on."""
     digests = list(dict.fromkeys(row.sha256 for row in rows))
     return [replace(row, bits=digests.index(row.sha256) + 1) for row in rows]
-
-
-def show_row(row: VerifyRow) -> str:
-    percent = None if row.bound_share is None else 100 * row.bound_share
-    texts = (
-        *(str(row.size), str(row.count), row.precision, row.algorithm, str(row.pieces)),
-        *("inf" if value is None else f"{value:.3g}" for value in (row.largest_ulp, row.mean_ulp, percent)),
-        *(str(row.num_off), str(row.bits), f"{row.num_repeated}/{row.repetitions}"),
-        "same" if row.ranks_agree else "DIFFER",
-    )
-    return table_line(COLUMNS, texts)
 
 
 def verdict(rows: Sequence[VerifyRow]) -> str:

@@ -33,8 +33,8 @@ from bigbatch.comm.measure.exactness import (
     grid_for,
     make_reference,
 )
-from bigbatch.comm.measure.report import table_head
-from bigbatch.comm.measure.verify import COLUMNS, make_sums, number_classes, show_row, verdict
+from bigbatch.comm.measure.report import table_head, table_line
+from bigbatch.comm.measure.verify import COLUMNS, make_sums, number_classes, verdict
 from bigbatch.errors import CommError
 
 CPU = torch.device("cpu")
@@ -332,10 +332,10 @@ def test_rows_state_figures_and_classes() -> None:
     rows = number_classes(rows_of("fp32", ring="x", native="y", doubling="x"))
     assert [each.bits for each in rows] == [1, 2, 1]
     expected = ["32", "8", "fp32", "ring", "1", "1.5", "0.5", "25", "3", "1", "5/5", "same"]
-    assert show_row(rows[0]).split() == expected
-    differing = show_row(dataclasses.replace(rows[0], ranks_agree=False, largest_ulp=None))
+    assert table_line(COLUMNS, rows[0]).split() == expected
+    differing = table_line(COLUMNS, dataclasses.replace(rows[0], ranks_agree=False, largest_ulp=None))
     assert (differing.split()[5], differing.split()[-1]) == ("inf", "DIFFER")
-    assert len(table_head(COLUMNS).splitlines()[0]) == len(show_row(rows[0]))
+    assert len(table_head(COLUMNS).splitlines()[0]) == len(table_line(COLUMNS, rows[0]))
 
 
 def test_verdict_counts_pairs_that_differ_at_any_size() -> None:
