@@ -52,10 +52,13 @@ class PlainSums:
 
 
 class GridSums:
-    """An int64 sum for each fusion buffer, and the count of numbers beyond its grid.
+    """An int64 sum for each fusion buffer, of twice the bytes, and the count of numbers beyond its grid.
 
-    The count follows each sum, and travels with it. With scatter a rank gets only its own part of each sum, so the
-    counts travel separately, once a step.
+    Sums are the same bits in any order, by any algorithm and fusion plan, on any number of ranks and microbatches, if
+    fold_() follows each microbatch but the last, so that gradients of two microbatches are added on the grid alone. The
+    grid's num_terms counts those of all ranks. The count follows each sum, and travels with it. With scatter a rank
+    gets only its own part of each sum, so the counts travel separately, once a step; tensors and parts then begin at
+    multiples of PART_ALIGN elements.
     """
 
     element_bytes = torch.int64.itemsize

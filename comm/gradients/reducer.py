@@ -24,24 +24,19 @@ from bigbatch.errors import CommError
 class GradientReducer:
     """Sums the gradients of parameters over all ranks, each fusion buffer as soon as backward has filled it.
 
-    The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Buffers
-    are started in the order of the plan on every rank. Gradients are summed: divide the loss by the global
-    batch size. average=True averages them over the ranks instead, as DistributedDataParallel does. Use:
+    The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Buffers are started
+    in the order of the plan on every rank. Gradients are summed: divide the loss by the global batch size. average=True
+    averages them over the ranks instead, as DistributedDataParallel does. Use:
 
         reducer = GradientReducer(model.named_parameters(), communicator)
         loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
 
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
-    With a grid gradients are summed on it, as int64 of twice the bytes: their sums are the same bits in any order, by
-    any algorithm and fusion plan, on any number of ranks and microbatches, if fold() follows each microbatch but the
-    last, so that gradients of two microbatches are added on the grid alone. Its num_terms counts those of all ranks.
-    threshold_bytes, buffer_bytes and first_buffer_bytes: see PlanSizes. The order in which gradients become ready
-    is guessed (last parameter first) and learned in the first step; afterwards all ranks use rank 0's order. Take
+    threshold_bytes, buffer_bytes and first_buffer_bytes: see PlanSizes. The order in which gradients become ready is
+    guessed (last parameter first) and learned in the first step; afterwards all ranks use rank 0's order. Take
     references to gradients or buffers only then, as a CUDA graph does. The order determines the rounding of sums: a
-    resumed run that must end with the same bits passes `order` of the earlier reducer.
-    With scatter each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), by the
-    reduce-scatter of ScatterGather; buffers are then filled up to a multiple of the ranks. With scatter and a grid
-    tensors and parts begin at multiples of PART_ALIGN elements.
+    resumed run that must end with the same bits passes `order` of the earlier reducer. grid: see GridSums. scatter:
+    each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), see ScatterGather.
     All ranks must start from the same weights: the reducer refuses ranks with other weights than most,
     weights="broadcast" copies rank 0's to all, "unchecked" does neither.
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
@@ -81,9 +76,10 @@ class GradientReducer:
         self._sums = GridSums(grid, communicator, scatter=scatter) if grid else PlainSums(communicator, scatter=scatter)
         # a reduce-scatter needs equal parts
         self._multiple = communicator.world_size * self._sums.align if scatter else 1
-        is_narrow = communicator.wire.dtype is not None
-        exact = replace(communicator.wire, dtype=None, predivide=1.0)
-        self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact) if is_narrow else communicator
+        self._exactly = communicator
+        if communicator.wire.dtype is not None:
+            exact = replace(communicator.wire, dtype=None, predivide=1.0)
+            self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact)
         self._trained = TrainedSet(named_parameters, device=communicator.device)
         self._parameters = self._trained.parameters
         self._sizes = PlanSizes(threshold_bytes, buffer_bytes, first_buffer_bytes)
@@ -97,71 +93,41 @@ class GradientReducer:
         self.exposed = ExposedTime() if exposed is None else exposed
         # None: there is nothing to learn, or it is learned already
         self._learned: list[str] | None = [] if learn_order and order is None else None
-        self._num_started = 0
-        self._last: InFlight = Done()
-        """The one started last: a backend runs them one after another, so all are done when it is."""
-        self._missing: list[set[str]] = []
-        guessed = list(reversed(self._parameters))  # backward finishes the last layer first
-        if order is not None and sorted(order) != sorted(self._parameters):
-            odd = ", ".join(sorted(set(order) ^ set(self._parameters))[:3])
-            raise ValueError(f"order must name each parameter once; {odd or 'some'} is in only one of both")
-        self.order = guessed if order is None else list(order)
-        """The gradients in the order in which they become ready: for the next reducer of the same run."""
-        self.buffers: list[Tensor] = []
-        self._views: dict[str, Tensor] = {}
-        """Views of the buffers, separate from the gradients: others may change their memory, as model.to() does."""
-        self._buffer_of: dict[str, int] = {}
-        self._lay_out(self._make_plan(self.order))
-        self._start_over()
+        self._places, self.plan = _Places(self._trained, communicator), FusionPlan(())
+        self._lay_out(_first_order(self._parameters, order))
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
             for name, parameter in self._parameters.items()
         ]
         self._trained.watch()
 
-    def _make_plan(self, order: Sequence[str]) -> FusionPlan:
+    def _lay_out(self, order: list[str]) -> None:
+        """Place each gradient, with its value, in the buffers that this order of readiness asks for. Collective."""
+        self.order = order
+        """The gradients in the order in which they become ready: for the next reducer of the same run."""
         tensors = [tensor_spec(name, self._parameters[name]) for name in order]
         travelling = [replace(each, element_bytes=self._sums.element_bytes or each.element_bytes) for each in tensors]
-        return self._sizes.plan(travelling, align=self._sums.align)
-
-    def _lay_out(self, plan: FusionPlan) -> None:
-        """Place each gradient, with its value, in the buffers of a plan."""
-        former = self.buffers
-        self.plan = plan
-        sizes = [
-            (round_up(buffer.num_elements, self._multiple), self._parameters[buffer.tensors[0].name].dtype)
-            for buffer in plan.buffers
-        ]
-        self.buffers = self._communicator.allocate_all(sizes)
-        self._sums.lay_out([count for count, _ in sizes])
-        for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self.buffers, strict=True)):
-            for tensor, first in buffer.places():
-                p = self._parameters[tensor.name]
-                # with the parameter's own strides: channels-last stays so
-                self._views[tensor.name] = buffer_N[first:].as_strided(p.size(), dense_strides(p))
-                self._buffer_of[tensor.name] = index
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                # a new layout must not lose what was summed: this is between wait() and the optimizer's step
-                self._views[name].copy_(parameter.grad)
-            parameter.grad = self._views[name].detach()
-        for buffer_N in former:
-            self._communicator.release(buffer_N)
+        plan = self._sizes.plan(travelling, align=self._sums.align)
+        if plan != self.plan:
+            self.plan, self.buffers = plan, self._places.lay_out(plan, multiple=self._multiple)
+            self._sums.lay_out([len(buffer_N) for buffer_N in self.buffers])
+            self._start_over()
 
     def _start_over(self) -> None:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
         self._num_started = 0
-        self._last = Done()
+        self._last: InFlight = Done()
+        """The one started last: a backend runs them one after another, so all are done when it is."""
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        index = self._buffer_of[name]
+        index = self._places.buffer_of[name]
         # its buffer has been started: adding now would change a sum under way
         if index < self._num_started:
             raise RuntimeError(
                 f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
                 "microbatch of a step, and set is_active = False for the others"
             )
-        self._copy_into_buffer(name)
+        self._places.take(name)
         if not self.is_active:
             return
         self._communicator.timeline.mark(name)
@@ -172,23 +138,10 @@ class GradientReducer:
         while self._num_started < len(self.buffers) and not self._missing[self._num_started]:
             self._start_next()
 
-    def _is_in_buffer(self, name: str) -> bool:
-        gradient = self._parameters[name].grad
-        return gradient is not None and gradient.data_ptr() == self._views[name].data_ptr()
-
-    def _copy_into_buffer(self, name: str) -> None:
-        """Copy a gradient that was replaced or moved into its buffer; one set to None counts as zero."""
-        if self._is_in_buffer(name):
-            return
-        self._trained.require_unchanged([name])  # a gradient of another dtype or shape has no place there
-        parameter, view = self._parameters[name], self._views[name]
-        view.zero_() if parameter.grad is None else view.copy_(parameter.grad.detach())
-        parameter.grad = view.detach()
-
     def _start_next(self) -> None:
         index = self._num_started
         for name in self._missing[index]:  # these gradients took no part in this backward
-            self._copy_into_buffer(name)
+            self._places.take(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
         self._last = self._sums.start(index, self.buffers[index], label=label)
         self._num_started += 1
@@ -239,24 +192,16 @@ class GradientReducer:
         # after the sums, so that no other rank waits: refuse what differs from what the optimizer would read
         self._trained.require_unchanged()
         self._trained.require_in_model(unreached)
-        if lost := next((name for name in self._parameters if not self._is_in_buffer(name)), None):
+        if lost := next((name for name in self._parameters if not self._places.hold(name)), None):
             raise CommError(
                 f"the gradient of {lost} was replaced between backward and wait(), while it was being summed over "
                 "ranks: change gradients after wait(), or keep is_active = False until wait()"
             )
         if self._learned is not None:
-            self._apply_order(self._learned)
+            # dict.fromkeys: a parameter may get its gradient in several passes; the first one counts. Then the unseen
+            mine = dict.fromkeys((*self._learned, *reversed(self._parameters)))
+            self._lay_out(self._communicator.gather_text("\n".join(mine))[0].split("\n"))
             self._learned = None
-
-    def _apply_order(self, learned: Sequence[str]) -> None:
-        """Lay the buffers out again in the order in which rank 0's gradients became ready. Collective."""
-        unseen = [name for name in reversed(self._parameters) if name not in set(learned)]
-        # dict.fromkeys: a parameter may get its gradient in several passes; the first one counts
-        self.order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
-        plan = self._make_plan(self.order)
-        if plan != self.plan:
-            self._lay_out(plan)
-            self._start_over()
 
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
@@ -274,9 +219,70 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         self._trained.close()
-        for buffer_N in self.buffers:
-            self._communicator.release(buffer_N)
+        self._places.release()
         self._sums.release()
+
+
+class _Places:
+    """The places of gradients in fusion buffers: each parameter's gradient is a view of its own."""
+
+    def __init__(self, trained: TrainedSet, communicator: Communicator) -> None:
+        self._trained, self._communicator = trained, communicator
+        self._buffers: list[Tensor] = []
+        self.buffer_of: dict[str, int] = {}
+        self._views: dict[str, Tensor] = {}
+        """Separate from the gradients: others may change their memory, as model.to() does."""
+
+    def lay_out(self, plan: FusionPlan, *, multiple: int) -> list[Tensor]:
+        """Place each gradient in new buffers, filled up to a multiple of so many elements. Collective."""
+        parameters, former = self._trained.parameters, self._buffers
+        sizes = [
+            (round_up(buffer.num_elements, multiple), parameters[buffer.tensors[0].name].dtype)
+            for buffer in plan.buffers
+        ]
+        self._buffers = self._communicator.allocate_all(sizes)
+        for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self._buffers, strict=True)):
+            for tensor, first in buffer.places():
+                p = parameters[tensor.name]
+                # with the parameter's own strides: channels-last stays so
+                self._views[tensor.name] = buffer_N[first:].as_strided(p.size(), dense_strides(p))
+                self.buffer_of[tensor.name] = index
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                # a new layout must not lose what was summed: this is between wait() and the optimizer's step
+                self._views[name].copy_(parameter.grad)
+            parameter.grad = self._views[name].detach()
+        for buffer_N in former:
+            self._communicator.release(buffer_N)
+        return self._buffers
+
+    def hold(self, name: str) -> bool:
+        gradient = self._trained.parameters[name].grad
+        return gradient is not None and gradient.data_ptr() == self._views[name].data_ptr()
+
+    def take(self, name: str) -> None:
+        """Copy a gradient that was replaced or moved into its place; one set to None counts as zero."""
+        if self.hold(name):
+            return
+        self._trained.require_unchanged([name])  # a gradient of another dtype or shape has no place there
+        parameter, view = self._trained.parameters[name], self._views[name]
+        view.zero_() if parameter.grad is None else view.copy_(parameter.grad.detach())
+        parameter.grad = view.detach()
+
+    def release(self) -> None:
+        """Free the buffers. Collective."""
+        for buffer_N in self._buffers:
+            self._communicator.release(buffer_N)
+
+
+def _first_order(parameters: dict[str, nn.Parameter], order: Sequence[str] | None) -> list[str]:
+    """Return the stated order, or a guess: backward finishes the last layer first."""
+    if order is None:
+        return list(reversed(parameters))
+    if sorted(order) != sorted(parameters):
+        odd = ", ".join(sorted(set(order) ^ set(parameters))[:3])
+        raise ValueError(f"order must name each parameter once; {odd or 'some'} is in only one of both")
+    return list(order)
 
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
