@@ -20,7 +20,7 @@ from bigbatch.comm.measure.report import BenchReport, groups_text
 from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
 from bigbatch.comm.measure.verify import WORKING_COPIES, make_sums, verify_sizes
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
+from bigbatch.comm.tuning.conditions import Conditions, gather_cluster, gather_conditions
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.errors import CommError
 from bigbatch.exit_codes import FAILED
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
     if tuned:
-        tuned.require_cluster(conditions.cluster, path=arguments.table)
+        tuned.require_cluster(gather_cluster(communicator), path=arguments.table)
     copies = WORKING_COPIES if arguments.verify else TIMING_COPIES
     require_memory(max(counts) * figures.ELEMENT_BYTES[arguments.dtype], communicator, copies=copies)
     available = (*communicator.algorithms, *(("hybrid",) if tuned else ()))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -146,15 +146,15 @@ def ulps(exact_S: Tensor) -> Tensor:
 class Errors:
     """The errors of some elements of a sum."""
 
-    num_elements: int = 0
-    largest_ulp: float = 0.0
-    total_ulp: float = 0.0
-    num_off: int = 0
+    num_elements: int
+    largest_ulp: float
+    total_ulp: float
+    num_off: int
     """Elements that differ from the exact sum, rounded once to fp32, in a bit."""
-    bound_share: float = 0.0
+    bound_share: float
     """Largest of error / bound."""
-    num_beyond: int = 0
-    first_beyond: Sequence[float] | None = None
+    num_beyond: int
+    first_beyond: Sequence[float] | None
     """The first of them: its index, its value, the exact sum and the bound of its error."""
 
 
@@ -176,20 +176,6 @@ def find_errors(sum_S: Tensor, reference: ExactSums, *, precision: SumPrecision)
         bound_share=float((error_S / bound_S).max()),
         num_beyond=num_beyond,
         first_beyond=first,
-    )
-
-
-def merge_errors(parts: Iterable[Errors]) -> Errors:
-    """Merge the errors of several parts, in the order of their elements."""
-    each = [Errors(), *parts]
-    return Errors(
-        num_elements=sum(part.num_elements for part in each),
-        largest_ulp=max(part.largest_ulp for part in each),
-        total_ulp=sum(part.total_ulp for part in each),
-        num_off=sum(part.num_off for part in each),
-        bound_share=max(part.bound_share for part in each),
-        num_beyond=sum(part.num_beyond for part in each),
-        first_beyond=next((part.first_beyond for part in each if part.first_beyond), None),
     )
 
 
@@ -267,36 +253,35 @@ class DrawnSums:
             changed_N = different_bits(self._result_N, self._first_N)
             if num_changed := int(changed_N.sum()):
                 changes.append((repetition, first_of(changed_N), num_changed))
-        own = merge_errors(
-            find_errors(self._first_N[each.start :][: len(each.exact_S)], each, precision=precision)
+        own = [
+            astuple(find_errors(self._first_N[each.start :][: len(each.exact_S)], each, precision=precision))
             for each in self._references
-        )
-        mine = [_digest(self._first_N), changes, astuple(own)]
+        ]
+        mine = [_digest(self._first_N), changes, own]
         # together, as gathering over thousands of ranks takes longer than a sum
         everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
-        digests = [digest for digest, _, _ in everyone]
-        parts = [Errors(*errors) for _, _, errors in everyone]
-        changed = {rank: found for rank, (_, found, _) in enumerate(everyone) if found}
+        digests, all_changes, all_errors = zip(*everyone, strict=True)
+        parts = [[Errors(*errors) for errors in of_rank] for of_rank in all_errors]
+        errors = [each for of_rank in parts for each in of_rank]
         found = (
             *_find_odd_rank(self._first_N, digests, communicator),
-            *_find_changes(changed, num_ranks=len(everyone)),
+            *_find_changes(all_changes),
             *_find_beyond(parts, precision=precision),
         )
-        errors, count, algorithm = merge_errors(parts), len(self._own_N), communicator.algorithm
-        cut = "" if pieces == 1 else f" in {pieces} pieces"
+        count, algorithm, cut = len(self._own_N), communicator.algorithm, "" if pieces == 1 else f" in {pieces} pieces"
         return VerifyRow(
             size=4 * count,
             count=count,
             precision=precision.name,
             algorithm=algorithm,
             pieces=pieces,
-            largest_ulp=_finite(errors.largest_ulp),
-            mean_ulp=_finite(errors.total_ulp / count),
-            bound_share=_finite(errors.bound_share),
-            num_off=errors.num_off,
+            largest_ulp=_finite(max(each.largest_ulp for each in errors)),
+            mean_ulp=_finite(sum(each.total_ulp for each in errors) / count),
+            bound_share=_finite(max(each.bound_share for each in errors)),
+            num_off=sum(each.num_off for each in errors),
             bits=0,
             repetitions=repetitions,
-            num_repeated=repetitions - len({change[0] for each in changed.values() for change in each}),
+            num_repeated=repetitions - len({repetition for each in all_changes for repetition, _, _ in each}),
             ranks_agree=len({*digests}) == 1,
             sha256=_usual(digests),
             findings=tuple(f"{algorithm}{cut}, {precision.name}, {show_bytes(4 * count)}: {each}" for each in found),
@@ -358,31 +343,35 @@ def _find_difference(sum_N: Tensor, communicator: Communicator, *, odd: int, lik
     return start
 
 
-def _find_changes(changed: Mapping[int, Sequence[Sequence[int]]], *, num_ranks: int) -> list[str]:
-    """Return a sentence for each repetition with other bits than the first one."""
-    found: dict[int, dict[int, Sequence[int]]] = {}
-    for rank, changes in changed.items():
-        for repetition, *where in changes:
-            found.setdefault(repetition, {})[rank] = where
-    return [
-        f"repetition {repetition + 1} gave other bits than the first on "
-        f"{'every rank' if len(ranks) == num_ranks else name_ranks(list(ranks))}, in "
-        f"{next(iter(ranks.values()))[1]} elements of rank {next(iter(ranks))}, the first of them element "
-        f"{next(iter(ranks.values()))[0]}"
-        for repetition, ranks in sorted(found.items())
-    ]
+def _find_changes(all_changes: Sequence[Sequence[tuple[int, int, int]]]) -> list[str]:
+    """Return a sentence for each repetition with other bits than the first one; all_changes: of each rank."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, changes in enumerate(all_changes):
+        for repetition, element, num_changed in changes:
+            found.setdefault(repetition, []).append((rank, element, num_changed))
+    told = []
+    for repetition, changed in sorted(found.items()):
+        ranks, (rank, element, num_changed) = [each[0] for each in changed], changed[0]
+        where = "every rank" if len(ranks) == len(all_changes) else name_ranks(ranks)
+        told.append(
+            f"repetition {repetition + 1} gave other bits than the first on {where}, in {num_changed} elements of rank "
+            f"{rank}, the first of them element {element}"
+        )
+    return told
 
 
-def _find_beyond(parts: Sequence[Errors], *, precision: SumPrecision) -> list[str]:
-    """Return where an error exceeds its bound; on the grid, where a sum is not the only exact one."""
+def _find_beyond(parts: Sequence[Sequence[Errors]], *, precision: SumPrecision) -> list[str]:
+    """Return where an error exceeds its bound; on the grid, where a sum is not the only exact one. parts: by rank."""
     found = []
-    for rank, part in enumerate(parts):
-        if part.first_beyond:
-            element, got, exact, limit = part.first_beyond
+    for rank, of_rank in enumerate(parts):
+        if first := next((part.first_beyond for part in of_rank if part.first_beyond), None):
+            element, got, exact, limit = first
             ulp = float(ulps(torch.tensor([exact], dtype=torch.float64)))
             allowed = "the grid has one sum only" if precision.on_grid else f"the bound is {limit / ulp:.3g} ulp"
+            num_beyond = sum(part.num_beyond for part in of_rank)
+            num_elements = sum(part.num_elements for part in of_rank)
             found.append(
-                f"rank {rank} found {part.num_beyond} of {part.num_elements} elements wrong; element {element} "
-                f"is {got:.9g}, the exact sum {exact:.9g}, {abs(got - exact) / ulp:.3g} ulp away, and {allowed}"
+                f"rank {rank} found {num_beyond} of {num_elements} elements wrong; element {element} is {got:.9g}, "
+                f"the exact sum {exact:.9g}, {abs(got - exact) / ulp:.3g} ulp away, and {allowed}"
             )
     return found if len(found) <= SHOWN_RANKS else [*found[:SHOWN_RANKS], f"and {len(found) - SHOWN_RANKS} ranks more"]

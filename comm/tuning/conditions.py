@@ -16,7 +16,7 @@ import torch
 from bigbatch import __version__
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.tuning.tuned import SETTINGS, ClusterFacts, make_cluster
+from bigbatch.comm.tuning.tuned import ClusterFacts, make_cluster
 
 BUILT_FROM = Path(__file__).with_name("built_from.txt")
 """File with the commit in a container image, which is built without git."""
@@ -49,13 +49,6 @@ class Conditions:
     predivide: float
     reduce_dtype: str
     buffers: str
-
-    @property
-    def cluster(self) -> ClusterFacts:
-        """Return the facts that must be the same for a tuned file to hold."""
-        return make_cluster(
-            self.groups, backend=self.backend, device=self.device, **{name: getattr(self, name) for name in SETTINGS}
-        )
 
 
 def gather_conditions(communicator: Communicator) -> Conditions:

@@ -18,7 +18,7 @@ from bigbatch.comm.measure.ddp_buckets import tune_script
 from bigbatch.comm.measure.tune import TuneResults, tune
 from bigbatch.comm.measure.whole_steps import StepCandidate
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
+from bigbatch.comm.tuning.conditions import Conditions, gather_cluster, gather_conditions
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
 from bigbatch.errors import ConfigError, TunedError, print_line
 from bigbatch.numbers import decimal
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     stated = _stated(config, communicator, say=say)
     findings = tune(communicator, parameters, forward, stated=stated, seconds=arguments.budget_seconds, say=say)
     tuned = Tuned(
-        cluster=conditions.cluster,
+        cluster=gather_cluster(communicator),
         model=config.model.name,
         tensors=findings.tensors,
         table=findings.chosen.table,
