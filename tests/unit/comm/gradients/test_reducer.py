@@ -90,20 +90,6 @@ def test_reducer_buffers_take_a_parameter_with_gaps_by_its_elements_alone() -> N
         torch.testing.assert_close(parameter.grad, expected[name])  # the copy has other strides: other rounding
 
 
-def test_reducer_is_active_for_the_last_microbatch_alone() -> None:
-    model, backend = make_model(), RecordingBackend()
-    batches = make_images(4), make_images(2), make_images(3)
-    expected = {name: 2 * gradient for name, gradient in plain_gradients(model, *batches).items()}
-    reducer = GradientReducer(model.named_parameters(), alone(backend, factor=2), **SMALL)
-    for k, images_BCHW in enumerate(batches):
-        reducer.is_active = k == len(batches) - 1
-        assert backend.events == []
-        loss_of(model, images_BCHW).backward()
-    reducer.wait()
-    assert len(backend.events) == len(reducer.plan.buffers)
-    assert_same(model, expected)
-
-
 def gradients_on_grid(*batches: Tensor, factor: int = 3, scatter: bool = False, **sizes: int) -> dict[str, Tensor]:
     """Return the gradients of the second step, in learned order, of a rank of `factor` ranks with equal batches."""
     model = make_model()
