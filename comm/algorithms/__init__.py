@@ -21,8 +21,6 @@ AllReduce = Callable[[Tensor], None]
 
 ALGORITHMS = ("native", "ring", "hierarchical", "sharded", "doubling", "hybrid")
 
-_ACROSS = {"ring": ring_allreduce_, "doubling": doubling_allreduce_}
-
 
 def make_allreduce(
     name: str,
@@ -46,11 +44,11 @@ def make_allreduce(
     if name == "native":
         return partial(_native, backend=backend, wire=wire, staging=Staging())
     if name == "ring":
-        across = _make_across("ring", topology.ring, backend=backend, wire=wire)
+        across = _make_across(ring_allreduce_, topology.ring, backend=backend, wire=wire)
         return lambda buffer_N: across(buffer_N, (), lambda part: None)
     if name == "doubling":
         node = backend.new_group(topology.groups)
-        across = _make_across(name, topology.leaders, backend=backend, wire=wire)
+        across = _make_across(doubling_allreduce_, topology.leaders, backend=backend, wire=wire)
         return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across, wire=wire)
     if name in ("hierarchical", "sharded"):
         return _make_hierarchical(name, backend=backend, topology=topology, memory=memory, wire=wire)
@@ -102,18 +100,13 @@ def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging,
     wire.unpack_(buffer_N, packed_N)
 
 
-def _make_across(name: str, ranks: Sequence[int], *, backend: Backend, wire: Wire) -> Across:
-    all_reduce_, staging = _ACROSS[name], Staging()
+def _make_across(all_reduce_: Callable[..., None], ranks: Sequence[int], *, backend: Backend, wire: Wire) -> Across:
+    staging = Staging()
 
     def across(own_N: Tensor, others: Sequence[Tensor], announce: Announce) -> None:
         all_reduce_(own_N, backend, ranks, wire=wire, staging=staging, others=others, announce=announce)
 
     return across
-
-
-def _make_library_sum(columns: Sequence[Sequence[int]], *, backend: Backend, wire: Wire) -> Across:
-    group, staging = backend.new_group(columns), Staging()
-    return lambda own_N, others, announce: _native(own_N, backend=backend, wire=wire, staging=staging, group=group)
 
 
 def _make_hierarchical(
@@ -123,10 +116,11 @@ def _make_hierarchical(
     place = topology.node.index(topology.rank)
     columns = [tuple(group[k] for group in topology.groups) for k in range(count)]
     if name in summed_by_library(backend):
-        across = _make_library_sum(columns, backend=backend, wire=wire)
+        sum_ = partial(_native, backend=backend, wire=wire, staging=Staging(), group=backend.new_group(columns))
+        across: Across = lambda own_N, others, announce: sum_(own_N)  # noqa: E731
     else:
         ranks = columns[place] if place < count else (topology.rank,)
-        across = _make_across("ring", ranks, backend=backend, wire=wire)
+        across = _make_across(ring_allreduce_, ranks, backend=backend, wire=wire)
     if memory is not None:
         owners = Owners(count, across, ring_order(topology.num_nodes, topology.node_rank))
         here = topology.node

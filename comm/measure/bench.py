@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from bigbatch.comm.algorithms import ALGORITHMS, travelling_dtype
+from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.measure import figures
@@ -124,7 +124,7 @@ def _time_sizes(
     """Time each number of elements by each algorithm; return whether all sums were right. Collective."""
     limit, source = _find_limit(arguments.link_gbit, communicator)
     tensor_N = communicator.allocate(max(counts), getattr(torch, arguments.dtype))
-    shares = {name: wire_share(each, tensor_N) for name, each in contestants.items()}
+    shares = {name: figures.wire_share(each, tensor_N) for name, each in contestants.items()}
     if limit:
         limit = replace(limit, wire_bytes_per_byte=min(shares.values()))
     lines = (
@@ -152,18 +152,7 @@ def _time_sizes(
             tensor_N = communicator.allocate(max(counts), tensor_N.dtype)  # what hangs may hold the other one
             continue
         left.pop(0)
-        new = [
-            figures.make_row(
-                each.measured,
-                count=len(part_N),
-                dtype=arguments.dtype,
-                algorithm=name,
-                num_wrong=each.num_wrong,
-                world_size=communicator.world_size,
-                limit=limit and replace(limit, wire_bytes_per_byte=wire_share(contestants[name], part_N)),
-            )
-            for name, each in sums.items()
-        ]
+        new = [figures.make_row(each, part_N, contestants[name], limit=limit) for name, each in sums.items()]
         report.working_on("")
         for line, row in zip(figures.show_rows(new), new, strict=True):
             report.print(line)
@@ -266,13 +255,6 @@ def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -
             f"to work with, do not fit into the {memory / 2**30:.0f} GiB of {communicator.env.host}; give at most "
             f"{figures.show_bytes(1 << (room.bit_length() - 1))}"
         )
-
-
-def wire_share(communicator: Communicator, tensor_N: torch.Tensor) -> float:
-    """Return the bytes that travel per byte of this tensor."""
-    algorithm = communicator.algorithm_for(tensor_N)
-    dtype = travelling_dtype(algorithm, tensor_N, wire=communicator.wire, backend=communicator.backend)
-    return dtype.itemsize / tensor_N.dtype.itemsize
 
 
 def _find_limit(link_gbit: float | None, communicator: Communicator) -> tuple[figures.Limit | None, str]:

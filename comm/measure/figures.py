@@ -5,10 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from bigbatch.colours import COLOURS
-from bigbatch.comm.algorithms.hybrid import MeasuredTimes
+from bigbatch.comm.algorithms import travelling_dtype
+from bigbatch.comm.backends.base import dtype_name
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.cost_model import least_seconds
 from bigbatch.comm.measure.report import Columns, table_line
+from bigbatch.comm.measure.timing import Sums
 from bigbatch.errors import CommError
 from bigbatch.files import replacing_named
 
@@ -115,37 +120,35 @@ class BenchRow:
     """Each repetition, in the order of measuring."""
 
 
-def make_row(
-    measured: MeasuredTimes,
-    *,
-    count: int,
-    dtype: str,
-    algorithm: str,
-    num_wrong: int,
-    world_size: int,
-    limit: Limit | None,
-) -> BenchRow:
-    """Compute the figures of one measurement.
+def make_row(sums: Sums, tensor_N: Tensor, communicator: Communicator, *, limit: Limit | None) -> BenchRow:
+    """Compute the figures of sums of a tensor by the communicator's algorithm.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md (algbw, busbw).
     """
-    size = count * ELEMENT_BYTES[dtype]
-    algbw = size / measured.median / 1e9
+    size, seconds, median = tensor_N.nbytes, sums.measured.seconds, sums.measured.median
+    share, n = wire_share(communicator, tensor_N), communicator.world_size
     return BenchRow(
         size=size,
-        count=count,
-        type=dtype,
+        count=len(tensor_N),
+        type=dtype_name(tensor_N.dtype),
         redop="sum",
-        algorithm=algorithm,
-        time_us=measured.median * 1e6,
-        min_us=min(measured.seconds) * 1e6,
-        max_us=max(measured.seconds) * 1e6,
-        algbw_gb_per_s=algbw,
-        busbw_gb_per_s=algbw * 2 * (world_size - 1) / world_size,
-        num_wrong=num_wrong,
-        limit_share=limit.seconds(size) / measured.median if limit else None,
-        repetitions_us=tuple(seconds * 1e6 for seconds in measured.seconds),
+        algorithm=communicator.algorithm,
+        time_us=median * 1e6,
+        min_us=min(seconds) * 1e6,
+        max_us=max(seconds) * 1e6,
+        algbw_gb_per_s=size / median / 1e9,
+        busbw_gb_per_s=size / median / 1e9 * 2 * (n - 1) / n,
+        num_wrong=sums.num_wrong,
+        limit_share=replace(limit, wire_bytes_per_byte=share).seconds(size) / median if limit else None,
+        repetitions_us=tuple(each * 1e6 for each in seconds),
     )
+
+
+def wire_share(communicator: Communicator, tensor_N: Tensor) -> float:
+    """Return the bytes that travel per byte of this tensor."""
+    algorithm = communicator.algorithm_for(tensor_N)
+    dtype = travelling_dtype(algorithm, tensor_N, wire=communicator.wire, backend=communicator.backend)
+    return dtype.itemsize / tensor_N.dtype.itemsize
 
 
 def _us(time_us: float) -> str:

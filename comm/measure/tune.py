@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from bigbatch.comm.measure.whole_steps import (
     measure_backward,
     measure_steps,
     noise_between,
+    time_turn,
 )
 
 LINKS_SHARE, BACKWARD_SHARE, STEPS_SHARE = 0.05, 0.15, 0.4
@@ -112,12 +114,11 @@ def tune(
         say(f"  {measured} was measured in the time: give more --budget-seconds")
     findings = TuneResults(links, times, backward, tuple(tensors), fastest, stated)
     if communicator.world_size > 1:
+        turn = partial(time_turn, named_parameters, forward, communicator, order=[tensor.name for tensor in tensors])
         steps = measure_steps(
             make_candidates(stated, fastest, tensors, algorithms=near_the_fastest(times)),
-            named_parameters,
-            forward,
+            turn,
             communicator,
-            order=[tensor.name for tensor in tensors],
             step_seconds=COMPUTING_SHARE * backward.seconds,
             seconds=seconds - elapsed_seconds(communicator, start),
         )

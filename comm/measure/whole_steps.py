@@ -141,19 +141,17 @@ def make_candidates(
 
 def measure_steps(
     candidates: Sequence[StepCandidate],
-    named_parameters: Mapping[str, nn.Parameter],
-    forward: Callable[[], Tensor],
+    turn: Callable[[StepCandidate, int], list[float]],
     communicator: Communicator,
     *,
-    order: Sequence[str],
     step_seconds: float,
     seconds: float,
 ) -> Steps:
-    """Train with each candidate for some steps, without the update, in turns. Collective.
+    """Let each candidate train for some steps, in turns. Collective.
 
     After each round the clearly slower ones are dropped, except the first candidate, so that time goes to the close
-    ones. order: in which gradients become ready. step_seconds: an estimate. Candidates for which there was no time are
-    missing in the result.
+    ones. turn: time_turn of a model. step_seconds: an estimate. Candidates for which
+    there was no time are missing in the result.
     """
     steps: dict[StepCandidate, MeasuredTimes] = {}
     alive, count, start = list(candidates), LEAST_STEPS, time.perf_counter()
@@ -163,9 +161,8 @@ def measure_steps(
             slow = max((times.seconds[-1] for times in steps.values()), default=step_seconds)
             if elapsed_seconds(communicator, start) + (count + 1) * slow > seconds:
                 return steps
-            turn = _turn(each, named_parameters, forward, communicator, order=order, count=count)
             before = steps[each].seconds if each in steps else ()
-            steps[each] = MeasuredTimes((*before, *turn))
+            steps[each] = MeasuredTimes((*before, *turn(each, count)))
         fastest = min((steps[each] for each in alive), key=lambda times: times.median)
         alive = [each for each in alive if each == candidates[0] or not _is_behind(steps[each], fastest)]
         if len(alive) == 1 or min(len(steps[each].seconds) for each in alive) >= ENOUGH_STEPS:
@@ -175,16 +172,19 @@ def measure_steps(
         alive.reverse()  # so that a drift of the machine affects all equally
 
 
-def _turn(
-    candidate: StepCandidate,
+def time_turn(
     named_parameters: Mapping[str, nn.Parameter],
     forward: Callable[[], Tensor],
     communicator: Communicator,
+    candidate: StepCandidate,
+    count: int,
     *,
     order: Sequence[str],
-    count: int,
 ) -> list[float]:
-    """Return the slowest rank's seconds of each of count steps, after one to warm up."""
+    """Train without the update; return the slowest rank's seconds of each of count steps, after one to warm up.
+
+    order: in which gradients become ready. Collective.
+    """
     for parameter in named_parameters.values():
         parameter.grad = None
     hybrid = communicator.with_algorithm("hybrid", table=candidate.table)

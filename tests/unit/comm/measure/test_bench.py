@@ -46,10 +46,12 @@ ROOT = Path(__file__).resolve().parents[4]
 def row(
     algorithm: str = "ring", *, count: int = 25_000_000, seconds: float = 0.1, limit: Limit | None = None
 ) -> BenchRow:
-    measured = MeasuredTimes((seconds, seconds / 2, 2 * seconds))
-    return bench.make_row(
-        measured, count=count, dtype="float32", algorithm=algorithm, num_wrong=0, world_size=8, limit=limit
-    )
+    sums = Sums(MeasuredTimes((seconds, seconds / 2, 2 * seconds)), num_wrong=0)
+    wire = Wire(torch.float16 if limit and limit.wire_bytes_per_byte == 0.5 else None)
+    backend = SimpleNamespace(name="tcp", capabilities=Capabilities(("meta",)))
+    ranks: Any = SimpleNamespace(algorithm=algorithm, world_size=8, wire=wire, backend=backend)
+    ranks.algorithm_for = lambda tensor_N: algorithm
+    return bench.make_row(sums, torch.empty(count, device="meta"), ranks, limit=limit)
 
 
 # --- sizes and choices ---
@@ -120,7 +122,7 @@ def test_limit_goes_by_the_bytes_that_travel(
     tensor_N = torch.empty(1 << 20, dtype=dtype, device="meta")
     all_reduce_(tensor_N)
     played = SimpleNamespace(algorithm_for=lambda tensor_N: algorithm, wire=wire, backend=backend)
-    assert command.wire_share(played, tensor_N) * tensor_N.nbytes == backend.message_bytes
+    assert bench.wire_share(played, tensor_N) * tensor_N.nbytes == backend.message_bytes
 
 
 def test_page_states_the_columns_and_formulas_of_the_code() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from bigbatch.comm.measure.whole_steps import (
     choose_step,
     make_candidates,
     measure_steps,
+    time_turn,
 )
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.tuned import make_cluster, read_tuned, write_tuned
@@ -91,16 +93,15 @@ class PlayedSteps:
         self._seconds = seconds
         monkeypatch.setattr(whole_steps, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(whole_steps, "elapsed_seconds", lambda _, start: self.now - start)
-        monkeypatch.setattr(whole_steps, "_turn", self.turn)
 
-    def turn(self, candidate: StepCandidate, *_: object, count: int, order: Sequence[str]) -> list[float]:
+    def turn(self, candidate: StepCandidate, count: int) -> list[float]:
         self.turns.append(candidate)
         self.now += (count + 1) * self._seconds[candidate]
         return [self._seconds[candidate]] * count
 
     def measure(self, tried: Sequence[StepCandidate], *, seconds: float, step_seconds: float = 1.0) -> Any:
         nothing: Any = None
-        return measure_steps(tried, {}, nothing, nothing, order=[], step_seconds=step_seconds, seconds=seconds)
+        return measure_steps(tried, self.turn, nothing, step_seconds=step_seconds, seconds=seconds)
 
 
 def test_steps_keep_to_their_time_and_drop_the_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +142,8 @@ def test_whole_steps_of_a_model_are_timed_and_leave_no_gradients() -> None:
     input_BC, named = torch.ones(4, 8), dict(model.named_parameters())
     alone = connect(env=ALONE, device=torch.device("cpu"))
     tried = [StepCandidate(only("native"), PlanSizes(size, size)) for size in (64, 4096)]
-    found = measure_steps(
-        tried, named, lambda: model(input_BC).sum(), alone, order=list(named), step_seconds=1e-3, seconds=5.0
-    )
+    turn = partial(time_turn, named, lambda: model(input_BC).sum(), alone, order=list(named))
+    found = measure_steps(tried, turn, alone, step_seconds=1e-3, seconds=5.0)
     assert list(found) == tried
     assert all(min(each.seconds) > 0 for each in found.values())
 
