@@ -20,7 +20,7 @@ from bigbatch.comm.measure.report import BenchReport, groups_text
 from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
 from bigbatch.comm.measure.verify import WORKING_COPIES, make_sums, verify_sizes
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.conditions import Conditions, gather_cluster, gather_conditions
+from bigbatch.comm.tuning.conditions import gather_cluster, gather_conditions
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.errors import CommError
 from bigbatch.exit_codes import FAILED
@@ -98,7 +98,6 @@ def main(argv: Sequence[str]) -> int:
         is_right = verify_sizes(
             counts,
             make_sums(communicator, names, arguments.precisions, reduce_dtype=arguments.reduce_dtype),
-            communicator,
             report,
             pieces=arguments.pieces,
             repetitions=arguments.repetitions,
@@ -107,21 +106,17 @@ def main(argv: Sequence[str]) -> int:
     else:
         table = tuned.table if tuned else None
         contestants = {name: communicator.with_algorithm(name, table=table) for name in names}
-        is_right = _time_sizes(arguments, counts, contestants, communicator, report, conditions)
+        is_right = _time_sizes(arguments, counts, contestants, report)
     communicator.close()
     report.close()
     return 0 if is_right else FAILED
 
 
 def _time_sizes(
-    arguments: argparse.Namespace,
-    counts: Sequence[int],
-    contestants: Mapping[str, Communicator],
-    communicator: Communicator,
-    report: BenchReport,
-    conditions: Conditions,
+    arguments: argparse.Namespace, counts: Sequence[int], contestants: Mapping[str, Communicator], report: BenchReport
 ) -> bool:
     """Time each number of elements by each algorithm; return whether all sums were right. Collective."""
+    communicator, conditions = report.communicator, report.conditions
     limit, source = _find_limit(arguments.link_gbit, communicator)
     tensor_N = communicator.allocate(max(counts), getattr(torch, arguments.dtype))
     shares = {name: figures.wire_share(each, tensor_N) for name, each in contestants.items()}

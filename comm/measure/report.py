@@ -37,7 +37,7 @@ class BenchReport:
     def __init__(
         self, conditions: Conditions, communicator: Communicator, *, command: str, output: Path | None
     ) -> None:
-        self._conditions, self._communicator, self._command = conditions, communicator, command
+        self.conditions, self.communicator, self._command = conditions, communicator, command
         self._is_first = communicator.rank == 0
         self._output = output if self._is_first else None
         self._on_terminal = self._is_first and communicator.env.terminal_columns is not None
@@ -60,9 +60,9 @@ class BenchReport:
                 require_nameable(plot)
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
-        if told := self._communicator.gather_text(problem)[0]:
+        if told := self.communicator.gather_text(problem)[0]:
             raise CommError(told)
-        conditions = self._conditions
+        conditions = self.conditions
         self.write({"kind": "conditions", "command": self._command, **asdict(conditions), **record})
         hosts = ", ".join(dict.fromkeys(conditions.hosts))
         first, *others = lines

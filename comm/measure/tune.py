@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -49,7 +49,7 @@ class TuneResults:
     """Table by the medians of single sums."""
     stated: StepCandidate
     """The config's own choice."""
-    steps: Steps = field(default_factory=dict)
+    steps: Steps
     """Whole steps, the stated candidate's first. Fewer than two if there was no time to compare any."""
 
     @property
@@ -82,11 +82,7 @@ def tune(
     for tensor in tensors:
         bytes_of[tensor.dtype] += tensor.num_bytes
     dtype, num_bytes = bytes_of.most_common(1)[0][0], bytes_of.total()
-    first = min(backward.ready_seconds.values(), default=0.0)
-    say(
-        f"backward: {_ms(backward.seconds)}, its first gradient after {_ms(first)}; {len(tensors)} gradients, "
-        f"{num_bytes / 1e6:.1f} MB"
-    )
+    say(f"{explain_backward(backward)}; {len(tensors)} gradients, {num_bytes / 1e6:.1f} MB")
     names, hung = communicator.algorithms, list[str]()
 
     def leave_out(error: HungError) -> None:
@@ -112,7 +108,7 @@ def tune(
     if num_bytes > max(times, default=0):
         measured = f"no sum above {max(times):,} bytes" if times else "no sum"
         say(f"  {measured} was measured in the time: give more --budget-seconds")
-    findings = TuneResults(links, times, backward, tuple(tensors), fastest, stated)
+    steps: Steps = {}
     if communicator.world_size > 1:
         turn = partial(time_turn, named_parameters, forward, communicator, order=[tensor.name for tensor in tensors])
         steps = measure_steps(
@@ -122,7 +118,7 @@ def tune(
             step_seconds=COMPUTING_SHARE * backward.seconds,
             seconds=seconds - elapsed_seconds(communicator, start),
         )
-        findings = replace(findings, steps=steps)
+    findings = TuneResults(links, times, backward, tuple(tensors), fastest, stated, steps)
     for line in explain_choice(findings):
         say(line)
     return findings
@@ -160,6 +156,12 @@ def explain_choice(findings: TuneResults) -> list[str]:
             f"states, +-{noise}"
         )
     return lines
+
+
+def explain_backward(backward: Backward) -> str:
+    """Return a line on its time and that of its first gradient. Pure."""
+    first = min(backward.ready_seconds.values(), default=0.0)
+    return f"backward: {_ms(backward.seconds)}, its first gradient after {_ms(first)}"
 
 
 def explain_links(links: MeasuredLinks) -> str:

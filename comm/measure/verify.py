@@ -45,7 +45,6 @@ LEGEND = (
 def verify_sizes(
     counts: Sequence[int],
     sums: Sequence[tuple[SumPrecision, Mapping[str, Communicator]]],
-    communicator: Communicator,
     report: BenchReport,
     *,
     pieces: Sequence[int],
@@ -56,7 +55,7 @@ def verify_sizes(
 
     Return whether all is right. Raises: PeerLostError.
     """
-    half = "fp32" if communicator.wire.in_fp32 else "wire"
+    communicator, half = report.communicator, report.conditions.reduce_dtype
     report.open({}, (f"half precision summed in {half}; seed {seed}", *LEGEND), columns=COLUMNS)
     dtypes = sorted({precision.dtype for precision, _ in sums}, key=str)  # all ranks allocate in the same order
     memory = dict(zip(dtypes, communicator.allocate_all([(max(counts) + 1, each) for each in dtypes]), strict=True))
