@@ -1,11 +1,13 @@
 """One rank without others; its sum may play several ranks that hold the same."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.backends.base import Backend, InFlight
+from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -29,3 +31,17 @@ def alone(
     one = connect(env=ALONE, device=torch.device(device))
     env = replace(ALONE, world_size=world_size)
     return replace(one, env=env, backend=backend or one.backend, all_reduce_=all_reduce_)
+
+
+class RecordingBackend(SingleBackend):
+    """Records the label of what is submitted, and for which ranks."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.ranks: list[tuple[int, ...] | None] = []
+
+    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+        """Submit as usual."""
+        self.events.append(label)
+        self.ranks.append(ranks)
+        return super().submit(operation, label=label, ranks=ranks)

@@ -1,53 +1,38 @@
 """Gathers over groups of ranks, in a world of one; tests/parallel has more."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from error_texts import naming
-from one_rank import alone
+from one_rank import RecordingBackend, alone
 
-from bigbatch.comm.backends.base import Capabilities, InFlight
 from bigbatch.comm.backends.host_staging import HostStaging
-from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
 
 LABEL = "gather of moments over ranks 0 to 0"
 
 
-class Recorder(SingleBackend):
-    """Records what is submitted, and for which group."""
-
-    capabilities = Capabilities(("cpu",))
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, tuple[int, ...] | None]] = []
-
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        self.events.append((label, ranks))
-        return super().submit(operation, label=label, ranks=ranks)
-
-
 def test_group_gather_of_one_rank_gathers_its_own() -> None:
-    communicator, exposed = alone(Recorder()), ExposedTime()
+    communicator, exposed = alone(RecordingBackend()), ExposedTime()
     gather = make_group_gather(communicator, group_size=1, exposed=exposed, what="moments")
     own_N = torch.arange(3.0)
     assert gather(own_N).tolist() == [[0.0, 1.0, 2.0]]
     assert gather(torch.arange(6.0).view(3, 2)[:, 0]).tolist() == [[0.0, 2.0, 4.0]]
-    assert communicator.backend.events == [(LABEL, (0,))] * 2, "in the queue of all other operations"
+    queue = communicator.backend
+    assert (queue.events, queue.ranks) == ([LABEL] * 2, [(0,)] * 2), "in the queue of all other operations"
     assert exposed.take_seconds() > 0
 
 
 def test_group_gather_refuses_groups_that_do_not_divide_the_ranks() -> None:
     with pytest.raises(ValueError, match=naming("1 ranks", "groups of 2")):
-        make_group_gather(alone(Recorder()), group_size=2, exposed=ExposedTime(), what="moments")
+        make_group_gather(alone(RecordingBackend()), group_size=2, exposed=ExposedTime(), what="moments")
 
 
 def test_group_gather_shows_in_the_timeline() -> None:
-    communicator = alone(Recorder())
+    communicator = alone(RecordingBackend())
     gather = make_group_gather(communicator, group_size=1, exposed=ExposedTime(), what="moments")
     communicator.timeline.is_active = True
     gather(torch.zeros(5))
@@ -58,13 +43,13 @@ def test_group_gather_shows_in_the_timeline() -> None:
 def test_reducer_counts_into_the_exposed_time_of_others() -> None:
     exposed = ExposedTime()
     weight = torch.nn.Parameter(torch.zeros(3))
-    reducer = GradientReducer([("weight", weight)], alone(Recorder()), exposed=exposed)
+    reducer = GradientReducer([("weight", weight)], alone(RecordingBackend()), exposed=exposed)
     assert reducer.exposed is exposed
 
 
 @pytest.mark.gpu
 def test_group_gather_of_gpu_tensors_goes_through_the_host_where_the_transport_does() -> None:
-    communicator = alone(Recorder(), device="cuda:0")
+    communicator = alone(RecordingBackend(), device="cuda:0")
     staged = replace(communicator, staging=HostStaging(communicator.device))
     gather = make_group_gather(staged, group_size=1, exposed=ExposedTime(), what="moments")
     for value in (1.0, 2.0):

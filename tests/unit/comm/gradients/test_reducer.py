@@ -1,31 +1,17 @@
 """The gradient reducer on one process: what is started when, and what the gradients are then."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from error_texts import naming
-from one_rank import alone
+from one_rank import RecordingBackend, alone
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bigbatch.comm.backends.base import InFlight
-from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
-
-
-class RecordingBackend(SingleBackend):
-    """One process that writes down what was started."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        self.events.append(label)
-        return super().submit(operation, label=label)
 
 
 def make_model() -> nn.Sequential:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from one_rank import alone
 from spoiled_records import NO_RECORDS, spoil
 
 from benchmarks.comm.messages import plan_of
@@ -35,10 +36,6 @@ TIMES = {1024: {"doubling": FAST, "ring": SLOW}, 4_000_000: {"doubling": SLOW, "
 TABLE = HybridTable((HybridRow(64_000, "doubling"), HybridRow(None, "ring")))
 
 
-def one_rank() -> Communicator:
-    return connect(env=ALONE, device=torch.device("cpu"))
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     given: list[float] = []
@@ -58,16 +55,16 @@ def only_file(folder: Path) -> Path:
 
 def test_calibration_measures_once_and_takes_it_again(tmp_path: Path, measured: list[float]) -> None:
     folder = tmp_path / "cache/bigbatch/calibration"
-    first = calibrate(one_rank(), folder=folder)
+    first = calibrate(alone(), folder=folder)
     path = only_file(folder)
     assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, path)] == [0o700, 0o600]
     assert f"stored in {path}" in first.source
-    again = calibrate(one_rank(), folder=folder)
+    again = calibrate(alone(), folder=folder)
     assert (again.table, again.text) == (first.table, first.text)
     assert str(path) in again.source
     assert len(measured) == 1
     assert 0.0 < measured[0] <= SECONDS
-    assert "measured in" in calibrate(one_rank(), is_fresh=True, folder=folder, kept=path).source
+    assert "measured in" in calibrate(alone(), is_fresh=True, folder=folder, kept=path).source
     assert len(measured) == 2
     record = json.loads(path.read_text())
     assert "rounding" in record["changes"]
@@ -91,26 +88,26 @@ def test_calibration_measures_once_and_takes_it_again(tmp_path: Path, measured: 
 def test_calibration_of_another_cluster_is_not_taken(
     name: str, other: Any, tmp_path: Path, measured: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrate(one_rank(), folder=tmp_path)
+    calibrate(alone(), folder=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(calibration, name, other)
-        calibrate(one_rank(), folder=tmp_path)
+        calibrate(alone(), folder=tmp_path)
     assert (len(measured), len(list(tmp_path.iterdir()))) == (2, 2)
-    calibrate(one_rank(), folder=tmp_path)  # the first one's is still there
+    calibrate(alone(), folder=tmp_path)  # the first one's is still there
     assert len(measured) == 2
 
 
 def test_calibration_goes_by_interface_and_buffers(tmp_path: Path, measured: list[float]) -> None:
-    calibrate(one_rank(), folder=tmp_path)
-    calibrate(one_rank(), interface="eth7", folder=tmp_path)
-    calibrate(dataclasses.replace(one_rank(), buffers="registered"), folder=tmp_path)
+    calibrate(alone(), folder=tmp_path)
+    calibrate(alone(), interface="eth7", folder=tmp_path)
+    calibrate(dataclasses.replace(alone(), buffers="registered"), folder=tmp_path)
     assert (len(measured), len(list(tmp_path.iterdir()))) == (3, 3)
 
 
 def test_calibration_of_other_settings_does_not_go_on_with_a_run(tmp_path: Path, measured: list[float]) -> None:
     before = connect(env=ALONE, device=torch.device("cpu"), reduce_dtype="wire")
     calibrate(before, folder=tmp_path)
-    found = calibrate(one_rank(), kept=only_file(tmp_path), folder=None)
+    found = calibrate(alone(), kept=only_file(tmp_path), folder=None)
     assert naming_all(found.source, "is not taken", "settings", "reduce_dtype 'wire' there, 'fp32' here")
     assert len(measured) == 2
     record = json.loads(only_file(tmp_path).read_text())
@@ -118,7 +115,7 @@ def test_calibration_of_other_settings_does_not_go_on_with_a_run(tmp_path: Path,
         del record["cluster"][name]
     only_file(tmp_path).write_text(json.dumps(record))
     assert calibrate(before, folder=tmp_path).source.startswith(str(only_file(tmp_path)))
-    assert "is not taken" in calibrate(one_rank(), kept=only_file(tmp_path), folder=None).source
+    assert "is not taken" in calibrate(alone(), kept=only_file(tmp_path), folder=None).source
     assert len(measured) == 3
 
 
@@ -128,17 +125,17 @@ def test_calibration_of_nccl_goes_by_its_environment(
     for name in [name for name in os.environ if name.startswith("NCCL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(calibration, "nccl_version", lambda: "2.30.4")
-    alone = one_rank()
-    alone.backend.name = "nccl"
+    one = alone()
+    one.backend.name = "nccl"
     for settings, expected in (({}, 1), ({"NCCL_DEBUG": "INFO"}, 1), ({"NCCL_ALGO": "Tree"}, 2)):
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        calibrate(alone, folder=tmp_path)
+        calibrate(one, folder=tmp_path)
         assert len(measured) == expected
-    alone.backend.name = "tcp"
+    one.backend.name = "tcp"
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     for _ in range(2):
-        calibrate(alone, folder=tmp_path)
+        calibrate(one, folder=tmp_path)
     assert len(measured) == 3
 
 
@@ -163,15 +160,15 @@ def test_calibration_of_nccl_goes_by_its_environment(
 def test_calibration_that_is_damaged_is_named_and_measured_anew(
     spoiled: Callable[[bytes], bytes], tmp_path: Path, measured: list[float]
 ) -> None:
-    calibrate(one_rank(), folder=tmp_path)
+    calibrate(alone(), folder=tmp_path)
     path = only_file(tmp_path)
     path.write_bytes(spoiled(path.read_bytes()))
-    found = calibrate(one_rank(), folder=tmp_path)
+    found = calibrate(alone(), folder=tmp_path)
     assert found.source.startswith(f"{path} is not taken (")
     assert "\n" not in found.source
     assert len(found.source) < 1000
     assert "measured in" in found.source
-    assert calibrate(one_rank(), folder=tmp_path).table == found.table
+    assert calibrate(alone(), folder=tmp_path).table == found.table
     assert len(measured) == 2
 
 
@@ -190,33 +187,33 @@ def naming_all(text: str, *parts: object) -> bool:
 
 
 def test_calibration_that_cannot_be_read_is_named_and_replaced(tmp_path: Path, measured: list[float]) -> None:
-    calibrate(one_rank(), folder=tmp_path)
+    calibrate(alone(), folder=tmp_path)
     path = only_file(tmp_path)
     path.unlink()
     os.mkfifo(path)
-    assert naming_all(calibrate(one_rank(), folder=tmp_path).source, f"{path} is not read (", "stored in")
+    assert naming_all(calibrate(alone(), folder=tmp_path).source, f"{path} is not read (", "stored in")
     assert len(measured) == 2
     assert path.is_file()
 
 
 def test_calibration_without_a_place_to_keep_it(tmp_path: Path, measured: list[float]) -> None:
-    assert "not stored" in calibrate(one_rank(), folder=None).source
+    assert "not stored" in calibrate(alone(), folder=None).source
     (tmp_path / "file").write_text("")
-    assert naming_all(calibrate(one_rank(), folder=tmp_path / "file/a").source, "not stored", tmp_path)
+    assert naming_all(calibrate(alone(), folder=tmp_path / "file/a").source, "not stored", tmp_path)
     assert len(measured) == 2
 
 
 def test_calibration_of_the_run_goes_before_the_users(tmp_path: Path, measured: list[float]) -> None:
     """A run that goes on ends with the same bits, whatever was measured since."""
-    first, kept = calibrate(one_rank(), folder=tmp_path / "a"), tmp_path / "run/calibration.json"
+    first, kept = calibrate(alone(), folder=tmp_path / "a"), tmp_path / "run/calibration.json"
     kept.parent.mkdir()
     record = json.loads(first.text)
     kept.write_text(json.dumps({**record, "table": [[None, "sharded"]]}))
-    found = calibrate(one_rank(), folder=tmp_path / "a", kept=kept)
+    found = calibrate(alone(), folder=tmp_path / "a", kept=kept)
     assert str(found.table) == "sharded at any size"
     assert str(kept) in found.source
     kept.write_text(json.dumps({**record, "ranks": []}))
-    found = calibrate(one_rank(), folder=tmp_path / "a", kept=kept)
+    found = calibrate(alone(), folder=tmp_path / "a", kept=kept)
     assert found.table == first.table
     assert naming_all(found.source, kept, "another cluster", only_file(tmp_path / "a"))
     assert len(measured) == 1
@@ -242,7 +239,7 @@ def test_calibration_ends_where_a_sum_is_wrong(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Communicator, "sum_", sum_)
     with pytest.raises(CommError, match=naming("native", " bytes", "bigbatch comm bench")):
-        calibrate(one_rank(), folder=tmp_path, buffer_bytes=4096)
+        calibrate(alone(), folder=tmp_path, buffer_bytes=4096)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -279,16 +276,16 @@ def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
 
     now = play(monkeypatch, seconds_of, gather=0.2)
     config = load_config(["--config", "imagenet/resnet50_8k"])
-    found = calibrate(one_rank(), folder=tmp_path, buffer_bytes=stated_sizes(config).buffer_bytes)
+    found = calibrate(alone(), folder=tmp_path, buffer_bytes=stated_sizes(config).buffer_bytes)
     assert now[0] <= SECONDS
     measured = {int(size): set(at) for size, at in json.loads(found.text)["all_reduce_seconds"].items()}
     buffers = [buffer.num_bytes for buffer in plan_of("imagenet/resnet50_8k")]
     assert sum(buffers) > 50e6
     covered = [size for size in buffers if min(measured) <= size <= max(measured)]
     assert sum(covered) >= 0.99 * sum(buffers)
-    alone = one_rank()
+    one = alone()
     swept = [size for size in sizes_below(stated_sizes(config).buffer_bytes) if size in measured]
-    assert all(measured[size] == set(alone.algorithms) for size in swept)
+    assert all(measured[size] == set(one.algorithms) for size in swept)
     for size in covered:  # the closed forms say which is the fastest there
         best = min(seconds_of(name, size) for name in MODELS)
         assert seconds_of(found.table.choose(size), size) <= 1.05 * best
@@ -307,9 +304,9 @@ def test_calibration_keeps_to_its_time(
         return latency + share * seconds_per_mb * num_bytes / 1e6
 
     now = play(monkeypatch, seconds_of, gather=gather_seconds)
-    alone = one_rank()
+    one = alone()
     start = now[0]
-    found = calibrate(alone, folder=tmp_path, buffer_bytes=LARGEST)
+    found = calibrate(one, folder=tmp_path, buffer_bytes=LARGEST)
     assert now[0] - start <= SECONDS
     sizes = [int(size) for size in json.loads(found.text)["all_reduce_seconds"]]
     if not sizes:

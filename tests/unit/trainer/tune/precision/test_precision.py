@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -182,39 +183,19 @@ def test_gradients_of_both_kinds_are_counted_and_must_be_finite(
         assert found.losses == [2.0]
 
 
-class First:
-    """A communicator of one rank, as far as the command uses it."""
-
-    rank = 0
-    control = None
-
-    def agree(self, what: str, text: str) -> None:
-        """Compare nothing: there is no other rank."""
-
-    def close(self) -> None:
-        """Close nothing."""
-
-
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Replace the training: `result` is returned, or raised."""
-    given = SimpleNamespace(result=Gradients(even(-24, -15), even(-20, -15)))
-
-    def count_gradients(*_: object, **__: object) -> Gradients:
-        if isinstance(given.result, Exception):
-            raise given.result
-        assert isinstance(given.result, Gradients)
-        return given.result
-
-    monkeypatch.setattr(command, "count_gradients", count_gradients)
+def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replace the training, on one rank."""
+    training = Mock(return_value=Gradients(even(-24, -15), even(-20, -15)))
+    monkeypatch.setattr(command, "count_gradients", training)
     monkeypatch.setattr(command, "bind_rank", lambda *_: None)
-    monkeypatch.setattr(command, "join_job", lambda *_: (First(), None))
+    monkeypatch.setattr(command, "join_job", lambda *_: (Mock(rank=0), None))
     monkeypatch.setattr(command, "write_on_first", lambda write, **_: write())
-    return given
+    return training
 
 
 def test_command_takes_what_is_recommended_though_another_value_was_given(
-    tmp_path: Path, counted: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, counted: Mock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["--optimizer.precision=fp16", "--optimizer.loss_scale", "8", "--optimizer.loss_scale_growth_steps=50"]
     assert command.main(["--config", "quickstart", "--out", str(tmp_path), *overrides]) == 0
@@ -225,14 +206,14 @@ def test_command_takes_what_is_recommended_though_another_value_was_given(
     assert {key: lookup(taken, key) for key in recommended} == recommended
 
 
-def test_folder_that_cannot_be_written_is_refused_before_training(counted: SimpleNamespace) -> None:
-    counted.result = AssertionError("trained")
+def test_folder_that_cannot_be_written_is_refused_before_training(counted: Mock) -> None:
+    counted.side_effect = AssertionError("trained")
     with pytest.raises(RunFolderError, match=naming(" /proc/none: ")):
         command.main(["--config", "quickstart", "--out", "/proc/none"])
 
 
 def test_result_is_printed_though_the_disk_is_full(
-    counted: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    counted: Mock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "require_writable", lambda folder: None)
     with pytest.raises(RunFolderError, match=naming(" /proc/none/precision.json: ")):
@@ -240,7 +221,7 @@ def test_result_is_printed_though_the_disk_is_full(
     assert "--optimizer.loss_scale 1024.0" in capsys.readouterr().out
 
 
-def test_stop_leaves_by_its_exit_code_and_writes_nothing(tmp_path: Path, counted: SimpleNamespace) -> None:
-    counted.result = Stopped("SIGINT")
+def test_stop_leaves_by_its_exit_code_and_writes_nothing(tmp_path: Path, counted: Mock) -> None:
+    counted.side_effect = Stopped("SIGINT")
     assert command.main(["--config", "quickstart", "--out", str(tmp_path)]) == INTERRUPTED
     assert not list(tmp_path.iterdir())
