@@ -1,8 +1,9 @@
 """The two halves of an all-reduce: for callers that work on a part of the sum before they spread it."""
 
+import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms.wire import Staging, Wire
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
 
@@ -18,7 +19,6 @@ class ScatterGather:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator, self._backend = communicator, communicator.backend
-        self._staging = Staging()
 
     def own_part(self, buffer_N: Tensor) -> Tensor:
         """Return this rank's part of a buffer, as a view. Raises: ValueError if it has no equal parts."""
@@ -35,7 +35,7 @@ class ScatterGather:
 
     def _reduce_scatter_(self, buffer_N: Tensor) -> None:
         part_M = self.own_part(buffer_N)
-        shard_M = self._shard_of(part_M)
+        shard_M = part_M if self._backend.capabilities.in_place else torch.empty_like(part_M)
         with self._communicator.wire.widened(shard_M, self._backend) as sum_M:
             self._backend.reduce_scatter(sum_M, buffer_N.to(sum_M.dtype), self._backend.world)
         if shard_M is not part_M:
@@ -49,21 +49,13 @@ class ScatterGather:
 
     def _all_gather_(self, buffer_N: Tensor) -> None:
         part_M = self.own_part(buffer_N)
-        shard_M = self._shard_of(part_M)
-        if shard_M is not part_M:
-            shard_M.copy_(part_M)
+        shard_M = part_M if self._backend.capabilities.in_place else part_M.clone()
         self._backend.all_gather(buffer_N, shard_M, self._backend.world)
 
     def all_gather_(self, buffer_N: Tensor, *, label: str) -> Tensor:
         """Copy each rank's part to all, and wait for it. Collective."""
         self.start_all_gather(buffer_N, label=label).wait()
         return buffer_N
-
-    def _shard_of(self, part_M: Tensor) -> Tensor:
-        """Return where the transport takes a rank's part: in its place, or apart from it."""
-        if self._backend.capabilities.in_place:
-            return part_M
-        return self._staging.take("shard", part_M.numel(), part_M, part_M.dtype)
 
 
 def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
