@@ -18,53 +18,36 @@ def names(plan: FusionPlan) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "threshold_bytes", "buffer_bytes", "expected"),
+    ("tensors", "sizes", "expected"),
     [
-        ([], 100, 100, []),
-        ([spec("a", 40), spec("b", 40)], 100, 100, ["ab"]),
-        ([spec("a", 40), spec("b", 60)], 100, 100, ["ab"]),  # exactly full
-        ([spec("a", 40), spec("b", 64)], 100, 100, ["a", "b"]),
-        ([spec(c, 40) for c in "abcde"], 100, 100, ["ab", "cd", "e"]),
+        ([], (100, 100), []),
+        ([spec("a", 40), spec("b", 40)], (100, 100), ["ab"]),
+        ([spec("a", 40), spec("b", 60)], (100, 100), ["ab"]),  # exactly full
+        ([spec("a", 40), spec("b", 64)], (100, 100), ["a", "b"]),
+        ([spec(c, 40) for c in "abcde"], (100, 100), ["ab", "cd", "e"]),
         # at the threshold a gradient still shares, above it goes alone, and at once: the shared buffer, which
         # is full later, follows
-        ([spec("a", 20), spec("b", 48), spec("c", 20)], 48, 100, ["abc"]),
-        ([spec("a", 20), spec("b", 52), spec("c", 20)], 48, 100, ["b", "ac"]),
-        ([spec("a", 20), spec("b", 20), spec("c", 52)], 48, 100, ["ab", "c"]),
+        ([spec("a", 20), spec("b", 48), spec("c", 20)], (48, 100), ["abc"]),
+        ([spec("a", 20), spec("b", 52), spec("c", 20)], (48, 100), ["b", "ac"]),
+        ([spec("a", 20), spec("b", 20), spec("c", 52)], (48, 100), ["ab", "c"]),
         # one dtype per buffer, ordered by the gradient that is ready last
-        (
-            [spec("a", 20), spec("b", 20, "float16"), spec("c", 20), spec("d", 20, "float16"), spec("e", 20)],
-            100,
-            100,
-            ["bd", "ace"],
-        ),
+        ([spec(c, 20, "float16" if c in "bd" else "float32") for c in "abcde"], (100, 100), ["bd", "ace"]),
         # larger than a whole buffer, though not than the threshold
-        ([spec("a", 20), spec("b", 200), spec("c", 20)], 400, 100, ["a", "b", "c"]),
-    ],
-)
-def test_plan_puts_neighbours_together(
-    tensors: list[TensorSpec], threshold_bytes: int, buffer_bytes: int, expected: list[str]
-) -> None:
-    assert names(PlanSizes(threshold_bytes, buffer_bytes).plan(tensors)) == expected
-
-
-@pytest.mark.parametrize(
-    ("tensors", "first_buffer_bytes", "expected"),
-    [
-        ([spec(c, 40) for c in "abcde"], 40, ["a", "bc", "de"]),
-        ([spec(c, 40) for c in "abcde"], 79, ["a", "bc", "de"]),
-        ([spec(c, 40) for c in "abcde"], 80, ["ab", "cd", "e"]),
-        ([spec(c, 40) for c in "abcde"], 1000, ["ab", "cd", "e"]),  # never larger than the others
-        ([spec(c, 40) for c in "ab"], 4, ["a", "b"]),  # a gradient is not cut
+        ([spec("a", 20), spec("b", 200), spec("c", 20)], (400, 100), ["a", "b", "c"]),
+        # a smaller first buffer
+        ([spec(c, 40) for c in "abcde"], (60, 100, 40), ["a", "bc", "de"]),
+        ([spec(c, 40) for c in "abcde"], (60, 100, 79), ["a", "bc", "de"]),
+        ([spec(c, 40) for c in "abcde"], (60, 100, 80), ["ab", "cd", "e"]),
+        ([spec(c, 40) for c in "abcde"], (60, 100, 1000), ["ab", "cd", "e"]),  # never larger than the others
+        ([spec(c, 40) for c in "ab"], (60, 100, 4), ["a", "b"]),  # a gradient is not cut
         # one that goes alone is not the first to be shared
-        ([spec("a", 80), spec("b", 20), spec("c", 20), spec("d", 20)], 40, ["a", "bc", "d"]),
+        ([spec("a", 80), spec("b", 20), spec("c", 20), spec("d", 20)], (60, 100, 40), ["a", "bc", "d"]),
         # only one of several dtypes starts with a small buffer
-        ([spec("a", 40), spec("b", 40, "float16"), spec("c", 40), spec("d", 40, "float16")], 40, ["a", "c", "bd"]),
+        ([spec(c, 40, "float16" if c in "bd" else "float32") for c in "abcd"], (60, 100, 40), ["a", "c", "bd"]),
     ],
 )
-def test_plan_with_a_smaller_first_buffer(
-    tensors: list[TensorSpec], first_buffer_bytes: int, expected: list[str]
-) -> None:
-    assert names(PlanSizes(60, 100, first_buffer_bytes).plan(tensors)) == expected
+def test_plan_puts_neighbours_together(tensors: list[TensorSpec], sizes: tuple[int, ...], expected: list[str]) -> None:
+    assert names(PlanSizes(*sizes).plan(tensors)) == expected
 
 
 @pytest.mark.parametrize("seed", range(12))

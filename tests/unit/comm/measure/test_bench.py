@@ -74,13 +74,6 @@ def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
         bench.parse_bytes(text, option="--max-bytes")
 
 
-def test_sweep_counts() -> None:
-    counts = bench.sweep_counts(min_bytes=1024, max_bytes=1 << 28, factor=4, dtype="float32")
-    assert [4 * count for count in counts] == [4**k for k in range(5, 15)]
-    assert bench.sweep_counts(min_bytes=10, max_bytes=40, factor=2, dtype="bfloat16") == (5, 10, 20)
-    assert bench.sweep_counts(min_bytes=10, max_bytes=10, factor=2, dtype="float64") == (1,)
-
-
 # --- figures ---
 
 

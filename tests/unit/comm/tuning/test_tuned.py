@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from error_texts import naming
+from spoiled_records import NO_RECORDS, Spoiled, spoil
 
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
@@ -121,42 +121,27 @@ def test_placement() -> None:
     assert placement((0, 2), (1, 3)) == placement((0, 1, 3), (2,)) == "scattered"
 
 
-def remove(key: str) -> Callable[[dict[str, Any]], None]:
-    return lambda record: record.pop(key)
-
-
-def replace(key: str, value: object) -> Callable[[dict[str, Any]], None]:
-    return lambda record: record.update({key: value})
-
-
 @pytest.mark.parametrize(
-    ("damage", "named"),
+    ("spoiled", "named"),
     [
-        (replace("format", "bigbatch comm tune 2"), ("form", "'bigbatch comm tune 1'")),
-        (remove("table"), ("damaged", "'table'")),
-        (replace("table", [[5, "ring"]]), ("damaged", "hybrid table", "up_to_bytes=null")),
-        (replace("fusion", {"buffer": 1}), ("damaged", "'buffer'")),
-        (replace("cluster", {}), ("damaged", "'group_sizes'")),
-        (replace("tensors", []), ("damaged", "tensors", "fingerprint")),
+        *((each, ()) for each in (*NO_RECORDS, lambda data: b"no JSON", lambda data: b'"text"')),
+        (spoil(lambda record: record.update(format="bigbatch comm tune 2")), ("form", "'bigbatch comm tune 1'")),
+        (spoil(lambda record: record.pop("table")), ("damaged", "'table'")),
+        (
+            spoil(lambda record: record.update(table=[[5, "ring"]])),
+            ("damaged", "hybrid table", "up_to_bytes=null"),
+        ),
+        (spoil(lambda record: record.update(fusion={"buffer": 1})), ("damaged", "'buffer'")),
+        (spoil(lambda record: record.update(cluster={})), ("damaged", "'group_sizes'")),
+        (spoil(lambda record: record.update(tensors=[])), ("damaged", "tensors", "fingerprint")),
     ],
 )
-def test_tuned_file_that_is_damaged_is_refused(
-    damage: Callable[[dict[str, Any]], None], named: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_tuned_file_that_is_damaged_is_refused(spoiled: Spoiled, named: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_tuned(TUNED, path)
-    record = json.loads(path.read_text())
-    damage(record)
-    path.write_text(json.dumps(record))
-    with pytest.raises(TunedError, match=naming(f"{path} ", *named, "bigbatch comm tune")):
+    path.write_bytes(spoiled(path.read_bytes()))
+    with pytest.raises(TunedError, match=naming(path, *named, "bigbatch comm tune")):
         read_tuned(path)
-
-
-@pytest.mark.parametrize("text", ["", "no JSON", '"text"', "[]"])
-def test_tuned_file_that_is_another_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(TunedError, match=naming(tmp_path / "a.json", "bigbatch comm tune")):
-        read_tuned(tmp_path / "a.json")
 
 
 def test_tuned_file_that_cannot_be_opened(tmp_path: Path) -> None:
