@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -83,11 +83,11 @@ class GradientReducer:
         self._trained = TrainedSet(named_parameters, device=communicator.device)
         self._parameters = self._trained.parameters
         self._sizes = PlanSizes(threshold_bytes, buffer_bytes, first_buffer_bytes)
-        self._unused = unused
-        self._divisor = communicator.world_size if average else 1
+        self._unused, self._divisor = unused, communicator.world_size if average else 1
+        described = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
         choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}\naverage {average}"
         # before any buffer: ranks that differ would wait for each other, or sum the wrong buffers
-        communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\n{choices}")
+        communicator.agree("the parameters to reduce", f"{described}\n{choices}")
         begin_alike_(self._parameters, communicator, weights=weights)
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
@@ -288,11 +288,6 @@ def _first_order(parameters: dict[str, nn.Parameter], order: Sequence[str] | Non
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
     """Return the facts of a gradient that fusion needs."""
     return TensorSpec(name, parameter.numel(), parameter.element_size(), dtype_name(parameter.dtype))
-
-
-def describe(parameters: Mapping[str, nn.Parameter]) -> str:
-    """List names, shapes and dtypes of parameters, a line each, in their order."""
-    return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
