@@ -77,12 +77,6 @@ def test_limit_of_the_links_is_beaten_by_nothing(name: str, group_sizes: tuple[i
         assert MODELS[name](num_bytes, cluster(*group_sizes)) >= limit
 
 
-def test_limit_of_the_links() -> None:
-    # 4 nodes, 200 Mbit/s: 1.5 * 10 MB * 8 bits / 200 Mbit/s = 0.6 s
-    assert least_seconds(10_000_000, num_nodes=4, bytes_per_second=25e6) == pytest.approx(0.6, rel=1e-12)
-    assert least_seconds(10_000_000, num_nodes=1, bytes_per_second=25e6) == 0
-
-
 def test_cost_of_uneven_nodes() -> None:
     """The fullest node sets the pace; the sharded form has as many shards as the smallest one has ranks."""
     for seconds in (hierarchical_seconds, doubling_seconds):
