@@ -17,9 +17,9 @@ from bigbatch.comm.rendezvous.secret import (
     HELLO_BYTES,
     ServerHandshake,
     StrangerError,
+    accept_client,
     end_with_process,
     introduce,
-    let_in,
 )
 from bigbatch.errors import CommError
 
@@ -242,7 +242,7 @@ class Links:
             elif number in self._callers:
                 self._greet(number)
             else:
-                self._let_in()
+                self._accept()
         now = awake_seconds()
         if now - max(self._moved, self._asked) > POLL_SECONDS:
             self._asked = now
@@ -297,9 +297,9 @@ class Links:
         stream.sendall(hello)
         self._add(peer, stream, proof=proof)
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         """Accept a connection, of the expected rank or another; a silent one blocks no other."""
-        stream = let_in(self._listener, self._send_off_the_first)
+        stream = accept_client(self._listener, self._send_off_the_first)
         if stream is None:
             return
         self._callers[end_with_process(stream).fileno()] = stream, bytearray(), awake_seconds()

@@ -53,7 +53,7 @@ def new_secret() -> str:
     return secrets.token_hex(SECRET_BYTES)
 
 
-def let_in(listener: socket.socket, make_room: Callable[[], None]) -> socket.socket | None:
+def accept_client(listener: socket.socket, make_room: Callable[[], None]) -> socket.socket | None:
     """Accept a connection, set non-blocking; None if the client has closed it already.
 
     Also None if this process has no free descriptors: make_room frees one, and the client is accepted later.

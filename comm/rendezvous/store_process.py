@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
-from bigbatch.comm.rendezvous.secret import HELLO_BYTES, ServerHandshake, StrangerError, let_in
+from bigbatch.comm.rendezvous.secret import HELLO_BYTES, ServerHandshake, StrangerError, accept_client
 
 LENGTH = struct.Struct("!I")
 """Length in bytes, before each request, answer and part."""
@@ -154,7 +154,7 @@ class StoreServer:
             is_told = False
             for key, events in self._selector.select(limits.STORE_LOOK_SECONDS):
                 if key.fileobj is self._listener:
-                    self._let_in()
+                    self._accept()
                 elif key.data is None:
                     is_told = True
                 else:
@@ -173,8 +173,8 @@ class StoreServer:
                 if is_over():
                     return
 
-    def _let_in(self) -> None:
-        stream = let_in(self._listener, self._send_off_the_first)
+    def _accept(self) -> None:
+        stream = accept_client(self._listener, self._send_off_the_first)
         if stream is None:
             return
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
