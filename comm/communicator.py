@@ -17,7 +17,7 @@ from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type
-from bigbatch.comm.backends.host_staging import HostStaging, Staged
+from bigbatch.comm.backends.host_staging import HostStaging, Staged, via_memory
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import is_asking, wait_until
@@ -118,43 +118,15 @@ class Communicator:
         why = ""
         if algorithm == AUTO:
             algorithm, why = choose_algorithm(self.backend, table=table, table_from=table_from)
-        names = self.algorithms
-        if wire.dtype is not None and wire.dtype not in self.backend.capabilities.dtypes:
-            raise ValueError(
-                f"{self.backend.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another "
-                "backend"
-            )
-        if algorithm in ALGORITHMS and algorithm not in (*names, "hybrid"):
-            raise ValueError(
-                f"algorithm {algorithm!r} is made of messages between ranks, which {self.backend.name} has not: "
-                f"use {' or '.join(names)}, or another backend"
-            )
-        strange = [name for name in table.algorithms if name not in names] if table else []
-        if algorithm == "hybrid" and strange:
-            raise ValueError(
-                f"the table of algorithm 'hybrid' uses {', '.join(strange)}, but {self.backend.name} has "
-                f"{', '.join(names)} only: make a table here by bigbatch comm tune, or take another backend"
-            )
+        _require_runnable(self, algorithm, wire=wire, table=table)
         self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table}\n{self.topology.groups}")
-        return self._connect_algorithm(algorithm, wire=wire, table=table, why=why)
+        return _connect_algorithm(self, algorithm, wire=wire, table=table, why=why)
 
     def with_every_algorithm(self, *, but: Collection[str] = ()) -> "dict[str, Communicator]":
         """Make a communicator of each algorithm that runs here, by name, with one comparison for all. Collective."""
         names = [name for name in self.algorithms if name not in but]
         self.agree("the all-reduces", f"{names}\n{self.wire}\n{self.topology.groups}")
-        return {name: self._connect_algorithm(name, wire=self.wire, table=self.table, why="") for name in names}
-
-    def _connect_algorithm(self, algorithm: str, *, wire: Wire, table: HybridTable | None, why: str) -> "Communicator":
-        with self._watched(f"connection of the groups of algorithm {algorithm}"):
-            all_reduce_ = make_allreduce(
-                algorithm,
-                backend=self.backend,
-                topology=self.topology,
-                memory=self.memory,
-                wire=wire,
-                table=table,
-            )
-        return replace(self, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_, why=why)
+        return {name: _connect_algorithm(self, name, wire=self.wire, table=self.table, why="") for name in names}
 
     def _watched(self, label: str) -> AbstractContextManager[None]:
         """Watch what NCCL does without a limit and beside the queue. All ranks make these calls in the same order."""
@@ -199,14 +171,9 @@ class Communicator:
 
         In the same queue as start(), with its copies and errors. algorithm and wire name it in a trace.
         """
-        if tensor_N.device != self.device:
-            raise ValueError(f"a tensor on {tensor_N.device} cannot be summed: ranks communicate on {self.device}")
-        if tensor_N.dtype not in self.backend.capabilities.dtypes:
-            names = ", ".join(map(dtype_name, self.backend.capabilities.dtypes))
-            raise ValueError(f"{self.backend.name} cannot sum {tensor_N.dtype}; it sums {names}")
-        if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
-            raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
-        operation, timeline = self._operation(collective_, tensor_N, label=label), self.timeline
+        _require_summable(self, tensor_N)
+        timeline, memory = self.timeline, self.memory
+        operation = via_memory(collective_, tensor_N, memory, self.staging, backend=self.backend, label=label)
         timeline.mark(label, row="buffers ready")
 
         def recorded() -> None:
@@ -217,38 +184,6 @@ class Communicator:
         self.control.detector.begin()
         work = self.backend.submit(recorded if timeline.is_active else operation, label=label)
         return work if self.staging is None else Staged(work, self.staging)
-
-    def _operation(self, collective_: Collective, tensor_N: Tensor, *, label: str) -> Callable[[], None]:
-        """Make what the backend runs: the collective on the tensor, or on shared memory with copies there and back."""
-        if not tensor_N.numel():
-            return lambda: None
-        if self.memory is None or self.memory.views(tensor_N) is not None:
-            return lambda: collective_(tensor_N)
-        staging = self.staging
-        scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=self._finish_with_scratch, what=label)
-        if staging is None:
-
-            def by_way_of_scratch() -> None:
-                scratch_N.copy_(tensor_N)
-                collective_(scratch_N)
-                tensor_N.copy_(scratch_N)
-
-            return by_way_of_scratch
-        staging.pin(scratch_N)
-        ready = staging.ready()  # now, as the tensor is written; the other thread waits for it before it reads
-
-        def by_way_of_host() -> None:
-            staging.fetch(scratch_N, tensor_N, ready=ready)
-            collective_(scratch_N)
-            staging.bring_back(tensor_N, scratch_N)
-
-        return by_way_of_host
-
-    def _finish_with_scratch(self, scratch_N: Tensor) -> None:
-        """Wait for operations that may use this scratch memory. Collective, and seldom: scratch doubles."""
-        self.backend.submit(lambda: None, label="growth of shared memory").wait()
-        if self.staging is not None:
-            self.staging.unpin(scratch_N)
 
     def algorithm_for(self, tensor_N: Tensor) -> str:
         """Return the algorithm that sums this tensor: hybrid's choice, else the only one."""
@@ -345,6 +280,53 @@ class Communicator:
             f"{count(self.world_size, 'rank')} in {count(self.topology.num_nodes, 'node group')}{started}; backend "
             f"{self.backend.name}, all-reduce {self.algorithm}"
         )
+
+
+def _require_runnable(communicator: Communicator, algorithm: str, *, wire: Wire, table: HybridTable | None) -> None:
+    """Raise ValueError for an algorithm, or a wire, that the transport does not have."""
+    names = communicator.algorithms
+    if wire.dtype is not None and wire.dtype not in communicator.backend.capabilities.dtypes:
+        raise ValueError(
+            f"{communicator.backend.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another "
+            "backend"
+        )
+    if algorithm in ALGORITHMS and algorithm not in (*names, "hybrid"):
+        raise ValueError(
+            f"algorithm {algorithm!r} is made of messages between ranks, which {communicator.backend.name} has not: "
+            f"use {' or '.join(names)}, or another backend"
+        )
+    strange = [name for name in table.algorithms if name not in names] if table else []
+    if algorithm == "hybrid" and strange:
+        raise ValueError(
+            f"the table of algorithm 'hybrid' uses {', '.join(strange)}, but {communicator.backend.name} has "
+            f"{', '.join(names)} only: make a table here by bigbatch comm tune, or take another backend"
+        )
+
+
+def _require_summable(communicator: Communicator, tensor_N: Tensor) -> None:
+    """Raise ValueError for a tensor of another device, dtype or form than the transport can sum."""
+    if tensor_N.device != communicator.device:
+        raise ValueError(f"a tensor on {tensor_N.device} cannot be summed: ranks communicate on {communicator.device}")
+    if tensor_N.dtype not in communicator.backend.capabilities.dtypes:
+        names = ", ".join(map(dtype_name, communicator.backend.capabilities.dtypes))
+        raise ValueError(f"{communicator.backend.name} cannot sum {tensor_N.dtype}; it sums {names}")
+    if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
+        raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
+
+
+def _connect_algorithm(
+    communicator: Communicator, algorithm: str, *, wire: Wire, table: HybridTable | None, why: str
+) -> Communicator:
+    with communicator._watched(f"connection of the groups of algorithm {algorithm}"):
+        all_reduce_ = make_allreduce(
+            algorithm,
+            backend=communicator.backend,
+            topology=communicator.topology,
+            memory=communicator.memory,
+            wire=wire,
+            table=table,
+        )
+    return replace(communicator, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_, why=why)
 
 
 def close_at_exit(communicator: Communicator) -> Communicator:

@@ -2,9 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from bigbatch.comm.rendezvous.exit_record import record_begin
 from bigbatch.comm.rendezvous.job_store import JobStore
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
 from bigbatch.comm.rendezvous.regroup import Group, exchange_endpoints
-from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import CommError, PeerLostError
@@ -41,6 +42,7 @@ TYPES: dict[str, tuple[type, str]] = {
     "device": (torch.device, 'a device, such as torch.device("cpu")'),
 }
 """Type of each argument of connect(), and a legal value."""
+OPTIONAL = ("warn_seconds", "meeting_seconds", "group_size", "device")
 BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 HEALING = ("tcp", "gloo")
@@ -164,88 +166,58 @@ def connect(
     Raises: CommError if the ranks cannot meet, or disagree about their places; TypeError for an argument of another
     type; ValueError for an unknown or impossible choice.
     """
-    _require_types(timeout_seconds=timeout_seconds, predivide=predivide, algorithm=algorithm)
-    stated = {"warn_seconds": warn_seconds, "meeting_seconds": meeting_seconds, "group_size": group_size}
-    _require_types(**{name: value for name, value in (stated | {"device": device}).items() if value is not None})
+    _require_types(locals())
     env = group.env if group else env or read_process_env()
     record_begin(env)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    wire = make_wire(wire_dtype, predivide, reduce_dtype)
-    gpu = ""
-    if device is None:  # a caller that names a device may let ranks share it
-        device = choose_device(env, backend=backend)
-        gpu = only_gpu(device)
-    device = with_index(device)
-    backend = backend_for(device, backend)
+    backend, device, gpu = _choose(env, backend, device)
     _require_possible(backend, device, interface=interface, buffers=buffers)
+    wire = make_wire(wire_dtype, predivide, reduce_dtype)
+    limits = _limits(timeout_seconds, warn_seconds, meeting_seconds)
+    interface = env.interface or interface
+    control = group.control if group else Control(env, **limits, interface=interface)
+    control.library = backend
+    topology = make_topology([each.node for each in meet(env, control, gpu=gpu)], rank=env.rank, group_size=group_size)
+    endpoints = group.endpoints if group else None
+    if heals and endpoints is None and backend in HEALING and isinstance(control.store, JobStore):
+        endpoints = exchange_endpoints(env, control, interface=interface)
+    control.detector.goes_on = endpoints is not None
+    watch = Watch(control, ends_job=backend == "nccl") if env.world_size > 1 else None
+    transport = _connect_watched(env, control, backend, watch, device=device, interface=interface)
+    met = _make_communicator(env, control, transport, topology, wire=wire, device=device)
+    return _choose_algorithm(replace(met, table=table, watch=watch, buffers=buffers, endpoints=endpoints), algorithm)
+
+
+def _limits(timeout_seconds: float, warn_seconds: float | None, meeting_seconds: float | None) -> dict[str, Any]:
+    """Return the time limits with their defaults. Raises: ValueError."""
     warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
     if not 0 < warn_seconds <= timeout_seconds:
         raise ValueError(
             f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
             "which no rank is left to warn"
         )
-    interface = env.interface or interface
-    control = (
-        group.control
-        if group
-        else Control(
-            env,
-            timeout_seconds=timeout_seconds,
-            meeting_seconds=max(timeout_seconds, meeting_seconds or 0.0),
-            warn_seconds=warn_seconds,
-            interface=interface,
-        )
-    )
-    control.library = backend
-    nodes = [place.node for place in meet(env, control, gpu=gpu)]
-    endpoints = group.endpoints if group else None
-    if heals and endpoints is None and backend in HEALING and isinstance(control.store, JobStore):
-        endpoints = exchange_endpoints(env, control, interface=interface)
-    control.detector.goes_on = endpoints is not None
-    topology = make_topology(nodes, rank=env.rank, group_size=group_size)
-    transport, watch = _connect_watched(
-        env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
-    )
-    is_native = device.type in transport.capabilities.device_types
-    shares_memory = transport.capabilities.has_messages and not (is_native and device.type == "cuda")
-    met = Communicator(
-        env=env,
-        control=control,
-        backend=transport,
-        topology=topology,
-        memory=NodeMemory(topology, control) if shares_memory else None,
-        staging=None if is_native else HostStaging(device),
-        algorithm="",
-        all_reduce_=lambda tensor_N: None,  # chosen below
-        wire=wire,
-        table=table,
-        device=device,
-        timeline=Timeline(device),
-        watch=watch,
-        buffers=buffers,
-        endpoints=endpoints,
-    )
-    try:
-        if watch is not None and buffers != "torch":  # of NCCL
-            with watch.during("registration of a first buffer"):
-                registered = transport.register(device, is_symmetric=buffers == "symmetric")  # type: ignore[attr-defined]
-            met = replace(met, registered=registered)
-        if isinstance(algorithm, str):
-            return close_at_exit(met.with_algorithm(algorithm, table=table))
-    except PeerLostError:  # the job ends
-        raise
-    except (ValueError, CommError):
-        met.abandon()
-        raise
-    return close_at_exit(algorithm(close_at_exit(met)))  # opened before: if it fails, the others are told
+    meeting_seconds = max(timeout_seconds, meeting_seconds or 0.0)
+    return {"timeout_seconds": timeout_seconds, "warn_seconds": warn_seconds, "meeting_seconds": meeting_seconds}
 
 
-def _require_types(**arguments: object) -> None:
+def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple[str, torch.device, str]:
+    """Return the transport, the device, with its index, and the UUID of a GPU that this rank may share with no other.
+
+    Raises: CommError as choose_device(); ValueError for an unknown backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    gpu = ""
+    if device is None:  # a caller that names a device may let ranks share it
+        device = choose_device(env, backend=backend)
+        gpu = only_gpu(device)
+    return backend_for(device, backend), with_index(device), gpu
+
+
+def _require_types(arguments: Mapping[str, object]) -> None:
     """Raise TypeError for an argument of connect() that has another type."""
-    for name, value in arguments.items():
-        if not (name == "algorithm" and callable(value)):
-            kind, legal = TYPES[name]
+    for name, (kind, legal) in TYPES.items():
+        value = arguments[name]
+        if not ((value is None and name in OPTIONAL) or (name == "algorithm" and callable(value))):
             require_type(value, kind, what=name, legal=legal)
 
 
@@ -280,22 +252,61 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str 
     return Wire(WIRE_DTYPES[wire_dtype], predivide, in_fp32=reduce_dtype == "fp32")
 
 
+def _make_communicator(
+    env: ProcessEnv, control: Control, transport: Backend, topology: Topology, *, wire: Wire, device: torch.device
+) -> Communicator:
+    """Return a communicator that sums nothing yet."""
+    is_native = device.type in transport.capabilities.device_types
+    shares_memory = transport.capabilities.has_messages and not (is_native and device.type == "cuda")
+    return Communicator(
+        env=env,
+        control=control,
+        backend=transport,
+        topology=topology,
+        memory=NodeMemory(topology, control) if shares_memory else None,
+        staging=None if is_native else HostStaging(device),
+        algorithm="",
+        all_reduce_=lambda tensor_N: None,
+        wire=wire,
+        table=None,
+        device=device,
+        timeline=Timeline(device),
+    )
+
+
+def _choose_algorithm(met: Communicator, algorithm: str | Choose) -> Communicator:
+    """Return the open communicator with its algorithm. Gives the transport up if that is refused."""
+    try:
+        if met.watch is not None and met.buffers != "torch":  # of NCCL
+            with met.watch.during("registration of a first buffer"):
+                is_symmetric = met.buffers == "symmetric"
+                registered = met.backend.register(met.device, is_symmetric=is_symmetric)  # type: ignore[attr-defined]
+            met = replace(met, registered=registered)
+        if isinstance(algorithm, str):
+            return close_at_exit(met.with_algorithm(algorithm))
+    except PeerLostError:  # the job ends
+        raise
+    except (ValueError, CommError):
+        met.abandon()
+        raise
+    return close_at_exit(algorithm(close_at_exit(met)))  # opened before: if it fails, the others are told
+
+
 def _connect_watched(
     env: ProcessEnv,
     control: Control,
     backend: str,
+    watch: Watch | None,
     *,
     device: torch.device,
     interface: str | None,
-    warn_seconds: float,
-) -> tuple[Backend, Watch | None]:
+) -> Backend:
     """Connect the transport under a watch.
 
     NCCL connects without a limit: a rank that has met the others and freezes then would block them for ever.
     """
-    if env.world_size == 1:
-        return SingleBackend(), None
-    watch = Watch(control, warn_seconds=warn_seconds, ends_job=backend == "nccl")
+    if watch is None:
+        return SingleBackend()
     try:
         with watch.during(f"connection of {env.world_size} ranks by {backend}"):
             transport = _connect(env, control, backend, device=device, interface=interface)
@@ -303,7 +314,7 @@ def _connect_watched(
         watch.close()
         raise
     watch.follow(transport.oldest)
-    return transport, watch
+    return transport
 
 
 def _connect(

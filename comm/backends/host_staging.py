@@ -1,11 +1,13 @@
 """GPU tensors by way of host memory, for transports that cannot read GPU memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.backends.base import Backend, InFlight
+from bigbatch.comm.backends.node_memory import NodeMemory
 
 
 class HostStaging:
@@ -74,3 +76,44 @@ class Staged:
         """Wait for the thread on the host, and for the copies on the device."""
         self.work.wait()
         self.staging.join()
+
+
+def via_memory(
+    collective_: Callable[[Tensor], None],
+    tensor_N: Tensor,
+    memory: NodeMemory | None,
+    staging: HostStaging | None,
+    *,
+    backend: Backend,
+    label: str,
+) -> Callable[[], None]:
+    """Make what the backend runs: the collective on the tensor, or on shared memory with copies there and back."""
+    if not tensor_N.numel():
+        return lambda: None
+    if memory is None or memory.views(tensor_N) is not None:
+        return lambda: collective_(tensor_N)
+
+    def finish(outgrown_N: Tensor) -> None:
+        """Wait for operations that may use this scratch memory. Collective, and seldom: scratch doubles."""
+        backend.submit(lambda: None, label="growth of shared memory").wait()
+        if staging is not None:
+            staging.unpin(outgrown_N)
+
+    scratch_N = memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=finish, what=label)
+    if staging is None:
+
+        def by_way_of_scratch() -> None:
+            scratch_N.copy_(tensor_N)
+            collective_(scratch_N)
+            tensor_N.copy_(scratch_N)
+
+        return by_way_of_scratch
+    staging.pin(scratch_N)
+    ready = staging.ready()  # now, as the tensor is written; the other thread waits for it before it reads
+
+    def by_way_of_host() -> None:
+        staging.fetch(scratch_N, tensor_N, ready=ready)
+        collective_(scratch_N)
+        staging.bring_back(tensor_N, scratch_N)
+
+    return by_way_of_host

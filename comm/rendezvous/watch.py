@@ -52,15 +52,14 @@ class Watch:
         control: Control,
         oldest: Callable[[], Pending | None] = lambda: None,
         *,
-        warn_seconds: float,
         ends_job: bool = False,
         say: Callable[[str], None] = tell,
     ) -> None:
         self._control, self._oldest = control, oldest
         self._detector, self._log = control.detector, control.detector.log
-        self._warn_seconds, self._say = warn_seconds, say
+        self._warn_seconds, self._say = control.warn_seconds, say
         # four looks per warn_seconds: answers of others come at most a quarter of it late
-        self._look_seconds = min(limits.LOOK_SECONDS, warn_seconds / 4)
+        self._look_seconds = min(limits.LOOK_SECONDS, control.warn_seconds / 4)
         self._beside = itertools.count(BESIDE_A_QUEUE)
         self._noted: Pending | None = None
         """The last operation in which this rank has said that it waits, at _noted_at."""

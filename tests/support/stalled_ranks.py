@@ -17,14 +17,14 @@ class Rank:
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
         self.pending: Pending | None = None
-        self.control = Control(ALONE, timeout_seconds=60)
+        self.control = Control(ALONE, timeout_seconds=60, warn_seconds=4)
         self.control.timeout_seconds = 8
         job = self.control
         job.rank, job.world_size, job.host = rank, world_size, f"node{rank}"
         job.store = BoundedStore(store, seconds=60)
         store.set(f"bigbatch/host/{rank}", job.host)
         job.detector = FailureDetector(job)
-        self.watch = Watch(job, lambda: self.pending, warn_seconds=4, ends_job=ends_job, say=self.said.append)
+        self.watch = Watch(job, lambda: self.pending, ends_job=ends_job, say=self.said.append)
         self.watch.close()
 
     def waits(self, number: int, *, seconds: float, group: tuple[int, ...] | None = None) -> None:

@@ -99,12 +99,12 @@ def test_watch_thread_ends_the_job_by_itself_when_the_store_is_gone(
     monkeypatch.setattr(watch.os, "_exit", ended.put)
     monkeypatch.setattr(limits, "EXPLAIN_SECONDS", 0.2)
     monkeypatch.setattr(limits, "LINGER_SECONDS", 0.0)
-    job = Control(ALONE, timeout_seconds=60)
+    job = Control(ALONE, timeout_seconds=60, warn_seconds=0.04)
     job.timeout_seconds = 0.2
     lost = StoppedStore() if hangs else GoneStore()
     job.store = BoundedStore(lost, seconds=8)
     pending = Pending(1, "buffer 1", awake_seconds())
-    watched = Watch(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
+    watched = Watch(job, lambda: pending, ends_job=True, say=said.append)
     assert ended.get(timeout=200) == LOST
     if hangs:
         lost.goes_on.set()  # type: ignore[attr-defined]
@@ -121,10 +121,10 @@ from bigbatch.comm.rendezvous.environ import ALONE
 signal.signal(signal.SIGALRM, lambda *_: None)  # which no longer runs
 limits.VERDICT_SECONDS = 0.2
 last_words.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
-job = Control(ALONE, timeout_seconds=60)
+job = Control(ALONE, timeout_seconds=60, warn_seconds=0.04)
 job.timeout_seconds = 0.1
 pending = watch.Pending(1, "buffer 1", watch.awake_seconds())
-watch.Watch(job, lambda: pending, warn_seconds=0.04, ends_job=True)
+watch.Watch(job, lambda: pending, ends_job=True)
 time.sleep(600)
 """
 
@@ -139,9 +139,9 @@ def test_watch_ends_the_job_where_the_flight_recorder_hangs() -> None:
 
 def test_watch_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
     said: list[str] = []
-    job = Control(ALONE, timeout_seconds=60)
+    job = Control(ALONE, timeout_seconds=60, warn_seconds=0.04)
     job.store = BoundedStore(GoneStore(), seconds=8)
-    watched = Watch(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
+    watched = Watch(job, lambda: None, ends_job=True, say=said.append)
     time.sleep(0.1)
     assert all(thread.is_alive() for thread in watched._threads)  # an operation may still come
     watched.close()
