@@ -23,6 +23,9 @@ from bigbatch.trainer.run.owner import Owner, own_claim, succeed, take
 from bigbatch.trainer.training_run import JoinedRank
 from bigbatch.words import count
 
+Entered = tuple[Communicator, dict[str, Any] | None]
+"""A group that this rank has connected, and the state on which its ranks have agreed."""
+
 
 class Ownership:
     """Ownership of the run folder by the first rank of each group of a job, until the block ends."""
@@ -89,47 +92,33 @@ def may_follow(error: PeerLostError) -> bool:
     return error.exit_code == LOST and bool(error.lost_ranks)
 
 
+def group_of(communicator: Communicator) -> Group:
+    """Return the group of a communicator that can lose ranks and take in others."""
+    assert communicator.endpoints is not None
+    return Group(communicator.env, communicator.control, communicator.endpoints)
+
+
 def heal(
-    config: Config, job: JoinedRank, error: PeerLostError, *, kept: dict[str, Any] | None, ownership: Ownership
-) -> Healed:
-    """Form a group of the ranks that are left, and agree on the state to go on from. Collective over these.
-
-    error: how this rank noticed the loss. kept: its copy of the state after its last step; None if it lacks a part.
-    Raises: PeerLostError if this rank is not of the group, or the group cannot share the batch; CommError; ConfigError;
-    RunFolderError.
-    """
-    former = job.communicator
-    assert former.endpoints is not None
-    group = Group(former.env, former.control, former.endpoints)
-    return go_on(config, job, group, kept=kept, ownership=ownership, error=error)
-
-
-@dataclass(frozen=True)
-class Entered:
-    """A group that this rank has connected, and the state on which its ranks have agreed."""
-
-    communicator: Communicator
-    state: dict[str, Any] | None
-
-
-def go_on(
     config: Config,
     job: JoinedRank,
-    group: Group,
+    error: PeerLostError | None = None,
     *,
     kept: dict[str, Any] | None,
     ownership: Ownership,
-    error: PeerLostError | None = None,
+    group: Group | None = None,
     entered: Entered | None = None,
     told: str = "",
     since: float | None = None,
 ) -> Healed:
     """Connect a group, and agree on the state to go on from; after a loss form one of the others. Collective.
 
-    error: a loss that this rank has noticed already. entered: the group, if this rank has entered it already.
-    told: begin of the line for the log; since: as for Healed. Raises: as heal.
+    error: a loss that this rank has noticed already. kept: its copy of the state after its last step; None if it lacks
+    a part. group: None for the job's. entered: what enter() has returned for the group already.
+    told: begin of the line for the log; since: as for Healed.
+    Raises: PeerLostError if this rank is not of the group, or the group cannot share the batch; CommError; ConfigError;
+    RunFolderError.
     """
-    names = list[str]()
+    group, names = group or group_of(job.communicator), list[str]()
     while True:
         if error:
             abort_connection(group.control)
@@ -140,9 +129,9 @@ def go_on(
             except ConfigError as misfit:
                 raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
         try:
-            entered, now = None, entered or enter(config, group, kept=kept, device=job.communicator.device)
-            kept = now.state
-            ownership.succeed(now.communicator.control)
+            communicator, kept = entered or enter(config, group, kept=kept, device=job.communicator.device)
+            entered = None
+            ownership.succeed(communicator.control)
         except PeerLostError as again:  # another loss meanwhile
             if not may_follow(again):
                 raise
@@ -152,27 +141,24 @@ def go_on(
             ranks = count(group.env.world_size, "rank")
             lost = f"lost: {', '.join(names) or 'a connection'}; " if error and (names or not told) else ""
             line = f"{told}{lost}going on {where} with {ranks}"
-            return Healed(replace(job, communicator=now.communicator, env=group.env, tuned=None), kept, line, since)
+            return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), kept, line, since)
 
 
 def enter(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Entered:
-    """Connect a group, and agree on the state to go on from. Collective. Raises: PeerLostError; CommError."""
-    communicator = _join(config, group, device=device)
-    return Entered(communicator, _agree_on_state(kept, communicator))
+    """Connect a group, without measurements or another one's table, and agree on the state to go on from. Collective.
+
+    Raises: PeerLostError; CommError.
+    """
+    comm = replace(config.comm, calibrate="never", table=None)
+    if comm.algorithm == "hybrid":
+        comm = replace(comm, algorithm="auto")
+    communicator, _ = join_job(replace(comparable(config), comm=comm), group.env, group=group, device=device)
+    return communicator, _agree_on_state(kept, communicator)
 
 
 def comparable(config: Config) -> Config:
     """Return the config as ranks of several groups compare it: one that joins does not know of a changed run.resume."""
     return replace(config, run=replace(config.run, resume="auto"))
-
-
-def _join(config: Config, group: Group, *, device: torch.device) -> Communicator:
-    """Connect a group without measurements, and without a table of another one."""
-    comm = replace(config.comm, calibrate="never", table=None)
-    if comm.algorithm == "hybrid":
-        comm = replace(comm, algorithm="auto")
-    communicator, _ = join_job(replace(comparable(config), comm=comm), group.env, group=group, device=device)
-    return communicator
 
 
 def _agree_on_state(kept: dict[str, Any] | None, communicator: Communicator) -> dict[str, Any] | None:

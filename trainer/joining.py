@@ -22,7 +22,6 @@ from bigbatch.comm.rendezvous.joining import (
     let_in,
 )
 from bigbatch.comm.rendezvous.places import release
-from bigbatch.comm.rendezvous.regroup import Group
 from bigbatch.errors import CommError, ConfigError, PeerLostError, UserError
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.input import Images, Split, describe_images, images_of, make_splits
@@ -30,7 +29,7 @@ from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.healing import Entered, Healed, Ownership, comparable, enter, go_on, may_follow
+from bigbatch.trainer.healing import Entered, Healed, Ownership, comparable, enter, group_of, heal, may_follow
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Claim, newest_claim
 from bigbatch.trainer.training_run import JoinedRank, why_not_healing
@@ -54,8 +53,7 @@ def find_waiting(config: Config, communicator: Communicator, facts: Facts) -> li
     """Return the ranks that can join now; none except on the first rank. Not collective."""
     if communicator.rank != 0 or communicator.endpoints is None or config.optimizer.sharded:
         return []
-    group = Group(communicator.env, communicator.control, communicator.endpoints)
-    return find_requests(group, facts, fits=partial(_fits, config))
+    return find_requests(group_of(communicator), facts, fits=partial(_fits, config))
 
 
 def _fits(config: Config, world_size: int) -> bool:
@@ -85,9 +83,8 @@ def take_in(
     weights differed. Raises: as heal.
     """
     communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
-    assert communicator.endpoints is not None
-    former = Group(communicator.env, communicator.control, communicator.endpoints)
-    go = partial(go_on, config, job, kept=kept, ownership=ownership)
+    former = group_of(communicator)
+    go = partial(heal, config, job, kept=kept, ownership=ownership)
     try:
         with former.control.detector.explained("look for ranks that join"):  # the store may be lost
             found = find_waiting(config, communicator, facts)
@@ -100,7 +97,7 @@ def take_in(
     except PeerLostError as lost:
         if not may_follow(lost):
             raise
-        return go(former, error=lost)
+        return go(lost)
     abort_connection(former.control)
     group, names = admitted.group, admitted.told["joined"]
     try:
@@ -112,10 +109,10 @@ def take_in(
         loss.lost_ranks = former_ranks(former, group, loss.lost_ranks)
         if loss.lost_ranks and loss.exit_code != LOST:  # an error of a present rank
             raise
-        return go(former, error=loss, told=f"did not join: {names or 'no rank'}; ")
+        return go(loss, told=f"did not join: {names or 'no rank'}; ")
     if not names:
-        return go(group, entered=entered, told="no rank has joined, as it has ended; ")
-    return go(group, entered=entered, told=f"joined: {names}; ", since=since)
+        return go(group=group, entered=entered, told="no rank has joined, as it has ended; ")
+    return go(group=group, entered=entered, told=f"joined: {names}; ", since=since)
 
 
 @contextmanager
@@ -179,8 +176,8 @@ def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
     told = admitted.told
     ownership.number, since = told["owner"], awake_seconds() - told["waited"]
     line = f"joined: {told['joined']}; "
-    healed = go_on(config, job, admitted.group, kept=None, ownership=ownership, entered=entered, told=line, since=since)
-    return Arrived(healed, splits, told["back_at"])
+    go_on = partial(heal, config, job, kept=None, ownership=ownership, group=admitted.group, entered=entered)
+    return Arrived(go_on(told=line, since=since), splits, told["back_at"])
 
 
 def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Entered]:

@@ -1,7 +1,6 @@
 """Control channel: rendezvous, exchange of short texts, and failure detection, beside the data transport."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -25,21 +24,13 @@ _connections = 0
 """Number of Controls that this process has made: each has its own prefix for keys."""
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The store of a group that this process has joined already, and the rank that holds it."""
-
-    store: KeyValue
-    holder: int
-
-
 class Control:
     """Exchanges short texts between the ranks through a key-value store, and finds lost ranks.
 
     Collective: every rank constructs its Controls in the same order. Independent of the backend, so it still works
     when that fails. timeout_seconds: limit of every wait and of each request to the store. meeting_seconds (None: the
     same): limit of the wait for all ranks to start; late ones are named after warn_seconds. joined: the store of a
-    group that has formed after a loss.
+    group that has formed after a loss, and the rank that holds it.
     Raises: CommError if the ranks cannot meet.
     """
 
@@ -51,7 +42,7 @@ class Control:
         meeting_seconds: float | None = None,
         warn_seconds: float = WARN_SECONDS,
         interface: str | None = None,
-        joined: Joined | None = None,
+        joined: tuple[KeyValue, int] | None = None,
     ) -> None:
         global _connections
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
@@ -59,6 +50,7 @@ class Control:
         self.meeting_seconds = timeout_seconds if meeting_seconds is None else meeting_seconds
         self.warn_seconds = warn_seconds
         self.library = "control"
+        """The transport, in errors."""
         if joined is None:
             # all ranks make theirs in the same order, so equal numbers mean the same one
             _connections += 1
@@ -71,7 +63,7 @@ class Control:
                 interface=interface,
             )
         else:
-            self.store, self.holder, met = joined.store, f"rank {joined.holder}", env
+            self.store, self.holder, met = joined[0], f"rank {joined[1]}", env
         self.master, self.secret = met.master, met.secret
         self._texts = 0
         self._hosts: dict[int, str] = {}

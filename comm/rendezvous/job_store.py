@@ -135,7 +135,7 @@ class JobStore(Store):
         """deadline: when all requests are over; awake_seconds(). numbers: under which each rank has connected, if not
         its own: of a group after a loss. tail() then leaves out all others."""
         super().__init__()
-        self.connections, self.prefix, self._seconds = connections, prefix, seconds
+        self.connections, self.prefix, self.seconds = connections, prefix, seconds
         self._deadline, self._is_for_torch = deadline, is_for_torch
         self.numbers = numbers
 
@@ -146,13 +146,13 @@ class JobStore(Store):
         In Python, although NCCL's threads ask it: of torch's stores in C++, TCPStore listens without authentication,
         FileStore needs a shared disk, and the others do not see other ranks.
         """
-        made = JobStore(self.connections, self.prefix, seconds=self._seconds, is_for_torch=True)
+        made = JobStore(self.connections, self.prefix, seconds=self.seconds, is_for_torch=True)
         _of_torch.append(made)
         return made
 
     def within(self, seconds: float) -> "JobStore":
         deadline = min(self._deadline, awake_seconds() + seconds)
-        return JobStore(self.connections, self.prefix, seconds=self._seconds, deadline=deadline, numbers=self.numbers)
+        return JobStore(self.connections, self.prefix, seconds=self.seconds, deadline=deadline, numbers=self.numbers)
 
     def set(self, key: str, value: Text) -> None:
         self._ask("set", self._name(key), value)
@@ -205,7 +205,7 @@ class JobStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises: RuntimeError after the time limit, with "timed out" as in torch's message."""
-        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        seconds = self.seconds if timeout is None else timeout.total_seconds()
         if not self._wait(keys, seconds):
             raise RuntimeError(f"wait for {', '.join(keys)} timed out after {seconds:g} s")
 
@@ -227,7 +227,7 @@ class JobStore(Store):
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _ask(self, name: str, *parts: Text, waits: float = 0.0) -> bytes:
-        limit = INFINITE if self._is_for_torch else self._seconds + waits
+        limit = INFINITE if self._is_for_torch else self.seconds + waits
         # a socket's timeout of 0 would mean non-blocking
         return self.connections.ask(name, *parts, seconds=min(limit, max(0.001, self._deadline - awake_seconds())))
 

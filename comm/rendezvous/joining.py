@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bigbatch.comm.rendezvous.control import Control, Joined
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.limits import PEER_CHECK_SECONDS
@@ -23,8 +23,8 @@ from bigbatch.comm.rendezvous.regroup import (
     Endpoints,
     Group,
     bind_endpoint,
+    form_group,
     holder_of,
-    place_in,
     prefix_after,
 )
 from bigbatch.errors import CommError, PeerLostError
@@ -92,9 +92,9 @@ def ask_to_join(
         answer = json.loads(requests.get(f"answer/{number}"))
         if why := answer.get("refused"):
             raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks go on without it")
-        limits = timeout_seconds, warn_seconds
         env = replace(env, master=store)
-        return Admitted(_form(answer, env, connections, number=number, bound=bound, limits=limits), answer["told"])
+        formed = _form(answer, env, requests, number=number, bound=bound, warn_seconds=warn_seconds)
+        return Admitted(formed, answer["told"])
     except BaseException:
         connections.close()  # a request whose process seems to live would be answered
         if bound:
@@ -200,9 +200,9 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
     text = _all_or_none(control, text, what="agreement on the ranks that join")
     if env.rank == 0 and found:
         _requests(control).multi_set([f"answer/{each.number}" for each in found], [text] * len(found))
-    limits, number = (control.timeout_seconds, control.warn_seconds), store.numbers[env.rank]
-    env, answer = replace(env, secret=control.secret, master=control.master), json.loads(text)
-    formed = _form(answer, env, store.connections, number=number, bound=endpoints.socket, limits=limits)
+    number, bound, answer = store.numbers[env.rank], endpoints.socket, json.loads(text)
+    env = replace(env, secret=control.secret, master=control.master)
+    formed = _form(answer, env, store, number=number, bound=bound, warn_seconds=control.warn_seconds)
     return Admitted(formed, answer["told"])
 
 
@@ -257,20 +257,14 @@ def _requests(control: Control) -> JobStore:
 def _form(
     answer: Mapping[str, Any],
     env: ProcessEnv,
-    connections: StoreConnections,
+    former: JobStore,
     *,
     number: int,
     bound: socket.socket,
-    limits: tuple[float, float],
+    warn_seconds: float,
 ) -> Group:
-    """Return the group of an answer.
-
-    env.master: where others reach the store. number: of this rank. limits: timeout_seconds and warn_seconds.
-    """
-    endpoints, numbers = [Endpoint(**each) for each in answer["seats"]], list(map(int, answer["numbers"]))
+    """Return the group of an answer. env.master: where others reach the store. number: of this rank."""
+    endpoints, numbers = tuple(Endpoint(**each) for each in answer["seats"]), list(map(int, answer["numbers"]))
     env = replace(env, rank=numbers.index(number), former_rank=env.launched_as)
-    env = place_in(env, endpoints, range(len(endpoints)), master=env.master, secret=env.secret)
-    store = JobStore(connections, answer["prefix"], seconds=limits[0], numbers=numbers)
-    joined = Joined(store, answer["holder"])
-    control = Control(env, timeout_seconds=limits[0], warn_seconds=limits[1], joined=joined)
-    return Group(env, control, Endpoints(tuple(endpoints), bound))
+    store = JobStore(former.connections, answer["prefix"], seconds=former.seconds, numbers=numbers)
+    return form_group(env, Endpoints(endpoints, bound), store, holder=answer["holder"], warn_seconds=warn_seconds)

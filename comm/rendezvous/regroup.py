@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from bigbatch.awake import awake_seconds
 from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
-from bigbatch.comm.rendezvous.control import Control, Joined
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
 from bigbatch.comm.rendezvous.secret import StrangerError
@@ -139,14 +139,12 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
         raise excluded(env, frozenset(range(env.world_size)).difference(members))
     # ranks that disagree about the members never meet
     prefix = prefix_after(store.prefix, ">", members)
-    joined = Joined(
-        JobStore(connections, prefix, seconds=control.timeout_seconds, numbers=numbers), members.index(first)
-    )
-    place = place_in(env, endpoints.all, members, master=master, secret=control.secret)
-    return Group(
-        place,
-        Control(place, timeout_seconds=control.timeout_seconds, warn_seconds=control.warn_seconds, joined=joined),
+    return form_group(
+        replace(env, rank=members.index(rank), master=master, secret=control.secret, former_rank=env.launched_as),
         replace(endpoints, all=tuple(endpoints.all[each] for each in members)),
+        JobStore(connections, prefix, seconds=control.timeout_seconds, numbers=numbers),
+        holder=members.index(first),
+        warn_seconds=control.warn_seconds,
     )
 
 
@@ -155,26 +153,13 @@ def prefix_after(former: str, change: str, ranks: Sequence[int]) -> str:
     return hashlib.sha256(f"{former}{change}{','.join(map(str, ranks))}".encode()).hexdigest()[:32]
 
 
-def place_in(
-    env: ProcessEnv,
-    endpoints: Sequence[Endpoint],
-    members: Sequence[int],
-    *,
-    master: tuple[str, int] | None,
-    secret: bytes,
-) -> ProcessEnv:
-    """Return the environment of a rank in the group of these members of its former group; endpoints: of that one."""
-    here = [each for each in members if endpoints[each].machine == endpoints[env.rank].machine]
-    return replace(
-        env,
-        rank=members.index(env.rank),
-        former_rank=env.launched_as,
-        world_size=len(members),
-        local_rank=here.index(env.rank),
-        local_size=len(here),
-        master=master,
-        secret=secret,
-    )
+def form_group(env: ProcessEnv, endpoints: Endpoints, store: JobStore, *, holder: int, warn_seconds: float) -> Group:
+    """Return the group of these endpoints. env: with this process's rank in it, and address and secret of its store."""
+    machine = endpoints.all[env.rank].machine
+    here = [rank for rank, each in enumerate(endpoints.all) if each.machine == machine]
+    env = replace(env, world_size=len(endpoints.all), local_rank=here.index(env.rank), local_size=len(here))
+    control = Control(env, timeout_seconds=store.seconds, warn_seconds=warn_seconds, joined=(store, holder))
+    return Group(env, control, endpoints)
 
 
 def excluded(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:

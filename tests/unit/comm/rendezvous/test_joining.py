@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,13 +10,10 @@ from pathlib import Path
 
 import pytest
 from error_texts import naming
+from thread_groups import PUBLISHED, SECRET, env_of, gather, groups_of
 
-from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous import joining as joining_module
-from bigbatch.comm.rendezvous import regroup as regroup_module
-from bigbatch.comm.rendezvous.control import Control, Joined
-from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.joining import (
     FIRST_NUMBER,
     REQUESTS,
@@ -28,17 +24,10 @@ from bigbatch.comm.rendezvous.joining import (
     leave_former_group,
     let_in,
 )
-from bigbatch.comm.rendezvous.regroup import Endpoint, Endpoints, Group, regroup
+from bigbatch.comm.rendezvous.regroup import Group, regroup
 from bigbatch.errors import CommError, PeerLostError
 
-SECRET = b"of this test"
-PUBLISHED = ("127.0.0.1", 1)
-"""Address of the store for other hosts, by which nothing connects here."""
 FACTS = {"release": "bigbatch 1", "config": "run:\n  seed: 1"}
-
-
-def env_of(rank: int, world_size: int) -> ProcessEnv:
-    return ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", PUBLISHED, secret=SECRET)
 
 
 class Job:
@@ -49,29 +38,9 @@ class Job:
 
     def __init__(self, pool: ThreadPoolExecutor, left: Sequence[int] = (0, 1, 3)) -> None:
         self._pool = pool
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.connections = hold_store(listener, SECRET, world_size=4, timeout_seconds=60)
-        sockets = [regroup_module._bind("127.0.0.1", 0) for _ in range(4)]
-        born = start_ticks(os.getpid()) or 0
-        endpoints = tuple(
-            Endpoint(
-                "here",
-                "here",
-                "127.0.0.1",
-                each.getsockname()[1],
-                own_kernel(),
-                os.getpid(),
-                born - (rank not in left),
-                rank,
-            )
-            for rank, each in enumerate(sockets)
-        )
-        groups = []
-        for rank in left:
-            joined = Joined(JobStore(self.connections, "job", seconds=60, numbers=range(4)), left[0])
-            control = Control(env_of(rank, 4), timeout_seconds=60, joined=joined)
-            groups.append(Group(env_of(rank, 4), control, Endpoints(endpoints, sockets[rank])))
-        self.groups = list(pool.map(lambda group: regroup(group, frozenset(range(4)).difference(left)), groups))
+        ended = frozenset(range(4)).difference(left)
+        self.connections, groups = groups_of(4, ended=ended, ranks=left, holder=left[0])
+        self.groups = list(pool.map(lambda group: regroup(group, ended), groups))
 
     def ask(
         self, rank: int, facts: Mapping[str, str] = FACTS, *, is_current: Callable[[], bool] = lambda: True
@@ -100,11 +69,6 @@ class Job:
 @pytest.fixture
 def job() -> Job:
     return Job(ThreadPoolExecutor(8))
-
-
-def gather(groups: list[Group]) -> list[list[str]]:
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(lambda group: group.control.gather_text(f"of {group.env.rank}"), groups))
 
 
 def test_rank_that_joins_has_its_old_number_in_a_group_that_can_lose_ranks_again(job: Job) -> None:

@@ -4,40 +4,34 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from error_texts import naming
+from thread_groups import env_of, gather, groups_of
 
 from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous import regroup as module
-from bigbatch.comm.rendezvous.control import Control, Joined
-from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
+from bigbatch.comm.rendezvous.job_store import StoreConnections
 from bigbatch.comm.rendezvous.regroup import (
     Endpoint,
     Endpoints,
     Group,
+    form_group,
     has_quorum,
     order_of_holders,
-    place_in,
     regroup,
 )
 from bigbatch.errors import PeerLostError
 
-SECRET = b"of this test"
-
 
 def endpoint(host: str, *, machine: str = "", port: int = 1, kernel: str = "", born: int | None = 0) -> Endpoint:
     return Endpoint(host, machine or host, "127.0.0.1", port, kernel, os.getpid(), born, 0)
-
-
-def env_of(rank: int, world_size: int) -> ProcessEnv:
-    return ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 1), secret=SECRET)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +64,12 @@ def test_of_two_groups_that_do_not_see_each_other_one_goes_on(num_ranks: int) ->
             assert sum(go_on) == 1, fates
 
 
-def test_ranks_keep_their_order_and_count_their_machine_anew() -> None:
-    """Hosts that a machine plays are one for its local ranks, which choose a GPU."""
-    endpoints = [
-        endpoint("n0", machine="x"),
-        endpoint("n1", machine="x"),
-        endpoint("n2", machine="y"),
-        endpoint("n3", machine="y"),
-    ]
-    placed = place_in(env_of(3, 4), endpoints, [1, 2, 3], master=("there", 5), secret=b"s")
-    assert (placed.rank, placed.world_size, placed.local_rank, placed.local_size) == (2, 3, 1, 2)
-    assert (placed.master, placed.secret, placed.launcher) == (("there", 5), b"s", "torchrun")
+def test_ranks_of_hosts_that_a_machine_plays_count_as_local_ranks_of_it() -> None:
+    """They choose a GPU."""
+    hosts = [endpoint("n1", machine="x"), endpoint("n2", machine="y"), endpoint("n3", machine="y")]
+    store: Any = SimpleNamespace(seconds=60, set=lambda key, value: None)
+    group = form_group(env_of(2, 4), Endpoints(tuple(hosts), socket.socket()), store, holder=0, warn_seconds=1)
+    assert (group.env.rank, group.env.world_size, group.env.local_rank, group.env.local_size) == (2, 3, 1, 2)
 
 
 def test_process_is_known_to_have_ended_on_its_own_kernel_alone() -> None:
@@ -94,20 +83,8 @@ def test_process_is_known_to_have_ended_on_its_own_kernel_alone() -> None:
 class Job:
     """Ranks as threads, each with its own connection to one store; ended: ranks whose processes have ended."""
 
-    def __init__(self, num_ranks: int, *, ended: frozenset[int]) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.connections = hold_store(listener, SECRET, world_size=num_ranks, timeout_seconds=60)
-        sockets = [module._bind("127.0.0.1", 0) for _ in range(num_ranks)]
-        born = start_ticks(os.getpid()) or 0
-        endpoints = tuple(
-            endpoint("here", port=each.getsockname()[1], kernel=own_kernel(), born=born - (rank in ended))
-            for rank, each in enumerate(sockets)
-        )
-        self.groups = []
-        for rank in range(num_ranks):
-            joined = Joined(JobStore(self.connections, "job", seconds=60), 0)
-            control = Control(env_of(rank, num_ranks), timeout_seconds=60, joined=joined)
-            self.groups.append(Group(env_of(rank, num_ranks), control, Endpoints(endpoints, sockets[rank])))
+    def __init__(self, num_ranks: int, *, ended: Collection[int] = ()) -> None:
+        self.connections, self.groups = groups_of(num_ranks, ended=ended)
 
     def after(self, lost: dict[int, set[int]]) -> dict[int, Group | PeerLostError]:
         """What each of the ranks comes to that calls these lost."""
@@ -122,44 +99,42 @@ class Job:
             return dict(zip(lost, pool.map(one, lost), strict=True))
 
 
-def gather(groups: list[Group]) -> list[list[str]]:
-    with ThreadPoolExecutor(len(groups)) as pool:
-        tell: Callable[[Group], list[str]] = lambda group: group.control.gather_text(f"of {group.env.rank}")  # noqa: E731
-        return list(pool.map(tell, groups))
+def formed(results: dict[int, Group | PeerLostError]) -> list[Group]:
+    """The groups of the ranks that go on."""
+    return [group for group in results.values() if isinstance(group, Group)]
 
 
 def test_ranks_whose_store_lives_go_on_there() -> None:
-    job = Job(4, ended=frozenset({2}))
-    groups = job.after({rank: {2} for rank in (0, 1, 3)})
-    assert [group.env.rank for group in groups.values() if isinstance(group, Group)] == [0, 1, 2]
-    assert gather([group for group in groups.values() if isinstance(group, Group)]) == [["of 0", "of 1", "of 2"]] * 3
-    assert {group.control.holder for group in groups.values() if isinstance(group, Group)} == {"rank 0"}
+    job = Job(4, ended={2})
+    members = formed(job.after({rank: {2} for rank in (0, 1, 3)}))
+    assert [group.env.rank for group in members] == [0, 1, 2]
+    assert gather(members) == [["of 0", "of 1", "of 2"]] * 3
+    assert {group.control.holder for group in members} == {"rank 0"}
 
 
 def test_ranks_whose_store_is_lost_meet_at_the_next_and_miss_who_has_ended() -> None:
     """Rank 1 has ended with rank 0, unnoticed; rank 2 opens the store, and a second loss finds it there."""
-    job = Job(5, ended=frozenset({0, 1}))
-    groups = job.after({rank: {0} for rank in (2, 3, 4)})
-    found = [group for group in groups.values() if isinstance(group, Group)]
-    assert [group.env.rank for group in found] == [0, 1, 2]
-    assert [group.control.store.connections._rank for group in found] == [2, 3, 4]  # type: ignore[union-attr]
-    assert {group.control.holder for group in found} == {"rank 0"}
-    assert gather(found) == [["of 0", "of 1", "of 2"]] * 3
+    job = Job(5, ended={0, 1})
+    members = formed(job.after({rank: {0} for rank in (2, 3, 4)}))
+    assert [group.env.rank for group in members] == [0, 1, 2]
+    assert [group.control.store.connections._rank for group in members] == [2, 3, 4]  # type: ignore[union-attr]
+    assert {group.control.holder for group in members} == {"rank 0"}
+    assert gather(members) == [["of 0", "of 1", "of 2"]] * 3
     with ThreadPoolExecutor(2) as pool:
-        again = list(pool.map(lambda group: regroup(group, frozenset({1})), (found[0], found[2])))
+        again = list(pool.map(lambda group: regroup(group, frozenset({1})), (members[0], members[2])))
     assert gather(again) == [["of 0", "of 1"]] * 2
 
 
 def test_holder_that_has_lost_its_store_alone_is_taken_in() -> None:
     """The store is a process of its own."""
-    groups = Job(3, ended=frozenset()).after({rank: {0} for rank in range(3)})
-    assert [group.env.rank for group in groups.values() if isinstance(group, Group)] == [0, 1, 2]
+    members = formed(Job(3).after({rank: {0} for rank in range(3)}))
+    assert [group.env.rank for group in members] == [0, 1, 2]
 
 
 def test_holder_in_a_long_step_is_waited_for_after_the_end_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """It notices the loss at its next sum."""
     monkeypatch.setattr(module, "HOLDER_SECONDS", 0.0)
-    job = Job(2, ended=frozenset())
+    job = Job(2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         job.connections.port = closed.getsockname()[1]
     take, opened = module.hold_store, Event()
@@ -175,19 +150,16 @@ def test_holder_in_a_long_step_is_waited_for_after_the_end_of_its_store(monkeypa
         assert opened.wait(60)
         time.sleep(10 * module.LOOK_SECONDS)
         found = job.after({0: {0}}) | other.result()
-    assert [group.env.rank for group in found.values() if isinstance(group, Group)] == [0, 1]
+    assert [group.env.rank for group in formed(found)] == [0, 1]
 
 
-def test_rank_without_which_the_others_go_on_is_told() -> None:
+def test_rank_without_which_the_others_go_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict tells it, or, if it was the holder, the list of members in the next store."""
-    job = Job(3, ended=frozenset())
+    job = Job(3)
     assert isinstance(job.after({1: {1}})[1], PeerLostError)
-    module_seconds = module.HOLDER_SECONDS
-    module.HOLDER_SECONDS = 0.0
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "HOLDER_SECONDS", 0.0)
         groups = job.after({1: {0}, 2: {0}})
-    finally:
-        module.HOLDER_SECONDS = module_seconds
     assert isinstance(groups[1], Group)
     with pytest.raises(PeerLostError, match=naming("rank 0 on here", "go on without it")):
         raise job.after({0: {0}})[0]  # type: ignore[misc]
@@ -196,11 +168,11 @@ def test_rank_without_which_the_others_go_on_is_told() -> None:
 def test_ranks_that_may_be_the_smaller_group_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder, cut off with its store, and one that was cut off from it; processes that have ended do not count."""
     monkeypatch.setattr(module, "HOLDER_SECONDS", 0.0)
-    for job, rank, lost in ((Job(3, ended=frozenset()), 0, {1, 2}), (Job(2, ended=frozenset()), 1, {0})):
+    for job, rank, lost in ((Job(3), 0, {1, 2}), (Job(2), 1, {0})):
         with pytest.raises(PeerLostError, match=naming(f"rank {rank} on here reaches too few of the")) as caught:
             raise job.after({rank: lost})[rank]  # type: ignore[misc]
         assert not caught.value.lost_ranks
-    for job, rank, lost in ((Job(3, ended=frozenset({1, 2})), 0, {1, 2}), (Job(2, ended=frozenset({0})), 1, {0})):
+    for job, rank, lost in ((Job(3, ended={1, 2}), 0, {1, 2}), (Job(2, ended={0}), 1, {0})):
         assert isinstance(job.after({rank: lost})[rank], Group)
 
 
@@ -211,7 +183,7 @@ def test_host_that_refuses_connections_to_its_store_shows_that_the_holder_has_en
     monkeypatch.setattr(module, "HOLDER_SECONDS", 0.0)
     came_to = []
     for is_closed in (False, True):
-        job = Job(2, ended=frozenset({0}))
+        job = Job(2, ended={0})
         group = job.groups[1]
         unseen = replace(group.endpoints.all[0], kernel="another")
         job.groups[1] = replace(group, endpoints=replace(group.endpoints, all=(unseen, group.endpoints.all[1])))
@@ -224,7 +196,7 @@ def test_host_that_refuses_connections_to_its_store_shows_that_the_holder_has_en
 
 def test_loss_of_the_next_store_is_told_by_the_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder ends after it has published the members: they are a group, which forms another one."""
-    job = Job(3, ended=frozenset({2}))
+    job = Job(3, ended={2})
     ask = StoreConnections.ask
 
     def fail(connections: StoreConnections, name: str, *parts: str | bytes, seconds: float = 0.0) -> bytes:

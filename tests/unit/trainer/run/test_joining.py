@@ -123,7 +123,7 @@ def test_return_to_a_checkpoint_makes_no_other_config() -> None:
 
 
 class Calls:
-    """take_in() of rank 1 of two, in which the calls of these names fail; went_on: its calls of go_on()."""
+    """take_in() of rank 1 of two, in which the calls of these names fail; went_on: its calls of heal()."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
         self.went_on: list[tuple[Any, dict[str, Any]]] = []
@@ -144,8 +144,7 @@ class Calls:
             monkeypatch.setattr(joining, name, call(name))
         monkeypatch.setattr(joining, "former_ranks", lambda former, group, ranks: ranks - {2})
         monkeypatch.setattr(joining, "find_waiting", lambda *arguments: [])
-        go_on = lambda config, job, group, **options: self.went_on.append((group, options))  # noqa: E731
-        monkeypatch.setattr(joining, "go_on", go_on)
+        monkeypatch.setattr(joining, "heal", lambda config, job, error=None, **how: self.went_on.append((error, how)))
         self.control = alone()
 
     def take_in(self) -> None:
@@ -166,8 +165,9 @@ def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:
 def test_rank_joins_once_all_have_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     calls.take_in()
-    ((group, given),) = calls.went_on
-    assert (group.control, given["entered"], given["told"]) == ("of the new group", "entered", "joined: rank 2 on n1; ")
+    ((_, given),) = calls.went_on
+    assert (given["group"].control, given["entered"]) == ("of the new group", "entered")
+    assert given["told"] == "joined: rank 2 on n1; "
 
 
 @pytest.mark.parametrize(("joins", "closed"), [(1, ["closed"]), (3, [])])
@@ -198,8 +198,8 @@ def test_former_group_goes_on_after_a_loss_before_all_have_the_state(
 ) -> None:
     calls = Calls(monkeypatch, **{failing: error})
     calls.take_in()
-    ((group, given),) = calls.went_on
-    assert (group.control, given["error"].lost_ranks, given.get("told")) == (calls.control, others, told)
+    ((loss, given),) = calls.went_on
+    assert (given.get("group"), loss.lost_ranks, given.get("told")) == (None, others, told)
     assert not given.get("since")
 
 
@@ -224,8 +224,8 @@ def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monke
     monkeypatch.setattr(joining, "find_waiting", fail)
     monkeypatch.setattr(calls.control.detector, "explain", lambda what, seconds, error: lost(0))
     calls.take_in()
-    ((group, given),) = calls.went_on
-    assert (group.control, given["error"].lost_ranks) == (calls.control, {0})
+    ((loss, given),) = calls.went_on
+    assert (given.get("group"), loss.lost_ranks) == (None, {0})
 
 
 @pytest.mark.parametrize("num_losses", [1, joining.MOST_ATTEMPTS])
@@ -249,7 +249,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
         "stage_data": lambda config, alone: (config, None),
         "make_splits": lambda config, alone: splits,
         "abort_connection": lambda control: None,
-        "go_on": lambda *arguments, **options: options["entered"],
+        "heal": lambda *arguments, **options: options["entered"],
     }.items():
         monkeypatch.setattr(joining, name, value)
     communicator: Any = nullcontext()
