@@ -41,7 +41,6 @@ class Parting:
     """Places of images, if both runs state them."""
 
     def __str__(self) -> str:
-        """Return it as one line."""
         equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
         if self.phase == "pictures":
             return f"step {self.step}: the images of the global batch differ{self.places or ''}"
@@ -86,7 +85,6 @@ class Places:
     """Positions in the split of the images at all places, for each run."""
 
     def __str__(self) -> str:
-        """Return it as the end of a sentence."""
         first = self.odd[0]
         one, other = (positions[first] for positions in self.positions)
         what = f"image {one} of the split in both" if one == other else f"images {one} and {other} of the split"
@@ -94,7 +92,6 @@ class Places:
 
     @property
     def cause(self) -> str:
-        """Return the likely cause."""
         ours, theirs = self.positions
         if all(ours[place] == theirs[place] for place in self.odd):
             return OTHER_CONTENT

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from threading import Lock, Thread
 
@@ -32,13 +32,6 @@ class LateError(Exception):
         self.pending = pending
 
 
-@dataclass(frozen=True)
-class _Job:
-    future: "futures.Future[None]"
-    operation: Callable[[], None]
-    label: str
-
-
 class ThreadQueue:
     """Runs operations one after another on a separate thread (host tensors; collectives that block).
 
@@ -57,7 +50,7 @@ class ThreadQueue:
         """Limit of a wait, which then raises LateError; None: while_waiting's alone."""
         self._under_way: deque[Pending] = deque()
         self.is_closed = False
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[futures.Future[None], Callable[[], None], str] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
         self._thread.start()
 
@@ -69,7 +62,7 @@ class ThreadQueue:
         self.number += 1
         pending = Pending(self.number, label, awake_seconds(), ranks)
         self._under_way.append(pending)
-        self._jobs.put(_Job(future, operation, label))
+        self._jobs.put((future, operation, label))
 
         def wait() -> None:
             start = awake_seconds()
@@ -86,12 +79,13 @@ class ThreadQueue:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            future, operation, label = job
             self._under_way[0] = replace(self._under_way[0], since=awake_seconds())
             try:
-                self._run(job.operation, job.label)
-                job.future.set_result(None)
+                self._run(operation, label)
+                future.set_result(None)
             except Exception as error:  # raised again by wait()
-                job.future.set_exception(error)
+                future.set_exception(error)
             self._under_way.popleft()
 
     def oldest(self) -> Pending | None:

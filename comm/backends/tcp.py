@@ -30,16 +30,13 @@ class TcpBackend:
         self.world_size = env.world_size
         self.world = Group(tuple(range(env.world_size)))
         self._control = control
-        self._label = "connection"
-        self._make_links = partial(
-            Links,
-            env,
-            control,
-            interface=interface,
-            while_waiting=lambda seconds: control.detector.give_up(self._label, seconds),
-        )
+        self._make_links = partial(Links, env, control, interface=interface, while_waiting=self._give_up)
         self._links = self._make_links()
         self._queue = ThreadQueue(self._explain, while_waiting=control.detector.check_peers)
+
+    def _give_up(self, seconds: float) -> None:
+        pending = self.oldest()
+        self._control.detector.give_up(pending.label if pending else "connection", seconds)
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -51,7 +48,6 @@ class TcpBackend:
         return self._queue.number
 
     def restart(self, *, num_missed: int) -> None:
-        """Connect again; see Restartable."""
         links, queue = self._links, self._queue
 
         def end() -> None:
@@ -144,12 +140,7 @@ class TcpBackend:
         return self._links.received_bytes()
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-
-        def labelled() -> None:
-            self._label = label
-            operation()
-
-        return self._queue.submit(labelled, label=label, ranks=ranks)
+        return self._queue.submit(operation, label=label, ranks=ranks)
 
     def close(self) -> None:
         if self._queue.is_closed:

@@ -101,15 +101,12 @@ class BoundedStore:
         return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline, turn=self._turn)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
         self._ask(lambda: self.torch_store.set(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Return the value of an existing key."""
         return self._ask(lambda: self.torch_store.get(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these keys exist."""
         return self._ask(lambda: self.torch_store.check(list(keys)))
 
     def add(self, key: str, count: int) -> int:
@@ -117,7 +114,6 @@ class BoundedStore:
         return self._ask(lambda: self.torch_store.add(key, count))
 
     def append(self, key: str, value: str) -> None:
-        """Append to the value of a key, "" if missing."""
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
 
     def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> News:

@@ -170,11 +170,9 @@ class Control:
                     raise late_error()
 
     def has_met(self, rank: int) -> bool:
-        """Return whether a rank has come to the rendezvous."""
         return bool(self.store.check([f"{HOST}/{rank}"]))
 
     def host_of(self, rank: int) -> str:
-        """Return a rank's host."""
         if rank not in self._hosts and self.has_met(rank):
             self._hosts[rank] = self.store.get(f"{HOST}/{rank}").decode()
         return self._hosts.get(rank, "a host that has not met")

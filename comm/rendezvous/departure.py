@@ -65,7 +65,6 @@ class Departure:
 
     @property
     def is_known(self) -> bool:
-        """Return whether this rank has read the answer."""
         return self._answer is not None
 
     def is_agreed(self) -> bool:

@@ -52,7 +52,6 @@ class FailureDetector:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether this rank waits for others beside the queue of operations."""
         return bool(self._waiting)
 
     @contextmanager
@@ -216,5 +215,4 @@ class FailureDetector:
 
 
 def late_error() -> TimeoutError:
-    """Return the cause of a wait that reached its limit."""
     return TimeoutError("some rank has not come to it")

@@ -85,7 +85,6 @@ class JobState:
         return self.gone - self.ended - self.crashed
 
     def left_before(self, number: int) -> list[int]:
-        """Return the ranks that do not come to the operation of this number."""
         return sorted(rank for rank, num_begun in self.left.items() if num_begun < number)
 
     @property
@@ -96,7 +95,6 @@ class JobState:
         return newest.ranks - newest.waiting if newest else NONE
 
     def stall(self, number: int) -> Stall | None:
-        """Return the stall of the operation of this number."""
         return next((each for each in self.stalls if each.number == number), None)
 
     def needs_no_store(self, now: float) -> bool:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.limits import PEER_CHECK_SECONDS
@@ -57,8 +56,7 @@ class Admitted:
 
     def leave(self) -> None:
         """Let the store see that this process has left the group."""
-        assert isinstance(self.group.control.store, JobStore)
-        self.group.control.store.connections.close()
+        self.group.store.connections.close()
         self.group.endpoints.socket.close()
 
 
@@ -109,8 +107,7 @@ def find_requests(
 
     facts: called if a rank asks. fits: returns whether so many ranks can share the batch; if not, all wait for more.
     """
-    assert isinstance(group.control.store, JobStore)
-    requests = _requests(group.control)
+    requests = _requests(group)
     found: list[Request] = []
     taken = {endpoint.rank for endpoint in group.endpoints.all}  # the loss of its former process may not be known yet
     for number, asked in reversed(_read_requests(requests)):  # a rank's newest request counts
@@ -182,8 +179,7 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
     Raises: PeerLostError, and then on all ranks that are left: no rank is in the new group.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
-    store = control.store
-    assert isinstance(store, JobStore)
+    store = group.store
     assert store.numbers is not None
     text = ""
     if env.rank == 0:
@@ -197,9 +193,9 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
             "told": dict(told),
         }
         text = json.dumps(answer)
-    text = _all_or_none(control, text, what="agreement on the ranks that join")
+    text = _all_or_none(group, text, what="agreement on the ranks that join")
     if env.rank == 0 and found:
-        _requests(control).multi_set([f"answer/{each.number}" for each in found], [text] * len(found))
+        _requests(group).multi_set([f"answer/{each.number}" for each in found], [text] * len(found))
     number, bound, answer = store.numbers[env.rank], endpoints.socket, json.loads(text)
     env = replace(env, secret=control.secret, master=control.master)
     formed = _form(answer, env, store, number=number, bound=bound, warn_seconds=control.warn_seconds)
@@ -211,7 +207,7 @@ def leave_former_group(group: Group) -> None:
 
     Raises: PeerLostError, and then on all ranks that are left, unless the store is lost while they read the answer.
     """
-    _all_or_none(group.control, what="agreement to leave the former group")
+    _all_or_none(group, what="agreement to leave the former group")
 
 
 def former_ranks(former: Group, group: Group, ranks: Collection[int]) -> frozenset[int]:
@@ -223,14 +219,14 @@ def former_ranks(former: Group, group: Group, ranks: Collection[int]) -> frozens
     return frozenset(rank for rank, endpoint in enumerate(former.endpoints.all) if endpoint in endpoints)
 
 
-def _all_or_none(control: Control, text: str = "", *, what: str) -> str:
+def _all_or_none(group: Group, text: str = "", *, what: str) -> str:
     """Return rank 0's text on all ranks once all have come, or raise PeerLostError on all that are left. Collective.
 
     The first value of one key decides, so ranks that find another one lost cannot be of another opinion. If the store
     is lost, a rank that has not read that value raises.
     """
-    store, key = control.store, f"{control.next_key()}/decision"
-    assert isinstance(store, JobStore)
+    control, store = group.control, group.store
+    key = f"{control.next_key()}/decision"
     try:
         control.collect_text("", what=what)
         with control.detector.explained(what):
@@ -249,9 +245,8 @@ def _all_or_none(control: Control, text: str = "", *, what: str) -> str:
     return decision.removeprefix(_GO)
 
 
-def _requests(control: Control) -> JobStore:
-    assert isinstance(control.store, JobStore)
-    return JobStore(control.store.connections, REQUESTS, seconds=control.timeout_seconds)
+def _requests(group: Group) -> JobStore:
+    return JobStore(group.store.connections, REQUESTS, seconds=group.control.timeout_seconds)
 
 
 def _form(

@@ -70,6 +70,12 @@ class Group:
     control: Control
     endpoints: Endpoints
 
+    @property
+    def store(self) -> JobStore:
+        """Return its store, which every group that can change has."""
+        assert isinstance(self.control.store, JobStore)
+        return self.control.store
+
 
 def exchange_endpoints(env: ProcessEnv, control: Control, *, interface: str | None) -> Endpoints:
     """Bind this rank's socket, and exchange the addresses. Collective, after all have met."""
@@ -105,7 +111,6 @@ def _bind(address: str, port: int) -> socket.socket:
 
 
 def holder_of(control: Control) -> int:
-    """Return the rank that holds the store."""
     return int(control.holder.removeprefix("rank "))
 
 
@@ -116,8 +121,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     Raises: PeerLostError if the others go on without this rank, or may do so; CommError if no store can be reached.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
-    store, rank, holder = control.store, env.rank, holder_of(control)
-    assert isinstance(store, JobStore)
+    store, rank, holder = group.store, env.rank, holder_of(control)
     left = [each for each in range(env.world_size) if each not in lost]
     if rank not in left and rank != holder:
         raise excluded(env, lost)
@@ -185,7 +189,7 @@ def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[i
     known = set(state.crashed)
     if group.env.rank not in lost:  # if it was left out, the others have closed their connections to its store
         known |= state.gone
-    if holder not in known | {group.env.rank, *members} and _has_closed(group.control):
+    if holder not in known | {group.env.rank, *members} and _has_closed(group):
         known.add(holder)
     silent = set[int]()
     for each in set(range(group.env.world_size)).difference(members):
@@ -195,14 +199,12 @@ def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[i
     return silent
 
 
-def _has_closed(control: Control) -> bool:
+def _has_closed(group: Group) -> bool:
     """Return whether the store's host says that nothing listens there any more: the store ends with its holder."""
-    assert isinstance(control.store, JobStore)
+    connections = group.store.connections
     with suppress(OSError):
         try:
-            socket.create_connection(
-                (control.store.connections.address, control.store.connections.port), CALL_SECONDS
-            ).close()
+            socket.create_connection((connections.address, connections.port), CALL_SECONDS).close()
         except ConnectionRefusedError:
             return True
     return False
@@ -229,7 +231,7 @@ def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], Stor
         except (OSError, StrangerError) as error:
             reasons.append(f"rank {first}: {error}")
             continue
-        store = _election(connections, control)
+        store = _election(connections, group)
         try:
             store.set(f"here/{env.rank}", "1")
             # as long as the first rank may wait for another one, and for its own requests
@@ -240,9 +242,8 @@ def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], Stor
     raise CommError(f"rank {env.rank} on {env.host} reaches no rank that opens another store: {'; '.join(reasons)}")
 
 
-def _election(connections: StoreConnections, control: Control) -> JobStore:
-    assert isinstance(control.store, JobStore)
-    return JobStore(connections, f"{control.store.prefix}>members", seconds=control.timeout_seconds)
+def _election(connections: StoreConnections, group: Group) -> JobStore:
+    return JobStore(connections, f"{group.store.prefix}>members", seconds=group.control.timeout_seconds)
 
 
 def _call(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConnections:
@@ -273,11 +274,11 @@ def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnecti
     listener.listen(4096)
     limit = control.timeout_seconds
     connections = hold_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
-    store = _election(connections, control)
+    store = _election(connections, group)
     holder = holder_of(control)
     awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}
     come, gone = set[int](), frozenset[int]()
-    has_lost_store_alone = endpoints.all[holder].has_ended() is False and _has_closed(control)
+    has_lost_store_alone = endpoints.all[holder].has_ended() is False and _has_closed(group)
     brief = lost - {holder} if has_lost_store_alone else lost
     while awaited:
         gone = store.tail("members", 0).gone

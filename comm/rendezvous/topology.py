@@ -17,22 +17,18 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return sum(len(group) for group in self.groups)
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of node groups."""
         return len(self.groups)
 
     @property
     def node_rank(self) -> int:
-        """Return the index of this rank's node group."""
         return next(i for i, group in enumerate(self.groups) if self.rank in group)
 
     @property
     def node(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's node group."""
         return self.groups[self.node_rank]
 
     @property

@@ -31,7 +31,6 @@ class Pending:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since it began."""
         return awake_seconds() - self.since
 
 
@@ -93,7 +92,6 @@ class Watch:
         self._oldest = oldest
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
         self._detector.is_watched = False
         with suppress(RuntimeError):
