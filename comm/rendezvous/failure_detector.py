@@ -3,18 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
-from bigbatch.comm.rendezvous.failure_log import FailureLog
+from bigbatch.comm.rendezvous.failure_log import FailureLog, Job
 from bigbatch.comm.rendezvous.failures import LATE, LOST, Verdict
 from bigbatch.errors import CommError, PeerLostError, first_line
 from bigbatch.exit_codes import CRASHED, FAILED, PIPE_CLOSED
-
-if TYPE_CHECKING:
-    from bigbatch.comm.rendezvous.control import Control
 
 T = TypeVar("T")
 
@@ -26,7 +23,7 @@ class FailureDetector:
     is_watched: a thread reads the log all the time (see Watch), so that no wait has to ask for it.
     """
 
-    def __init__(self, job: "Control") -> None:
+    def __init__(self, job: Job) -> None:
         self._job, self.log = job, FailureLog(job)
         self.is_watched = False
         self.has_failed = self._has_parted = False

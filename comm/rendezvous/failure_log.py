@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
@@ -14,16 +14,28 @@ from bigbatch.comm.rendezvous.failures import JobState, after, answer, describe
 from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.late_ranks import name_ranks
 
-if TYPE_CHECKING:
-    from bigbatch.comm.rendezvous.control import Control
-
 LOG = "bigbatch/failures"
+
+
+class Job(Protocol):
+    """This rank and its job. holder: what holds the store, such as "rank 0"; library: of the transport."""
+
+    rank: int
+    world_size: int
+    store: KeyValue
+    holder: str
+    library: str
+    timeout_seconds: float
+
+    def host_of(self, rank: int) -> str:
+        """Return a rank's host."""
+        ...
 
 
 class FailureLog:
     """Reads the log into a JobState, and appends what failures.answer() demands of this rank. Thread-safe."""
 
-    def __init__(self, job: "Control") -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self.state = JobState(job.world_size)
         self._num_read = self._num_gone = 0
