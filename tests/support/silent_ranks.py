@@ -3,6 +3,8 @@
 import pytest
 
 from bigbatch.comm.rendezvous import control, limits
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv
 
 
 def hurry_count(monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.2) -> None:
@@ -11,3 +13,11 @@ def hurry_count(monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.2) -> Non
     monkeypatch.setattr(limits, "LINGER_SECONDS", 0.0)
     for module, limit in ((limits, "REQUESTS_SECONDS"), (control, "SILENCE_SECONDS")):
         monkeypatch.setattr(module, limit, 60.0)
+
+
+def half_a_job(env: ProcessEnv, seconds: float) -> Control:
+    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on. seconds: its limit since."""
+    met = Control(env, timeout_seconds=60)
+    met.timeout_seconds = seconds
+    met.store.set("bigbatch/host/1", "node1")
+    return met

@@ -340,16 +340,6 @@ def test_connection_by_a_function_makes_one_algorithm_and_is_open_meanwhile(monk
     communicator.open_connections[still_open].close()
 
 
-def test_connection_that_is_refused_stops_its_inspector() -> None:
-    stopped: list[str] = []
-    inspector = SimpleNamespace(close=lambda: stopped.append("inspector"))
-    backend = SimpleNamespace(abandon=lambda: stopped.append("backend"))
-    met = connect(env=ALONE, device=CPU)
-    replace(met, watch=inspector, backend=backend).abandon()  # type: ignore[arg-type]
-    assert stopped == ["inspector", "backend"]
-    assert met.control not in communicator.open_connections
-
-
 def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may hang in the library: to join it would hang, too."""
     made = NativeBackend()
@@ -452,6 +442,7 @@ def test_settings_of_nccl_reach_it_and_what_it_has_not_is_refused_by_all(monkeyp
     with pytest.raises(CommError, match=re.escape("comm.buffers")):
         connect(backend="nccl", env=TWO, device=gpu, timeout_seconds=1, buffers="symmetric")
     assert asked == [(gpu, True), "abandoned"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-watch" and thread.is_alive()]
 
 
 def test_inspector_watches_until_the_transport_is_closed() -> None:

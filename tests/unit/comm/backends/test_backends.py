@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -12,7 +13,7 @@ import pytest
 import torch
 from error_texts import naming
 from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
-from silent_ranks import hurry_count
+from silent_ranks import half_a_job, hurry_count
 
 from bigbatch.comm.backends import horovod, in_flight, mpi
 from bigbatch.comm.backends.single import SingleBackend
@@ -37,14 +38,6 @@ LOST = r".* \d+\.\d s.*rank 1 on node1 .*control"
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry_count(monkeypatch)
     monkeypatch.setattr(meeting, "_met", {})
-
-
-def half_a_job(seconds: float = 1.0) -> Control:
-    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on. seconds: its limit since."""
-    met = Control(TWO, timeout_seconds=60)
-    met.timeout_seconds = seconds
-    met.store.set("bigbatch/host/1", "node1")
-    return met
 
 
 # --- one process ---
@@ -75,7 +68,7 @@ def test_single_backends_transfers_are_copies() -> None:
 
 def test_tcp_gives_up_after_the_time_limit_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bigbatch.comm.backends.links.POLL_SECONDS", 0.1)
-    backend = TcpBackend(TWO, half_a_job(0.5))
+    backend = TcpBackend(TWO, half_a_job(TWO, 0.5))
     work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
     with pytest.raises(PeerLostError, match=rf"rank 0: buffer 0 {LOST}"):
         work.wait()
@@ -83,12 +76,14 @@ def test_tcp_gives_up_after_the_time_limit_and_names_the_rank(monkeypatch: pytes
 
 def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bigbatch.comm.backends.links.POLL_SECONDS", 0.1)
-    met = half_a_job(60)
+    met = half_a_job(TWO, 60)
     backend = TcpBackend(TWO, met)
     met.store.append(LOG, '["failed", 1, "lost"]\n["verdict", 1, [], "all ranks still answer"]\n')
     work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
+    start = time.monotonic()
     with pytest.raises(PeerLostError, match=naming("rank 0: buffer 0", "all ranks still", "control")):
         work.wait()
+    assert time.monotonic() - start < 30, "not at its own limit"
 
 
 # --- torch.distributed ---
@@ -106,7 +101,7 @@ def test_nccl_without_room_in_shared_memory_says_how_to_get_some(monkeypatch: py
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fail)
     with pytest.raises(CommError, match=naming("nccl", "2 ranks", "/dev/shm", "--shm-size 1g")):
-        TorchDistributedBackend(TWO, half_a_job(), library="nccl", device=CPU)
+        TorchDistributedBackend(TWO, half_a_job(TWO, 1.0), library="nccl", device=CPU)
 
 
 def test_gloo_on_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +109,14 @@ def test_gloo_on_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that both are put back after the test
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     with pytest.raises(CommError, match=naming("rank 0 on here", "gloo", "2 ranks", "ib7", "comm.interface")):
-        TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU, interface="ib7")
+        TorchDistributedBackend(TWO, half_a_job(TWO, 1.0), library="gloo", device=CPU, interface="ib7")
 
 
 def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise RuntimeError("connection closed")
 
-    met = half_a_job()
+    met = half_a_job(TWO, 1.0)
     backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=60), library="gloo", device=CPU)
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
@@ -208,7 +203,7 @@ def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) ->
     library = SimpleNamespace(COMM_WORLD=world, Status=SimpleNamespace, BYTE="byte")
     for module in (mpi, by_mpi):
         monkeypatch.setattr(module, "import_mpi", lambda: library)
-    return mpi.MpiBackend(UNLAUNCHED, half_a_job(0.3))
+    return mpi.MpiBackend(UNLAUNCHED, half_a_job(TWO, 0.3))
 
 
 @pytest.mark.slow
@@ -265,10 +260,10 @@ def test_mpi_reads_a_gpus_memory_after_the_kernels(monkeypatch: pytest.MonkeyPat
 def test_mpi_is_given_the_gpu_only_if_cuda_aware(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi_backend(monkeypatch)
     gpu = torch.device("cuda", 1)
-    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=gpu)._gpu is None
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(TWO, 1.0), device=gpu)._gpu is None
     monkeypatch.setattr(mpi, "is_cuda_aware", lambda: True)
-    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=gpu)._gpu == gpu
-    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=CPU)._gpu is None
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(TWO, 1.0), device=gpu)._gpu == gpu
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(TWO, 1.0), device=CPU)._gpu is None
 
 
 # --- Horovod without Horovod ---
@@ -282,12 +277,12 @@ def test_horovod_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
     monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
     with pytest.raises(PeerLostError, match=rf"rank 0: start of Horovod {LOST}"):
-        horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
+        horovod.HorovodBackend(TWO, half_a_job(TWO, 0.3), device=CPU)
     hvd.init, hvd.shutdown = lambda process_sets: None, lambda: stopped.append(True)
-    backend = horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
+    backend = horovod.HorovodBackend(TWO, half_a_job(TWO, 0.3), device=CPU)
     assert backend.new_group([[0, 1]]).handle == "all"
     with pytest.raises(PeerLostError, match=rf"rank 0: Horovod's process set of 1 {LOST}"):
         backend.new_group([[0], [1]])
     stopped: list[bool] = []
-    horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU).abandon()
+    horovod.HorovodBackend(TWO, half_a_job(TWO, 0.3), device=CPU).abandon()
     assert stopped == [True]

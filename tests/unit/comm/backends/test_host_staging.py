@@ -55,13 +55,6 @@ def test_copies_on_a_thread_take_up_no_other_gpu(gpus: PlayedGpus) -> None:
     assert gpus.contexts == {2}
 
 
-def test_a_copy_waits_for_what_its_own_gpu_was_given(gpus: PlayedGpus) -> None:
-    staging = HostStaging(THIRD)
-    staging.fetch(torch.zeros(3), torch.zeros(3), ready=staging.ready())
-    assert gpus.recorded == [gpus.current_stream(THIRD)]
-    assert staging._stream.waited == gpus.recorded
-
-
 def test_the_stream_of_a_queue_takes_up_no_other_gpu(gpus: PlayedGpus) -> None:
     queue, used = StreamQueue(THIRD), []
     queue.submit(lambda: used.append(gpus.current_stream(THIRD)), label="buffer 0").wait()

@@ -51,14 +51,6 @@ def test_bounded_store_gives_up_a_holder_that_is_stopped(stopped: StoppedStore) 
     assert 0.2 <= time.monotonic() - start < 30
 
 
-def test_bounded_store_is_asked_again_once_its_holder_goes_on(stopped: StoppedStore) -> None:
-    store = BoundedStore(stopped, seconds=60)
-    with pytest.raises(NoAnswerError):
-        store.within(0.05).check(["key"])
-    stopped.goes_on.set()
-    assert not store.check(["key"])
-
-
 def test_bounded_stores_view_has_one_limit_for_all_that_it_asks(stopped: StoppedStore) -> None:
     store = BoundedStore(stopped, seconds=60)
     start = time.monotonic()

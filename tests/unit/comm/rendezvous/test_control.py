@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
-from lost_stores import GoneStore, StoppedStore
-from silent_ranks import hurry_count
+from lost_stores import StoppedStore
+from silent_ranks import half_a_job, hurry_count
 from torch.distributed import HashStore, TCPStore
 
 from bigbatch.comm.rendezvous import control, limits, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
 from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
@@ -45,25 +45,12 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_met", {})
 
 
-def half_a_job(seconds: float = 5.0) -> Control:
-    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on. seconds: its limit since."""
-    met = Control(rank_of_two(), timeout_seconds=60)
-    met.timeout_seconds = seconds
-    met.store.set("bigbatch/host/1", "node1")
-    return met
-
-
 # --- texts and failures ---
-
-
-def test_gather_text_names_the_rank_that_misses_it() -> None:
-    with pytest.raises(PeerLostError, match=r"rank 0.*comparison.* \d+\.\d s.*rank 1 on node1.*control"):
-        half_a_job(0.3).gather_text("seed: 1")
 
 
 def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.1)
-    job = half_a_job(60)
+    job = half_a_job(rank_of_two(), 60)
     assert isinstance(job.store, JobStore)
     check_peers, waited = job.detector.check_peers, []
     monkeypatch.setattr(
@@ -84,7 +71,7 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
 
 def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.05)
-    job = half_a_job(60)
+    job = half_a_job(rank_of_two(), 60)
 
     tail = JobStore.tail
 
@@ -97,23 +84,8 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
     assert job.collect_text("seed: 1", what="seeds") == ["seed: 1", "seed: 2"]
 
 
-def test_gather_text_of_a_world_of_one() -> None:
-    alone = Control(ALONE, timeout_seconds=1)
-    assert alone.gather_text("x\ny") == ["x\ny"]
-    assert alone.host_of(0) == "here"
-
-
-def test_heed_ends_a_wait_by_another_ranks_failure() -> None:
-    job = half_a_job()
-    job.detector.check_peers("buffer 0", 1.0)  # nothing was reported: go on
-    job.store.append(LOG, '["failed", 1, "lost"]\n["verdict", 1, [], "all ranks still answer"]\n')
-    with pytest.raises(PeerLostError, match=naming("buffer 0", "1.0 s", "all ranks still", "control")) as caught:
-        job.detector.check_peers("buffer 0", 1.0)
-    assert "rank 1" not in str(caught.value)
-
-
 def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
-    job = half_a_job()
+    job = half_a_job(rank_of_two(), 5.0)
     other = copy.copy(job)
     other.rank = 1
     other.detector = FailureDetector(other)
@@ -127,7 +99,7 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
 
 
 def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
-    job = half_a_job()
+    job = half_a_job(rank_of_two(), 5.0)
     job.detector.crash()
     job.detector.log.look()
     assert job.store.get(LOG).splitlines() == [b'["crashed", 0, null]', b'["heard", 0]']
@@ -140,7 +112,7 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
 ) -> None:
     """Else the job would be started again, and fail again."""
     hurry_count(monkeypatch)
-    job = half_a_job()
+    job = half_a_job(rank_of_two(), 5.0)
     other = copy.copy(job)
     other.rank = 1
     other.detector = FailureDetector(other)
@@ -150,25 +122,10 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
     assert raised.value.exit_code == expected
 
 
-def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection() -> None:
-    job = half_a_job(seconds=3.0)
-    job.detector.give_up("buffer 0", 2.9)
-    with pytest.raises(PeerLostError, match=naming("buffer 0", "3.1 s", "rank 1 on node1", "control")):
-        job.detector.give_up("buffer 0", 3.1)
-
-
-def test_rendezvous_that_is_gone_is_named() -> None:
-    job = half_a_job()
-    job.store, job.holder = BoundedStore(GoneStore(), seconds=5), "rank 7"
-    job.detector.check_peers("buffer 0", 1.0)  # the operation itself will fail
-    message = str(job.detector.explain("buffer 0", 1.0, OSError("broken")))
-    assert re.search(naming("buffer 0", "1.0 s", "rank 7", "rendezvous", "control: broken"), message)
-
-
 @pytest.fixture
 def job_of_stopped() -> Iterator[Control]:
     """Rank 1, whose store's holder is stopped."""
-    job, store = half_a_job(60), StoppedStore()
+    job, store = half_a_job(rank_of_two(), 60), StoppedStore()
     job.rank, job.store = 1, BoundedStore(store, seconds=0.1)
     yield job
     store.goes_on.set()  # no thread is left
@@ -187,15 +144,6 @@ def test_rendezvous_that_is_stopped_is_named_by_who_waits_for_its_answer(
 ) -> None:
     with pytest.raises(PeerLostError, match=naming("rank 1: comparison", "rank 0, which holds the rendezvous")):
         ask(job_of_stopped, "comparison")
-
-
-def test_rendezvous_that_is_stopped_is_named_after_a_sum(
-    job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.1)
-    job_of_stopped.detector.check_peers("buffer 0", 5.0)  # the sum's own limit ends it
-    said = str(job_of_stopped.detector.explain("buffer 0", 5.0, TimeoutError("some rank has not come to it")))
-    assert re.search(naming("buffer 0", "rank 0, which holds the rendezvous", "not come"), said), said
 
 
 def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
@@ -281,7 +229,7 @@ def test_rendezvous_of_torchrun_names_the_ranks_that_do_not_come() -> None:
 
 
 def test_control_of_a_second_connection_shares_the_rendezvous_but_no_keys() -> None:
-    first = half_a_job()
+    first = half_a_job(rank_of_two(), 5.0)
     # the port would be in use, were it opened again
     second = Control(rank_of_two(), timeout_seconds=60)
     first.store.set("key", "1")
@@ -353,28 +301,13 @@ def test_rendezvous_without_a_meeting_point_names_what_tells_one() -> None:
         rendezvous(env, timeout_seconds=60)
 
 
-def test_first_meeting_has_and_names_a_limit_of_its_own() -> None:
-    met = half_a_job(60.0)
-    met.meeting_seconds = 0.3
-    with pytest.raises(PeerLostError, match=r"rank 0: meeting of all ranks \(meeting_seconds=0\.3\) failed.*rank 1"):
-        meet(rank_of_two(), met)
-
-
-def test_rank_that_finds_no_first_one_in_time_says_which_limit_that_was() -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-    late = replace(rank_of_two(port=port), rank=1)
-    with pytest.raises(CommError, match=naming("rank 1", "check that rank 0 runs", "meeting_seconds=0.3")):
-        Control(late, timeout_seconds=60, meeting_seconds=0.3)
-
-
 def test_meeting_names_the_ranks_that_are_late(capfd: pytest.CaptureFixture[str]) -> None:
     """The warning comes long before the limit: users do not watch a silent job for 15 minutes."""
-    met = half_a_job(60.0)
+    met = half_a_job(rank_of_two(), 60.0)
     met.meeting_seconds, met.warn_seconds = 0.5, 0.05
     assert isinstance(met.store, JobStore)
     met.store.delete_key("bigbatch/host/1")
-    with pytest.raises(PeerLostError):
+    with pytest.raises(PeerLostError, match=r"rank 0: meeting of all ranks \(meeting_seconds=0\.5\) failed.*rank 1"):
         meet(rank_of_two(), met)
     assert capfd.readouterr().err.startswith(
         "bigbatch: rank 0 on here waits for rank 1 to start (meeting_seconds=0.5)\n"
@@ -385,7 +318,7 @@ def test_rank_that_finds_no_first_one_says_for_whom_it_waits(capfd: pytest.Captu
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
     late = replace(rank_of_two(port=port), rank=1)
-    with pytest.raises(CommError):
+    with pytest.raises(CommError, match=naming("rank 1", "check that rank 0 runs", "meeting_seconds=0.4")):
         Control(late, timeout_seconds=60, meeting_seconds=0.4, warn_seconds=0.05)
     said = f"bigbatch: rank 1 on here waits for rank 0, which has opened no rendezvous at 127.0.0.1:{port}\n"
     assert capfd.readouterr().err.startswith(said)

@@ -271,12 +271,6 @@ def test_width_of_the_terminal(
     assert read_process_env(variables).terminal_columns == columns
 
 
-def test_environment_read_by_default_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert place(read_process_env()) == ("torchrun", 5, 8, 1, 4)
-
-
 @pytest.fixture
 def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the interface settings of both libraries; restored after the test."""

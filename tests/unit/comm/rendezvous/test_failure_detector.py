@@ -172,18 +172,6 @@ def test_many_ranks_have_one_right_verdict_for_a_few_requests_of_each(n: int, cl
     assert store.num_requests <= 24 * n + of_one
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.9, 4.5])
-def test_rank_that_waits_in_the_same_sum_is_not_named_with_the_lost_one(seconds: float, clock: Clock) -> None:
-    """The main thread waits, or a watch that looks late."""
-    for as_it_does in (fails_in_the_sum, partial(looks_on, is_waiting=True)):
-        store, ranks = job_of(3)
-        clock.now = 0.0
-        clock.run(
-            [partial(holds_the_store, ranks[0], clock, store), partial(as_it_does, ranks[1], clock, after=seconds)]
-        )
-        assert reasons(ranks) == ["no answer from rank 2 on node2"] * 2 + [""]
-
-
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_rank_whose_process_has_ended_is_not_waited_for(has_ended: bool, clock: Clock) -> None:
     """Rank 2 is lost; rank 1 answers after a second, and is waited for."""
@@ -201,31 +189,6 @@ def test_rank_whose_process_has_ended_is_not_waited_for(has_ended: bool, clock: 
     assert after == [pytest.approx(expected, abs=5 * limits.COUNT_PAUSE_SECONDS)]
 
 
-def test_rank_that_computes_for_long_answers_a_loss_and_knows_the_verdict_when_the_holder_is_gone(clock: Clock) -> None:
-    store, ranks = job_of(3)
-    clock.run(
-        [partial(holds_the_store, ranks[0], clock, store, cause=LOST), partial(looks_on, ranks[1], clock, after=0.5)]
-    )
-    assert reasons(ranks)[:2] == ["no answer from rank 2 on node2"] * 2
-
-
-def test_rank_that_others_wait_for_is_named_after_a_time_limit_and_is_told_so(clock: Clock) -> None:
-    store, ranks = job_of(2)
-    clock.run([partial(holds_the_store, ranks[0], clock, store), partial(looks_on, ranks[1], clock, after=0.5)])
-    assert reasons(ranks)[:2] == ["no answer from rank 1 on node1"] * 2
-
-
-def test_verdict_comes_where_the_rank_that_calls_the_roll_is_lost_too(clock: Clock) -> None:
-    """Rank 3 fails first, and ends before it has counted; rank 5 was lost before."""
-    store, ranks = job_of(6)
-    store.append(LOG, '["failed", 3, "lost"]\n')
-    waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.5) for number in (0, 1, 2, 4)]
-    clock.run(waiting)
-    said = "no answer from rank 5 on node5, and no verdict from rank 3 on node3, which counted the answers"
-    assert {reasons(ranks)[number] for number in (0, 1, 2, 4)} == {said}
-    assert {rank.verdict.lost for rank in ranks if rank.verdict} == {frozenset({3, 5})}
-
-
 def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock: Clock) -> None:
     """Its queue's thread meets the end of the others' connections."""
     _, ranks = job_of(3)
@@ -238,17 +201,6 @@ def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock:
     waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.7) for number in (0, 2)]
     clock.run([fails_by_itself, *waiting])
     assert {reasons(ranks)[number] for number in (0, 2)} == {"no answer from rank 1 on node1"}
-
-
-def test_ranks_end_with_the_code_of_the_first_rank_that_failed_by_itself(clock: Clock) -> None:
-    _, ranks = job_of(4)
-
-    def fails_by_itself() -> None:
-        ranks[0].crash(1)
-
-    waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.7) for number in (1, 2)]
-    clock.run([fails_by_itself, partial(looks_on, ranks[3], clock, after=0.2), *waiting])
-    assert [rank.log.state.exit_code for rank in ranks[1:]] == [1, 1, 1]
 
 
 def test_ranks_that_lost_another_one_are_not_told_what_comes_of_it(clock: Clock) -> None:

@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from played_flights import PlayedRank, play
 
 from bigbatch.comm.rendezvous import environ, last_words
-from bigbatch.comm.rendezvous.last_words import compare, keep_flight, read_flight
+from bigbatch.comm.rendezvous.last_words import Flight, compare, keep_flight, read_flight
 
 VARIABLES = (
     "TORCH_FR_BUFFER_SIZE",
@@ -26,51 +26,19 @@ def none_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def entry(number: int, state: str, *, group: str = "0", name: str = "nccl:all_reduce") -> dict[str, Any]:
-    """A collective or message, in the words of torch 2.14's ProcessGroupNCCL."""
-    is_message = "->" in name
-    return {
-        "collective_seq_id": 0 if is_message else number,
-        "p2p_seq_id": number if is_message else 0,
-        "is_p2p": is_message,
-        "process_group": [group, "default_pg"],
-        "profiling_name": name,
-        "retired": name.startswith("gloo"),
-        "state": state,
-    }
-
-
-def dump(*entries: dict[str, Any], ranks: str | None = "[0, 1, 2]") -> str:
-    """What a rank's recorder holds."""
-    groups = {} if ranks is None else {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
-    return json.dumps({"version": "2.10", "pg_config": groups, "pg_status": {}, "entries": list(entries)})
+def flight_of(rank: PlayedRank) -> Flight:
+    return read_flight(json.dumps(rank.dump()))
 
 
 def test_flight_finds_the_first_collective_that_has_not_ended() -> None:
-    text = dump(
-        entry(1, "scheduled", group="1", name="gloo:all_reduce"),  # these have no state of their own
-        entry(5, "started", name="nccl:send 0->1"),
-        entry(2, "completed"),
-        entry(3, "started"),
-        entry(4, "scheduled"),
-        entry(1, "scheduled", group="2"),
-    )
-    found = read_flight(text)
-    assert found.begun == {"0": 4, "1": 1, "2": 1}
-    waiting = found.waiting
-    assert waiting is not None
-    assert (waiting.group.name, waiting.number, waiting.name) == ("0", 3, "nccl:all_reduce")
-    assert waiting.group.ranks == (0, 1, 2)
-    assert read_flight(dump(entry(1, "completed"))).waiting is None
-
-
-def test_flight_of_a_coalesced_collective_that_has_ended_waits_in_the_next() -> None:
-    """The recorder follows the state of its end alone."""
-    parts = [entry(1, "scheduled", name="nccl:_broadcast_oop") for _ in range(2)]
-    end = entry(1, "completed", name="nccl:ALLGATHER_coalesced")
-    waiting = read_flight(dump(*parts, end, entry(2, "started"))).waiting
-    assert waiting is not None
-    assert waiting.number == 2
+    rank, *_ = play(3, {"2": [0, 1]})
+    rank.call().call().message("send", 1, "started").call(state="started").call(state="scheduled")
+    rank.call(state="scheduled", group="2")
+    found = flight_of(rank)
+    assert found.begun == {"0": 4, "2": 1}
+    assert found.waiting is not None
+    assert (found.waiting.group.name, found.waiting.number, found.waiting.name) == ("0", 3, "nccl:all_reduce")
+    assert found.waiting.group.ranks == (0, 1, 2)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"entries": [{}]}', '{"entries": [{"is_p2p": false}]}'])
@@ -80,17 +48,13 @@ def test_flight_that_is_written_otherwise_is_refused(text: str) -> None:
 
 
 def test_flight_of_other_ranks_tells_who_is_behind() -> None:
-    mine = read_flight(dump(entry(3, "started"), entry(4, "scheduled")))
-    told = {0: {"0": 4}, 1: {"0": 2}, 7: {"0": 1}}
-    expected = (
-        "it waits in collective 3 (nccl:all_reduce) of process group 0, rank 1 has begun 2, rank 2 did not answer"
-    )
-    assert compare(mine, told) == expected
-    nobodys = read_flight(dump(entry(3, "started"), ranks=None))
-    assert compare(nobodys, told).endswith("rank 1 has begun 2, rank 7 has begun 1"), (
-        "ranks that told, as torch does not"
-    )
-    assert compare(read_flight(dump(entry(3, "completed"))), told) == ""
+    rank, *_ = play(3)
+    assert compare(flight_of(rank.call(times=2)), {1: {"0": 1}}) == ""
+    mine, told = rank.call(state="started").call(state="scheduled"), {0: {"0": 4}, 1: {"0": 2}, 7: {"0": 1}}
+    where = "it waits in collective 3 (nccl:all_reduce) of process group 0, rank 1 has begun 2, "
+    assert compare(flight_of(mine), told) == f"{where}rank 2 did not answer"
+    rank.groups["0"] = []
+    assert compare(flight_of(mine), told) == f"{where}rank 7 has begun 1", "ranks that told, as torch does not"
 
 
 @pytest.mark.parametrize("name", VARIABLES[2:])

@@ -58,6 +58,22 @@ class Job:
             time.sleep(0.01)
         return sorted(each.endpoint.rank for each in found)
 
+    def find_none(self) -> None:
+        """Wait until no rank is found: those that had asked have ended."""
+        deadline = time.monotonic() + 60
+        while self.find():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def ask_as(self, number: int) -> StoreConnections:
+        """Ask to be rank 2 under this number."""
+        where = "127.0.0.1", self.connections.port
+        connections = StoreConnections(*where, SECRET, rank=number, timeout_seconds=60)
+        seat = asdict(replace(self.groups[0].endpoints.all[0], rank=2))
+        asked = {"number": number, "facts": FACTS, "seat": seat}
+        JobStore(connections, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
+        return connections
+
     def let_in(self) -> list[Group]:
         found = find_requests(self.groups[0], lambda: FACTS, fits=lambda count: True)
         told = {"step": 7}
@@ -129,19 +145,11 @@ def test_rank_that_cannot_join_is_told_why_and_the_others_are_not_disturbed(
 
 
 def test_rank_that_ends_after_it_was_found_is_forgotten(job: Job) -> None:
-    connections = StoreConnections("127.0.0.1", job.connections.port, SECRET, rank=FIRST_NUMBER, timeout_seconds=60)
-    asked = {"number": FIRST_NUMBER, "facts": FACTS, "seat": asdict(replace(job.groups[0].endpoints.all[0], rank=2))}
-    JobStore(connections, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
+    connections = job.ask_as(FIRST_NUMBER)
     assert job.find() == [2]
-    for stream in (*connections._idle, connections._presence):
-        assert stream
-        stream.close()
-    deadline = time.monotonic() + 60
-    while job.find():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    groups = job.let_in()
-    assert gather(groups) == [["of 0", "of 1", "of 2"]] * 3, "of another generation"
+    connections.close()
+    job.find_none()
+    assert gather(job.let_in()) == [["of 0", "of 1", "of 2"]] * 3, "of another generation"
 
 
 @pytest.mark.parametrize("has_come", [False, True])
@@ -227,12 +235,10 @@ def test_requests_that_another_release_has_written_disturb_none(job: Job) -> Non
 
 def test_newest_request_of_a_rank_counts(job: Job) -> None:
     """The former one's process may seem to live."""
-    for number in (FIRST_NUMBER, FIRST_NUMBER + 1):
-        connections = StoreConnections("127.0.0.1", job.connections.port, SECRET, rank=number, timeout_seconds=60)
-        asked = {"number": number, "facts": FACTS, "seat": asdict(replace(job.groups[0].endpoints.all[0], rank=2))}
-        JobStore(connections, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
+    connected = [job.ask_as(number) for number in (FIRST_NUMBER, FIRST_NUMBER + 1)]
     found = find_requests(job.groups[0], lambda: FACTS, fits=lambda count: True)
     assert [each.number for each in found] == [FIRST_NUMBER + 1]
+    assert len(connected) == 2, "they live"
 
 
 def test_store_keeps_no_request_and_no_answer_of_a_process_that_has_ended(job: Job) -> None:
@@ -259,6 +265,4 @@ def test_rank_asks_no_longer_at_a_store_that_the_others_have_left(job: Job, monk
     asking = job.ask(2, is_current=lambda: False)
     with pytest.raises(ConnectionError, match="its ranks use another store by now"):
         asking.result(60)
-    deadline = time.monotonic() + 60
-    while job.find():
-        assert time.monotonic() < deadline, "its request is still found"
+    job.find_none()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from error_texts import naming
 from lost_stores import GoneStore, StoppedStore
+from played_flights import play
 from played_gpus import PlayedGpus
 from silent_ranks import hurry_count
 from stalled_ranks import Rank, let_time_pass, look, ranks
@@ -33,6 +34,12 @@ from bigbatch.exit_codes import LOST
 from bigbatch.launch.jobs.restarts import may_go_on
 
 
+def recorded(number: int) -> str:
+    """A dump of torch's flight recorder, in which the collective of this number is the first that has not ended."""
+    rank, *_ = play(3)
+    return json.dumps(rank.call(times=number - 1).call(state="started").dump())
+
+
 @pytest.fixture(autouse=True)
 def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flight recorder of this process may hold what other tests did."""
@@ -46,19 +53,6 @@ def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     hurry_count(monkeypatch)
     rank.watch.count()
     return codes
-
-
-def test_verdict_does_not_name_a_rank_that_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came to the sum a second later than the first, so its own limit is still ahead."""
-    first, second, late = ranks(3)
-    first.waits(3, seconds=9)
-    second.waits(3, seconds=7.5)
-    late.waits(2, seconds=0.1)
-    first.control.store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
-    late.pending = None  # busy elsewhere
-    look(second, late)
-    end_of(first, monkeypatch)
-    assert naming_lost(first.said[-1]) == ["2 on node2"]
 
 
 def naming_lost(text: str) -> list[str]:
@@ -166,22 +160,6 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
     assert "the sums of a replayed step" in rank.said[-1]
 
 
-def recorded(*numbers: int) -> str:
-    """A dump of torch's flight recorder, in which the last collective has not ended."""
-    entries = [
-        {
-            "collective_seq_id": number,
-            "is_p2p": False,
-            "process_group": ["0", "default_pg"],
-            "profiling_name": "nccl:all_reduce",
-            "retired": False,
-            "state": "started" if number == numbers[-1] else "completed",
-        }
-        for number in numbers
-    ]
-    return json.dumps({"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": entries})
-
-
 def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,9 +169,9 @@ def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
     first, behind, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
     first.waits(3, seconds=9)
     store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
-    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(40, 41))
+    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(41))
     look(behind)
-    mine = recorded(40, 41, 42)
+    mine = recorded(42)
     monkeypatch.setattr(last_words, "dump_flight", lambda: mine)
     assert end_of(first, monkeypatch) == [LOST]
     parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 did not answer", tmp_path / "trace_0.json"
@@ -219,7 +197,7 @@ def test_holder_stays_until_the_others_know_verdict_and_flights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
-    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(40, 41))
+    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(41))
     monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
     for limit in ("EXPLAIN_SECONDS", "FLIGHT_SECONDS", "VERDICT_SECONDS"):
         monkeypatch.setattr(limits, limit, 60.0)  # longer than any wait of a slow machine
@@ -258,17 +236,6 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
         hangs.set()
         looks.result()
     assert naming_lost(first.said[-1]) == ["2 on node2"]
-
-
-def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    hangs = Event()
-    monkeypatch.setattr(limits, "FLIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(last_words, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
-    first, _ = ranks(2)
-    first.waits(3, seconds=9)
-    assert end_of(first, monkeypatch) == [LOST]
-    hangs.set()
-    assert naming_lost(first.said[-1]) == ["1 on node1"]
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "{}"])

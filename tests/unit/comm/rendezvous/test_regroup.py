@@ -104,14 +104,6 @@ def formed(results: dict[int, Group | PeerLostError]) -> list[Group]:
     return [group for group in results.values() if isinstance(group, Group)]
 
 
-def test_ranks_whose_store_lives_go_on_there() -> None:
-    job = Job(4, ended={2})
-    members = formed(job.after({rank: {2} for rank in (0, 1, 3)}))
-    assert [group.env.rank for group in members] == [0, 1, 2]
-    assert gather(members) == [["of 0", "of 1", "of 2"]] * 3
-    assert {group.control.holder for group in members} == {"rank 0"}
-
-
 def test_ranks_whose_store_is_lost_meet_at_the_next_and_miss_who_has_ended() -> None:
     """Rank 1 has ended with rank 0, unnoticed; rank 2 opens the store, and a second loss finds it there."""
     job = Job(5, ended={0, 1})

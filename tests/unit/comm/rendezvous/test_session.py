@@ -47,14 +47,6 @@ def test_session_of_a_start_that_was_cut_short_takes_in_no_later_rank(lost: int,
         assert len({future.result() for future in start(store, pool, 0, 1, 2)}) == 1
 
 
-def test_session_of_fewer_ranks_takes_in_none_of_the_larger_one_before(store: Store) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        larger = {future.result() for future in start(store, pool, 0, 1, 2)}
-        smaller = {future.result() for future in start(store, pool, 0, 1, world_size=2)}
-    assert len(smaller) == 1
-    assert not smaller & larger
-
-
 def test_session_of_a_later_first_rank_goes_before(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first rank that its lost agent left behind answers a rank of the next start, and is gone."""
     answered = threading.Event()
