@@ -227,11 +227,6 @@ class NativeBackend(SingleBackend):
         self.is_abandoned = True
 
 
-def table(*names: str) -> HybridTable:
-    limits = [*range(1, len(names)), None]
-    return HybridTable(tuple(HybridRow(limit, name) for limit, name in zip(limits, names, strict=True)))
-
-
 @pytest.mark.parametrize(
     ("made", "names", "named"),
     [
@@ -244,10 +239,13 @@ def test_table_of_algorithms_that_cannot_run_here_is_refused(
 ) -> None:
     monkeypatch.setattr(connection, "SingleBackend", made)
     met = connect(env=ALONE, device=CPU)
+    limits = [*range(1, len(names)), None]
+    table = HybridTable(tuple(HybridRow(limit, name) for limit, name in zip(limits, names, strict=True)))
     with pytest.raises(ValueError, match=naming("'hybrid'", *named, "bigbatch comm tune")):
-        met.with_algorithm("hybrid", table=table(*names))
-    assert met.with_algorithm("native", table=table(*names)).algorithm == "native"  # nothing asks the table
-    assert met.with_algorithm("hybrid", table=table("native")).sum_(torch.ones(2), label="x").tolist() == [1, 1]
+        met.with_algorithm("hybrid", table=table)
+    assert met.with_algorithm("native", table=table).algorithm == "native"  # nothing asks the table
+    native = HybridTable((HybridRow(None, "native"),))
+    assert met.with_algorithm("hybrid", table=native).sum_(torch.ones(2), label="x").tolist() == [1, 1]
 
 
 # --- GPUs that ranks share ---
@@ -292,29 +290,15 @@ def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.Mo
 # --- a refusal leaves nothing behind ---
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"algorithm": "tree"}, ("algorithm", "'tree'")),
-        ({"wire_dtype": "bfloat16"}, ("wire_dtype", "bfloat16")),
-        ({"algorithm": "hybrid"}, ("'hybrid'", "bigbatch comm tune")),
-    ],
-)
-def test_connection_that_is_refused_is_given_up(
-    options: dict[str, str], named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[NativeBackend] = []
-
-    def make() -> NativeBackend:
-        made.append(NativeBackend())
-        return made[-1]
-
-    monkeypatch.setattr(connection, "SingleBackend", make)
+@pytest.mark.parametrize("options", [{"algorithm": "tree"}, {"wire_dtype": "bfloat16"}, {"algorithm": "hybrid"}])
+def test_connection_that_is_refused_is_given_up(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = NativeBackend()
+    monkeypatch.setattr(connection, "SingleBackend", lambda: made)
     before = dict(communicator.open_connections)
-    with pytest.raises(ValueError, match=naming(*named)):
-        connect(env=ALONE, device=CPU, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=naming(*options.values())):
+        connect(env=ALONE, device=CPU, **options)
     assert communicator.open_connections == before
-    assert made[0].is_abandoned
+    assert made.is_abandoned
 
 
 def test_connection_by_a_function_makes_one_algorithm_and_is_open_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,14 +466,19 @@ class Leaving:
         self.noted.append("reported")
 
 
-def leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of this process may have left connections, or requests that nothing answers."""
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes of this process, which does not end. No connection or request of another test is open in it."""
     monkeypatch.setattr(communicator, "open_connections", {})
     monkeypatch.setattr(communicator, "_aborted", [])
     earlier, all_threads = set(threading.enumerate()), bounded_store.running_threads
     monkeypatch.setattr(
         bounded_store, "running_threads", lambda: [each for each in all_threads() if each not in earlier]
     )
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    noted: list[int] = []
+    monkeypatch.setattr(os, "_exit", noted.append)
+    return noted
 
 
 def leaving() -> tuple[communicator.Communicator, list[str]]:
@@ -523,9 +512,8 @@ def test_connection_is_closed_by_with_or_reports_its_failure(error: BaseExceptio
     ("last_value", "expected"), [(None, ["left", "closed", "ended"]), (KeyError("defect"), ["reported"])]
 )
 def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_exception(
-    last_value: BaseException | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    last_value: BaseException | None, expected: list[str], codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave_nothing_open(monkeypatch)
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     _, noted = leaving()
     communicator._close_all()
@@ -533,16 +521,12 @@ def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_excep
 
 
 def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(self: Leaving) -> None:
         raise PeerLostError("no answer from rank 1")
 
-    leave_nothing_open(monkeypatch)
-    monkeypatch.setattr(sys, "last_value", None, raising=False)
     monkeypatch.setattr(Leaving, "close", lost)
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
     leaving()
     communicator._close_all()
     assert codes == [1]
@@ -550,14 +534,10 @@ def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
 
 
 def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """close() after a caught error returns; a script that ends without it fails."""
-    leave_nothing_open(monkeypatch)
-    monkeypatch.setattr(sys, "last_value", None, raising=False)
     monkeypatch.setattr(Leaving, "verdict", Verdict(frozenset({1}), "no answer from rank 1", 0.0))
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
     made, noted = leaving()
     made.close()
     assert noted == ["left", "closed", "ended"], "a rank that nothing has told of the loss meets it in the barrier"
@@ -576,14 +556,15 @@ def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
     [(2, None, []), (10_000, None, [1]), (10_000, KeyboardInterrupt(), [130])],
 )
 def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_leaves(
-    looks_to_the_end: int, last_value: BaseException | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    looks_to_the_end: int,
+    last_value: BaseException | None,
+    expected: list[int],
+    codes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread that returns from a library while the interpreter ends would abort the process."""
-    leave_nothing_open(monkeypatch)
     monkeypatch.setattr(communicator, "LAST_SECONDS", 1e9 if looks_to_the_end < 10_000 else 0.05)
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
     made, _ = leaving()
     looks = iter(range(looks_to_the_end))
     made.backend.oldest = lambda: None if next(looks, None) is None else Pending(1, "sum", 0.0)  # type: ignore[method-assign]
@@ -593,11 +574,9 @@ def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_l
     assert codes == expected
 
 
-def test_process_that_ends_waits_for_a_request_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_nothing_open(monkeypatch)
-    monkeypatch.setattr(sys, "last_value", None, raising=False)
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+def test_process_that_ends_waits_for_a_request_that_was_given_up(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = threading.Event()
     with pytest.raises(NoAnswerError):
         answer_within(0.0, lambda: answer.wait(timeout=200))

@@ -150,8 +150,10 @@ def test_mpi4py_without_a_library_names_the_extra(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def fake_mpi(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None:
-    world = SimpleNamespace(rank=rank, size=size, bcast=lambda answer, root: answer)
+def fake_mpi(
+    monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int, bcast: Callable[..., Any] = lambda answer, root: answer
+) -> None:
+    world = SimpleNamespace(rank=rank, size=size, bcast=bcast)
     monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
 
 
@@ -188,9 +190,7 @@ def forever(*_: object, **__: object) -> None:
 
 
 def test_mpi_meeting_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
-    world = SimpleNamespace(rank=0, size=2, bcast=forever)
-    monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    fake_mpi(monkeypatch, rank=0, size=2, bcast=forever)
     with pytest.raises(CommError, match=r"rank 0: .*MPI .* 0\.2 s"):
         by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=0.2)
 

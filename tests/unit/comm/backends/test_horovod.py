@@ -62,7 +62,7 @@ def test_horovod_without_nccl_refuses_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 def test_horovod_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, mpi_built=lambda: True, nccl_built=lambda: False, is_initialized=lambda: True)
     with pytest.raises(CommError, match=naming("connect()", "hvd.init()")):
-        HorovodBackend(ENV, CONTROL, device=torch.device("cpu"))
+        HorovodBackend(ENV, CONTROL, device=CPU)
 
 
 def test_horovod_refuses_messages() -> None:
@@ -146,4 +146,4 @@ def test_horovod_that_keeps_to_the_cpu_beside_gpus_says_so(
 
 def test_horovod_is_not_needed_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
-    assert connect(backend="horovod", env=ALONE, device=torch.device("cpu")).backend.name == "single"
+    assert connect(backend="horovod", env=ALONE, device=CPU).backend.name == "single"

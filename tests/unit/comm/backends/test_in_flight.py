@@ -39,8 +39,19 @@ class Held:
         return self.is_running.wait(timeout=200)
 
 
-def test_queue_runs_in_order_beside_its_caller() -> None:
-    queue = ThreadQueue(explain, while_waiting=be_patient)
+@pytest.fixture
+def queue() -> ThreadQueue:
+    return ThreadQueue(explain, while_waiting=be_patient)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> StreamQueue:
+    """The queue of a GPU that is played."""
+    PlayedGpus(1, monkeypatch=monkeypatch)
+    return StreamQueue(torch.device("cuda", 0))
+
+
+def test_queue_runs_in_order_beside_its_caller(queue: ThreadQueue) -> None:
     held, done = Held(), list[int]()
     queue.submit(held, label="first")
     works = [queue.submit(partial(done.append, i), label="later") for i in range(5)]
@@ -53,8 +64,7 @@ def test_queue_runs_in_order_beside_its_caller() -> None:
         queue.submit(lambda: None, label="buffer 0")
 
 
-def test_queue_tells_others_the_operation_that_runs() -> None:
-    queue = ThreadQueue(explain, while_waiting=be_patient)
+def test_queue_tells_others_the_operation_that_runs(queue: ThreadQueue) -> None:
     assert queue.oldest() is None
     before, held = awake_seconds(), Held()
     work, behind = queue.submit(held, label="buffer 0", ranks=(0, 2)), queue.submit(lambda: None, label="buffer 1")
@@ -70,9 +80,8 @@ def test_queue_tells_others_the_operation_that_runs() -> None:
     assert queue.oldest() is None
 
 
-def test_queue_tells_of_an_operation_until_it_has_ended_also_between_two() -> None:
+def test_queue_tells_of_an_operation_until_it_has_ended_also_between_two(queue: ThreadQueue) -> None:
     """A process that ends leaves no thread in a library: that would abort it."""
-    queue = ThreadQueue(explain, while_waiting=be_patient)
     held, seen = Held(), list[str]()
     queue.submit(held, label="buffer 0")
     behind = queue.submit(lambda: None, label="buffer 1")
@@ -93,8 +102,7 @@ def test_queue_tells_of_an_operation_until_it_has_ended_also_between_two() -> No
     assert seen == ["buffer 1", "nothing"]
 
 
-def test_queue_tries_nothing_more_after_a_failure() -> None:
-    queue = ThreadQueue(explain, while_waiting=be_patient)
+def test_queue_tries_nothing_more_after_a_failure(queue: ThreadQueue) -> None:
     done: list[str] = []
 
     def fail() -> None:
@@ -109,10 +117,9 @@ def test_queue_tries_nothing_more_after_a_failure() -> None:
 
 
 def test_queue_that_is_aborted_waits_a_while_for_what_runs_and_begins_nothing_more(
-    monkeypatch: pytest.MonkeyPatch,
+    queue: ThreadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_flight, "ABORT_SECONDS", 0.01)
-    queue = ThreadQueue(explain, while_waiting=be_patient)
     held = Held()
     first, second = queue.submit(held, label="buffer 0"), queue.submit(lambda: None, label="buffer 1")
     assert held.runs()
@@ -172,22 +179,18 @@ class Interrupted(deque[Any]):
         return first
 
 
-def test_two_threads_may_take_out_what_a_gpu_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_may_take_out_what_a_gpu_has_done(on_gpu: StreamQueue) -> None:
     """Else backward fails with an IndexError when the one that watches looks at the same time."""
-    PlayedGpus(1, monkeypatch=monkeypatch)
-    queue = StreamQueue(torch.device("cuda", 0))
-    queue.submit(lambda: None, label="buffer 0")
-    assert queue._stream.priority == -1  # type: ignore[attr-defined]  # high: it goes before backward's kernels
-    queue._enqueued = Interrupted(queue, queue._enqueued)
-    queue.submit(lambda: None, label="buffer 1")
-    assert queue.oldest() is None
+    on_gpu.submit(lambda: None, label="buffer 0")
+    assert on_gpu._stream.priority == -1  # type: ignore[attr-defined]  # high: it goes before backward's kernels
+    on_gpu._enqueued = Interrupted(on_gpu, on_gpu._enqueued)
+    on_gpu.submit(lambda: None, label="buffer 1")
+    assert on_gpu.oldest() is None
 
 
-def test_watching_thread_asks_cuda_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_thread_asks_cuda_nothing(on_gpu: StreamQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query by any thread breaks the capture of a graph that another one has begun as torch does by default."""
-    PlayedGpus(1, monkeypatch=monkeypatch)
-    queue = StreamQueue(torch.device("cuda", 0))
-    queue.submit(lambda: None, label="buffer 0")
+    on_gpu.submit(lambda: None, label="buffer 0")
 
     def refuse(event: PlayedEvent) -> bool:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -195,23 +198,23 @@ def test_watching_thread_asks_cuda_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(PlayedEvent, "query", refuse)
     later = awake_seconds() + 60
     monkeypatch.setattr("bigbatch.comm.backends.in_flight.awake_seconds", lambda: later)
-    assert queue.oldest() is None
+    assert on_gpu.oldest() is None
 
 
-def test_the_oldest_operation_on_a_gpu_is_the_first_that_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    PlayedGpus(1, monkeypatch=monkeypatch)
-    queue = StreamQueue(torch.device("cuda", 0))
-    assert queue.oldest() is None
+def test_the_oldest_operation_on_a_gpu_is_the_first_that_is_not_done(
+    on_gpu: StreamQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_gpu.oldest() is None
     with monkeypatch.context() as busy:
         busy.setattr(PlayedEvent, "query", lambda event: False)
         busy.setattr(torch.Tensor, "copy_", lambda tensor, *_, **__: tensor)  # the GPU has not come to it
-        queue.submit(lambda: None, label="buffer 0", ranks=(0, 2))
-        queue.submit(lambda: None, label="buffer 1")
-        pending = queue.oldest()
+        on_gpu.submit(lambda: None, label="buffer 0", ranks=(0, 2))
+        on_gpu.submit(lambda: None, label="buffer 1")
+        pending = on_gpu.oldest()
         assert pending is not None
         assert (pending.number, pending.label, pending.ranks) == (1, "buffer 0", (0, 2))
-    queue.submit(lambda: None, label="buffer 2")
-    assert queue.oldest() is None
+    on_gpu.submit(lambda: None, label="buffer 2")
+    assert on_gpu.oldest() is None
 
 
 def test_wait_names_the_operation_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,22 +23,28 @@ from bigbatch.errors import CommError
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd")
 
 
-class FakeControl:
-    """One rank's end of a meeting; instead: what the other ranks' texts are replaced by."""
+class Echo:
+    """The control of rank 0, whose peers all show its own memory, or what stands for it."""
 
-    def __init__(self, rank: int, meeting: Meeting, instead: str | None = None) -> None:
-        self.rank, self.host, self._meeting, self._instead = rank, "here", meeting, instead
+    rank, host = 0, "here"
+
+    def __init__(self, num_ranks: int, *, instead: str | None = None) -> None:
+        self._num_others, self._instead = num_ranks - 1, instead
+        self.num_met = 0
 
     def gather_text(self, text: str, *, what: str) -> list[str]:
-        if self._instead is not None:
-            return [text, self._instead]
-        return self._meeting.exchange(self.rank, text)
+        self.num_met += 1
+        return [text, *[self._instead or text] * self._num_others]
 
 
 def memories(hosts: Sequence[str], *, group_size: int | None = None) -> list[NodeMemory]:
     meeting = Meeting(len(hosts))
+
+    def control_of(rank: int) -> Any:
+        return SimpleNamespace(rank=rank, host="here", gather_text=lambda text, what: meeting.exchange(rank, text))
+
     return [
-        NodeMemory(make_topology(hosts, rank=rank, group_size=group_size), FakeControl(rank, meeting))  # type: ignore
+        NodeMemory(make_topology(hosts, rank=rank, group_size=group_size), control_of(rank))
         for rank in range(len(hosts))
     ]
 
@@ -94,20 +102,6 @@ def test_memory_names_a_tensor_alike_on_all_ranks_and_others_not_at_all() -> Non
     assert ranks[0].views(second[0]) is not None
     third = allocate(ranks, 10, torch.float32)
     assert ranks[0].name_of(third[0]) not in names
-
-
-class Echo:
-    """The control of rank 0, whose peers all show its own memory."""
-
-    rank, host = 0, "a"
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self.num_met = 0
-
-    def gather_text(self, text: str, *, what: str) -> list[str]:
-        self.num_met += 1
-        return [text] * self._num_ranks
 
 
 @needs_memfd
@@ -204,7 +198,7 @@ def test_memory_scratch_grows_and_is_used_again() -> None:
     ],
 )
 def test_memory_that_cannot_be_opened_is_named(described: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    control = FakeControl(0, Meeting(1), instead=described.format(own=os.getpid()))
+    control = Echo(2, instead=described.format(own=os.getpid()))
     memory = NodeMemory(make_topology(["here", "here"], rank=0), control)  # type: ignore[arg-type]
     before = open_files()
     named = naming("rank 0", "rank 1", "here", f"({reason})", "BIGBATCH_HOST")

@@ -3,6 +3,8 @@
 import errno
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
@@ -51,38 +53,26 @@ def finding(**known: str) -> Callable[..., list[tuple[object, ...]]]:
     return look_up
 
 
-class FakeRoute:
-    """A datagram socket whose route starts at a given address."""
+def route(start: str, *, to: str = "10.9.9.9", error: OSError | None = None) -> Callable[..., object]:
+    """Make datagram sockets whose route starts at an address, or fails."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def connect(where: tuple[str, int]) -> None:
+        if error:
+            raise error
+        assert where[0] == to
 
-    def __call__(self, *_: object) -> "FakeRoute":
-        return self
-
-    def __enter__(self) -> "FakeRoute":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
-
-    def connect(self, where: tuple[str, int]) -> None:
-        """Asks for the route."""
-        assert where[0] == "10.9.9.9"
-
-    def getsockname(self) -> tuple[str, int]:
-        """Return the address from which the packet starts."""
-        return self._address, 1
+    probe = SimpleNamespace(connect=connect, getsockname=lambda: (start, 1))
+    return lambda *_: nullcontext(probe)
 
 
 def test_interface_that_leads_to_the_meeting_point_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", finding(node0="10.9.9.9"))
-    monkeypatch.setattr(socket, "socket", FakeRoute("10.0.0.7"))
+    monkeypatch.setattr(socket, "socket", route("10.0.0.7"))
     assert own_address(is_one_host=False, towards="node0") == "10.0.0.7"
 
 
 def test_own_address_is_no_route_within_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "socket", FakeRoute("127.0.0.1"))  # rank 0 itself
+    monkeypatch.setattr(socket, "socket", route("127.0.0.1"))  # rank 0 itself
     monkeypatch.setattr(socket, "getaddrinfo", finding(node0="10.9.9.9", **{socket.gethostname(): "10.0.0.8"}))
     assert own_address(is_one_host=False, towards="node0") == "10.0.0.8"
 
@@ -91,26 +81,17 @@ def test_own_address_is_no_route_within_the_host(monkeypatch: pytest.MonkeyPatch
 def test_own_address_towards_a_meeting_point_out_of_reach_names_it(
     towards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NoRoute(FakeRoute):
-        def connect(self, where: tuple[str, int]) -> None:
-            raise OSError(101, "Network is unreachable")
-
     monkeypatch.setattr(socket, "getaddrinfo", finding(**{"2001:db8::7": "2001:db8::7"}))
-    monkeypatch.setattr(socket, "socket", NoRoute(""))
+    monkeypatch.setattr(socket, "socket", route("", error=OSError(101, "Network is unreachable")))
     with pytest.raises(CommError, match=naming(socket.gethostname(), towards, "MASTER_ADDR", "comm.interface")):
         own_address(is_one_host=False, towards=towards)
 
 
 def test_own_address_is_ipv6_where_the_meeting_point_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", finding(node0="2001:db8::7"))
-
-    class Route6(FakeRoute):
-        def connect(self, where: tuple[str, int]) -> None:
-            assert where[0] == "2001:db8::7"
-
     families: list[object] = []
-    route = Route6("2001:db8::8")
-    monkeypatch.setattr(socket, "socket", lambda family, kind: families.append(family) or route)
+    make = route("2001:db8::8", to="2001:db8::7")
+    monkeypatch.setattr(socket, "socket", lambda family, kind: families.append(family) or make())
     assert own_address(is_one_host=False, towards="node0") == "2001:db8::8"
     assert families == [socket.AF_INET6]
 

@@ -52,13 +52,6 @@ def store() -> JobStore:
 
 
 @pytest.fixture
-def most_strangers(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the server's limit of unauthenticated connections."""
-    monkeypatch.setattr(store_process, "MOST_STRANGERS", 8)
-    return 8 + 2
-
-
-@pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Yield the port of a server on a thread of this process."""
     is_over = Event()
@@ -101,8 +94,7 @@ def test_job_store_tells_news_at_once(port: int, monkeypatch: pytest.MonkeyPatch
             store.append("log", "")  # ends it
         assert waiting.result() == News(b"")
         waiting = pool.submit(store.tail, "log", 14, seconds=60)
-        for stream in (*other.connections._idle, other.connections._presence):
-            stream.close()
+        other.connections.close()
         assert waiting.result() == News(b"", frozenset({1}), 1)
     assert store.tail("log", 14, num_gone=1, seconds=0.1) == News(b"", frozenset({1}), 1)
 
@@ -320,11 +312,18 @@ def test_store_expires_callers_who_say_nothing(port: int, monkeypatch: pytest.Mo
         assert is_closed(silent)
 
 
+@pytest.fixture
+def few_strangers(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the server's limit of unauthenticated connections."""
+    monkeypatch.setattr(store_process, "MOST_STRANGERS", 8)
+    return 8 + 2
+
+
 def test_store_is_not_kept_from_its_ranks_by_idle_callers(
-    most_strangers: int, port: int, monkeypatch: pytest.MonkeyPatch
+    few_strangers: int, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_process, "HELLO_SECONDS", 3600.0)  # closed for no other reason
-    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(30 + most_strangers)]
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(30 + few_strangers)]
     store = JobStore(connect(port), seconds=60)
     store.set("key", "value")
     assert store.get("key") == b"value"
