@@ -20,7 +20,7 @@ from bigbatch.comm.rendezvous.places import process_space
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.errors import CommError
 
-needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd")
 
 
 class Echo:
@@ -59,7 +59,6 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@needs_memfd
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_memory_shows_each_rank_what_the_others_of_its_node_write(dtype: torch.dtype) -> None:
     ranks = memories(["a", "b", "a"])
@@ -76,7 +75,6 @@ def test_memory_shows_each_rank_what_the_others_of_its_node_write(dtype: torch.d
     assert len(ranks[1].views(tensors[1]) or ()) == 1  # alone on its host
 
 
-@needs_memfd
 def test_memory_is_shared_only_within_a_node_group() -> None:
     ranks = memories(["a"] * 4, group_size=2)
     tensors = allocate(ranks, 4, torch.float32)
@@ -85,7 +83,6 @@ def test_memory_is_shared_only_within_a_node_group() -> None:
     assert [view_N[0].item() for view_N in ranks[3].views(tensors[3]) or ()] == [2.0, 3.0]
 
 
-@needs_memfd
 def test_memory_names_a_tensor_alike_on_all_ranks_and_others_not_at_all() -> None:
     ranks = memories(["a", "a"])
     first, second = allocate(ranks, 10, torch.float32), allocate(ranks, 10, torch.float32)
@@ -104,7 +101,6 @@ def test_memory_names_a_tensor_alike_on_all_ranks_and_others_not_at_all() -> Non
     assert ranks[0].name_of(third[0]) not in names
 
 
-@needs_memfd
 def test_memory_of_many_ranks_and_buffers_keeps_no_open_files() -> None:
     """A process may have 1,024 by default; each rank of a node has every buffer of every other one in use."""
     memory = NodeMemory(make_topology(["a"] * 64, rank=0), Echo(64))  # type: ignore[arg-type]
@@ -117,7 +113,6 @@ def test_memory_of_many_ranks_and_buffers_keeps_no_open_files() -> None:
         assert [view_N[0].item() for view_N in memory.views(buffer_N) or ()] == [number] * 64
 
 
-@needs_memfd
 def test_memory_of_several_tensors_is_shared_at_once() -> None:
     """The ranks meet twice, map one piece each, and what one writes into a tensor is in that tensor of all."""
     echo = Echo(3)
@@ -163,7 +158,6 @@ def mapped_pieces() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:bigbatch")
 
 
-@needs_memfd
 def test_memory_scratch_that_is_outgrown_is_given_back() -> None:
     memory = NodeMemory(make_topology(["a"] * 4, rank=0), Echo(4))  # type: ignore[arg-type]
     finished: list[int] = []
@@ -189,7 +183,6 @@ def test_memory_scratch_grows_and_is_used_again() -> None:
     assert memory.scratch(10, torch.float32).data_ptr() == large_N.data_ptr()
 
 
-@needs_memfd
 @pytest.mark.parametrize(
     ("described", "reason"),
     [

@@ -5,7 +5,6 @@ played; that the real one does as it is told is tests/gpu's affair.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +16,7 @@ from played_nccl import PlayedNccl
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
-from bigbatch.comm.algorithms import ALGORITHMS
-from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
-from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.connection import connect
-from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
@@ -93,26 +87,6 @@ def test_settings_are_those_that_torchs_own_nccl_has() -> None:
 
 
 # --- groups are made once ---
-
-
-@pytest.mark.parametrize("name", ["nccl", "gloo"])
-def test_groups_of_the_same_ranks_are_made_once(name: str, library: PlayedNccl) -> None:
-    backend = backend_of(name)
-    alone = connect(env=ALONE, device=torch.device("cpu"))
-    communicator = replace(
-        alone, backend=backend, topology=make_topology(["a", "a", "b", "b"], rank=0), memory=None, wire=Wire(torch.half)
-    )
-    table = HybridTable((HybridRow(64, "doubling"), HybridRow(None, "sharded")))
-    before = len(library.of("new"))
-    for _ in range(3):
-        for algorithm in ALGORITHMS:
-            communicator.with_algorithm(algorithm, table=table)
-        weight = torch.nn.Parameter(torch.zeros(3))
-        GradientReducer([("weight", weight)], communicator.with_algorithm("sharded"))
-    if name == "nccl":
-        assert (len(library.of("new")), library.of("split")) == (before, [[[0, 2]], [[0, 1], [2, 3]], [[1, 3]]])
-    else:
-        assert (library.of("new")[before:], library.of("split")) == ([[0, 1], [2, 3]], [])
 
 
 def test_groups_of_other_ranks_are_made_beside(library: PlayedNccl) -> None:

@@ -271,31 +271,32 @@ def test_width_of_the_terminal(
     assert read_process_env(variables).terminal_columns == columns
 
 
-@pytest.fixture
-def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the interface settings of both libraries; restored after the test."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
-@pytest.mark.usefixtures("no_interface")
 @pytest.mark.parametrize(
-    ("interface", "is_one_host", "gloo", "nccl"),
+    ("interface", "is_one_host", "of_user", "gloo", "nccl"),
     [
-        (None, True, ("lo", "lo0"), (None,)),  # NCCL finds its own way inside a host
-        (None, False, (None,), (None,)),
-        ("ib0", True, ("ib0",), ("=ib0",)),  # without = NCCL would take ib01, too
-        ("ib0", False, ("ib0",), ("=ib0",)),
-        ("ib0,ib1", False, ("ib0,ib1",), ("=ib0,ib1",)),
+        (None, True, None, ("lo", "lo0"), None),  # NCCL finds its own way inside a host
+        (None, False, None, (None,), None),
+        ("ib0", True, None, ("ib0",), "=ib0"),  # without = NCCL would take ib01, too
+        ("ib0,ib1", False, None, ("ib0,ib1",), "=ib0,ib1"),
+        (None, True, "ib0", ("ib0",), None),
+        ("eth1", True, "ib0", ("ib0",), "=eth1"),
     ],
 )
-def test_interface_is_told_to_the_libraries(
-    interface: str | None, is_one_host: bool, gloo: tuple[str | None], nccl: tuple[str | None]
+def test_interface_is_told_to_the_libraries_unless_the_user_has(
+    interface: str | None,
+    is_one_host: bool,
+    of_user: str | None,
+    gloo: tuple[str | None],
+    nccl: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, of_user or "")  # so that both are put back after the test
+        if of_user is None or name.startswith("NCCL"):
+            monkeypatch.delenv(name)
     prefer_interface(interface, is_one_host=is_one_host)
     assert os.environ.get("GLOO_SOCKET_IFNAME") in gloo
-    assert os.environ.get("NCCL_SOCKET_IFNAME") in nccl
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == nccl
 
 
 @pytest.mark.parametrize("variables", [{}, TORCHRUN])
@@ -314,14 +315,6 @@ def test_words_of_bigbatch_launch_reach_the_ranks(
     assert not getattr(read_process_env(variables), field)
     if name != "BIGBATCH_STOP_SECONDS":
         assert not getattr(read_process_env({**variables, name: ""}), field)
-
-
-@pytest.mark.usefixtures("no_interface")
-@pytest.mark.parametrize("interface", [None, "eth1"])
-def test_interface_of_the_user_wins(interface: str | None) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
-    prefer_interface(interface, is_one_host=True)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_nodes_of_a_step_are_told_by_slurm_alone() -> None:

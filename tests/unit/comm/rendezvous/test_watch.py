@@ -62,24 +62,6 @@ def test_watch_prints_nothing_while_no_rank_waits_long() -> None:
     assert first.said == second.said == []
 
 
-def test_late_rank_is_named_by_all_others_and_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, late = ranks(3)
-    first.waits(3, seconds=5)
-    second.waits(3, seconds=0.5)  # came later, and waits as well
-    late.waits(2, seconds=0.1)
-    look(first, second, late)
-    assert first.said == []  # the others get the time to write down that they wait, too
-    let_time_pass(monkeypatch)
-    for _ in range(3):
-        look(first, second, late)
-    what = r"all-reduce of buffer 3 \(fc.weight and 3 more\)"
-    assert len(first.said) == len(second.said) == len(late.said) == 1  # once
-    for rank, name, seconds in ((first, "rank 0 on node0", r"[78]\.\d"), (second, "rank 1 on node1", r"[345]\.\d")):
-        assert_matches(rank.said[0], rf"{name} has waited {seconds} s in {what}: rank 2 on node2 has not come to it")
-    assert first.said[0].endswith("(the job ends after 8 s)")
-    assert_matches(late.said[0], rf"rank 2 on node2 is late: other ranks wait for it in {what}")
-
-
 def assert_matches(text: str, pattern: str) -> None:
     assert re.match(pattern, text), text
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -44,8 +45,11 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(env=ENV, communicator=SimpleNamespace(control=alone()))
 
 
+QUICKSTART = load_config(["--config", "quickstart"])
+
+
 def config_of(folder: Path) -> Config:
-    return load_config(["--config", "quickstart", "--run.directory", f"{folder}"])
+    return replace(QUICKSTART, run=replace(QUICKSTART.run, directory=f"{folder}"))
 
 
 def test_rank_whose_job_has_ended_ends(job: Any, tmp_path: Path) -> None:
@@ -97,9 +101,8 @@ def test_rank_waits_while_the_others_take_the_run_folder_over(
 def test_wait_for_an_answer_is_none_of_the_time_without_a_reachable_rank(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = 0.0
+    clock, waits = 0.0, [1000.0, 1000.0, 0.0]
     monkeypatch.setattr(joining, "awake_seconds", lambda: clock)
-    waits = [1000.0, 1000.0, 0.0]
 
     def ask(*arguments: object, **options: object) -> str:
         nonlocal clock
@@ -114,11 +117,9 @@ def test_wait_for_an_answer_is_none_of_the_time_without_a_reachable_rank(
 
 
 def test_return_to_a_checkpoint_makes_no_other_config() -> None:
-    config = load_config(["--config", "quickstart"])
-    back = replace(config, run=replace(config.run, resume="checkpoints/step-7"))
-    facts = joining.facts_of(config, None)
-    assert joining.facts_of(back, None) == facts
-    assert joining.facts_of(replace(config, run=replace(config.run, seed=7)), None) != facts
+    run, facts = QUICKSTART.run, joining.facts_of(QUICKSTART, None)
+    assert joining.facts_of(replace(QUICKSTART, run=replace(run, resume="checkpoints/step-7")), None) == facts
+    assert joining.facts_of(replace(QUICKSTART, run=replace(run, seed=7)), None) != facts
     assert facts.keys() == {"release", "config", "data set"}
 
 
@@ -131,19 +132,12 @@ class Calls:
         group = SimpleNamespace(control="of the new group", endpoints=SimpleNamespace(all="012"))
         told = SimpleNamespace(group=group, told={"joined": "rank 2 on n1"})
         results = {"let_in": told, "enter": "entered", "leave_former_group": None, "abort_connection": None}
-
-        def call(name: str) -> Any:
-            def run(*arguments: object, **options: object) -> Any:
-                if name in errors:
-                    raise errors[name]
-                return results[name]
-
-            return run
-
-        for name in results:
-            monkeypatch.setattr(joining, name, call(name))
+        for name, result in results.items():
+            play = MagicMock(return_value=result, side_effect=errors.get(name))
+            monkeypatch.setattr(joining, name, play)
         monkeypatch.setattr(joining, "former_ranks", lambda former, group, ranks: ranks - {2})
-        monkeypatch.setattr(joining, "find_waiting", lambda *arguments: [])
+        self.find_waiting = MagicMock(return_value=[])
+        monkeypatch.setattr(joining, "find_waiting", self.find_waiting)
         monkeypatch.setattr(joining, "heal", lambda config, job, error=None, **how: self.went_on.append((error, how)))
         self.control = alone()
 
@@ -153,7 +147,7 @@ class Calls:
         ownership: Any = SimpleNamespace(number=3)
         close = lambda: self.closed.append("closed")  # noqa: E731
         options: Any = {"kept": {"step": 3}, "facts": dict, "since": 0.0, "ownership": ownership, "close": close}
-        joining.take_in(load_config(["--config", "quickstart"]), job, back_at=None, **options)
+        joining.take_in(QUICKSTART, job, back_at=None, **options)
 
 
 def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:
@@ -176,8 +170,7 @@ def test_first_rank_ends_its_records_only_before_another_one_takes_the_run_folde
 ) -> None:
     """Loggers may send for a minute, in which all other ranks wait. The first rank is 2 by the launcher."""
     calls = Calls(monkeypatch)
-    found = [SimpleNamespace(endpoint=SimpleNamespace(rank=joins, host="n1"))]
-    monkeypatch.setattr(joining, "find_waiting", lambda *arguments: found)
+    calls.find_waiting.return_value = [SimpleNamespace(endpoint=SimpleNamespace(rank=joins, host="n1"))]
     calls.take_in()
     assert calls.closed == closed
 
@@ -217,11 +210,7 @@ def test_loss_after_which_none_may_go_on_ends_a_join(
 
 def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("the store has ended")
-
-    monkeypatch.setattr(joining, "find_waiting", fail)
+    calls.find_waiting.side_effect = RuntimeError("the store has ended")
     monkeypatch.setattr(calls.control.detector, "explain", lambda what, seconds, error: lost(0))
     calls.take_in()
     ((loss, given),) = calls.went_on
@@ -232,18 +221,12 @@ def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monke
 def test_rank_asks_again_if_it_does_not_get_the_state(
     num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses, left = [lost(0)] * num_losses, list[str]()
-
-    def enter(*arguments: object, **options: object) -> str:
-        if losses:
-            raise losses.pop()
-        return "entered"
-
+    left = list[str]()
     splits = (SimpleNamespace(index=None),) * 2
     told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
     admitted = SimpleNamespace(group=SimpleNamespace(control=None), told=told, leave=lambda: left.append("left"))
     for name, value in {
-        "enter": enter,
+        "enter": MagicMock(side_effect=[*[lost(0)] * num_losses, "entered"]),
         "leave_former_group": lambda group: None,
         "_ask": lambda *arguments: admitted,
         "stage_data": lambda config, alone: (config, None),
@@ -258,7 +241,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
     path.touch()
     job: Any = SimpleNamespace(env=replace(ENV, joins_file=path), communicator=communicator)
     ownership: Any = SimpleNamespace(number=0)
-    arrive = partial(joining.arrive, load_config(["--config", "quickstart"]), job, ownership=ownership)
+    arrive = partial(joining.arrive, QUICKSTART, job, ownership=ownership)
     if num_losses == joining.MOST_ATTEMPTS:
         with pytest.raises(PeerLostError, match="ranks were lost"):
             arrive()
