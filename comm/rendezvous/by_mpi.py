@@ -3,7 +3,7 @@
 import socket
 from typing import Any
 
-from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.secret import new_secret
@@ -53,9 +53,17 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
     the other ranks.
     """
     world = mpi_world(env)
-    answer: tuple[str, int, str] | str | None = None
+    answer: tuple[str, int, str] | str | None = None  # a text: the error of rank 0, for the other ranks
     if world.rank == 0:
-        answer = _meeting_point(is_one_host=env.is_one_host, interface=interface)
+        try:
+            address = own_address(is_one_host=env.is_one_host, interface=interface)
+        except CommError as error:
+            answer = str(error)
+        else:
+            with socket.socket(family_of(address)) as probe:
+                # free now, and closed again: rank 0 opens the rendezvous there right after
+                probe.bind((address, 0))
+                answer = address, probe.getsockname()[1], new_secret()
     try:
         answer = answer_within(timeout_seconds, lambda: world.bcast(answer, root=0))
     except Exception as error:  # the control channel, which could explain it, does not exist yet
@@ -66,15 +74,3 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
         raise CommError(answer)
     assert answer is not None
     return answer
-
-
-def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int, str] | str:
-    """Return an address, a port and a secret; or the error's text, which rank 0 sends to the other ranks."""
-    try:
-        address = own_address(is_one_host=is_one_host, interface=interface)
-    except CommError as error:
-        return str(error)
-    with socket.socket() as probe:
-        # free now, and closed again: rank 0 opens the rendezvous there right after
-        probe.bind((address, 0))
-        return address, probe.getsockname()[1], new_secret()

@@ -163,13 +163,20 @@ def test_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.Monkey
         connect(backend="mpi", env=UNLAUNCHED, device=CPU)
 
 
-def test_mpi_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "::1"])
+def test_mpi_meeting_point_of_one_host_is_a_free_port_on_loopback(
+    loopback: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IPv6's on a host without IPv4."""
+    if loopback == "::1" and not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
     fake_mpi(monkeypatch, rank=0, size=2)
+    monkeypatch.setattr(addresses, "loopback", lambda: loopback)
     address, port, secret = by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)
     assert len(bytes.fromhex(secret)) == 32
     assert secret != by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)[2]
     with listen(address, port):
-        assert address == "127.0.0.1"
+        assert address == loopback
 
 
 @pytest.mark.parametrize("interface", [None, "ib7"])
