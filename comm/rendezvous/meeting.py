@@ -22,12 +22,8 @@ from bigbatch.errors import CommError, first_line, tell
 
 _WORDS = "bigbatch/words"
 
-Master = tuple[str, int] | None
-"""Address and port of the rendezvous; None if another one is used."""
-
-
-_met: dict[Master, tuple[StoreConnections, ProcessEnv]] = {}
-"""Rendezvous that this process has joined, by its launcher's address: a port can be opened only once."""
+_met: dict[tuple[str, int] | None, tuple[StoreConnections, ProcessEnv]] = {}
+"""Rendezvous that this process has joined, by its launcher's address, if any: a port can be opened only once."""
 
 
 def open_store(

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -153,7 +153,8 @@ class Watch:
             # after two looks every rank that waits in it has written so
             if awake_seconds() - self._noted_at > 2 * self._look_seconds:
                 self._said.add(stall.number)
-                late = [rank for rank in self._ranks_of(pending) if rank not in stall.waiting]
+                ranks = range(self._control.world_size) if pending.ranks is None else pending.ranks
+                late = [rank for rank in ranks if rank not in stall.waiting]
                 named = self._log.name(late)
                 verb = "has" if len(late) == 1 else "have"
                 self._named[stall.number] = f"{named} {verb} not come to it" if late else "all ranks are in it"
@@ -173,9 +174,6 @@ class Watch:
         if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
             self._said.add(pending.number)
             self._say(self._waits(pending, self._detector.silence))
-
-    def _ranks_of(self, pending: Pending) -> Sequence[int]:
-        return range(self._control.world_size) if pending.ranks is None else pending.ranks
 
     def _waits(self, pending: Pending, verdict: str) -> str:
         return (

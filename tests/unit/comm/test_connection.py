@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from bigbatch.exit_codes import LOST
 
 CPU = torch.device("cpu")
 TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0), secret=b"of this job")
+PLACES_OF_TWO = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -377,7 +379,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
 
     def meet_both(env: ProcessEnv, met: Control, *, gpu: str) -> list[RankPlace]:
         met.store.set("bigbatch/host/1", "node1")
-        return [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
+        return PLACES_OF_TWO
 
     monkeypatch.setattr(connection, "meet", meet_both)
     monkeypatch.setattr(watch.os, "_exit", end_process)
@@ -393,12 +395,8 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
 
 
 def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise CommError("no")
-
-    places_of_two = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
-    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: places_of_two)
-    monkeypatch.setattr(connection, "_connect", refuse)
+    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: PLACES_OF_TWO)
+    monkeypatch.setattr(connection, "_connect", MagicMock(side_effect=CommError("no")))
     with pytest.raises(CommError):
         connect(backend="tcp", env=TWO, device=CPU, timeout_seconds=1)
     assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-watch" and thread.is_alive()]
@@ -419,8 +417,7 @@ def test_settings_of_nccl_reach_it_and_what_it_has_not_is_refused_by_all(monkeyp
         register=register,
         name="nccl",
     )
-    places_of_two = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
-    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: places_of_two)
+    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: PLACES_OF_TWO)
     monkeypatch.setattr(connection, "_connect", lambda *_, **__: transport)
     gpu = torch.device("cuda", 0)
     with pytest.raises(CommError, match=re.escape("comm.buffers")):
@@ -439,31 +436,10 @@ def test_inspector_watches_until_the_transport_is_closed() -> None:
     assert closed == ["backend", "inspector"]
 
 
-class Leaving:
-    """Backend and control of a connection, which note how it is left."""
+class Played(SimpleNamespace):
+    """A backend and control of a connection."""
 
-    name = "single"
-    verdict: Verdict | None = None
-    has_failed = False
-
-    def __init__(self) -> None:
-        self.noted: list[str] = []
-        self.detector, self.timeout_seconds = self, 60.0
-
-    def oldest(self) -> Pending | None:
-        return None
-
-    def close(self) -> None:
-        self.noted.append("closed")
-
-    def leave(self) -> None:
-        self.noted.append("left")
-
-    def end_well(self, *, within_seconds: float) -> None:
-        self.noted.append("ended")
-
-    def crash(self, exit_code: int) -> None:
-        self.noted.append("reported")
+    __hash__ = object.__hash__
 
 
 @pytest.fixture
@@ -481,12 +457,16 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted
 
 
-def leaving() -> tuple[communicator.Communicator, list[str]]:
-    told = Leaving()
+def leaving(**told: object) -> tuple[communicator.Communicator, list[str]]:
+    """An open connection, and notes of how it is left. told: of its backend and failure detector."""
+    noted = list[str]()
+    played: Any = Played(name="single", timeout_seconds=60.0, verdict=None, has_failed=False, oldest=lambda: None)
+    for name, word in {"close": "closed", "leave": "left", "end_well": "ended", "crash": "reported"}.items():
+        setattr(played, name, lambda *_, word=word, **__: noted.append(word))
+    vars(played).update(told, detector=played)
     met = connect(env=ALONE, device=CPU)
     communicator.open_connections.pop(met.control)
-    made = replace(met, backend=told, control=told)  # type: ignore[arg-type]
-    return communicator.close_at_exit(made), told.noted
+    return communicator.close_at_exit(replace(met, backend=played, control=played)), noted
 
 
 @pytest.mark.parametrize(
@@ -521,32 +501,27 @@ def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_excep
 
 
 def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
-    codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    codes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lost(self: Leaving) -> None:
-        raise PeerLostError("no answer from rank 1")
-
-    monkeypatch.setattr(Leaving, "close", lost)
-    leaving()
+    leaving(close=MagicMock(side_effect=PeerLostError("no answer from rank 1")))
     communicator._close_all()
     assert codes == [1]
     assert capsys.readouterr().err == "bigbatch: no answer from rank 1\n"
 
 
 def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
-    codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    codes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """close() after a caught error returns; a script that ends without it fails."""
-    monkeypatch.setattr(Leaving, "verdict", Verdict(frozenset({1}), "no answer from rank 1", 0.0))
-    made, noted = leaving()
+    verdict = Verdict(frozenset({1}), "no answer from rank 1", 0.0)
+    made, noted = leaving(verdict=verdict)
     made.close()
     assert noted == ["left", "closed", "ended"], "a rank that nothing has told of the loss meets it in the barrier"
-    monkeypatch.setattr(Leaving, "has_failed", True)
-    made, noted = leaving()
+    made, noted = leaving(verdict=verdict, has_failed=True)
     made.close()
     communicator._close_all()
     assert (noted, communicator.open_connections, codes) == (["reported"], {}, [])
-    leaving()
+    leaving(verdict=verdict, has_failed=True)
     communicator._close_all()
     assert (codes, capsys.readouterr().err) == ([1], "bigbatch: no answer from rank 1\n")
 

@@ -57,9 +57,7 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
         job.detector, "check_peers", lambda *told: (waited.append(job.detector.is_waiting), check_peers(*told))
     )
     killed = StoreConnections("127.0.0.1", job.store.connections.port, job.secret, rank=1, timeout_seconds=60)
-    assert killed._presence is not None
-    for stream in (*killed._idle, killed._presence):
-        stream.close()
+    killed.close()
     said = naming("comparison", "rank 1 on node1", "the process of rank 1 on node1 has ended")
     with pytest.raises(PeerLostError, match=said) as caught:
         job.gather_text("seed: 1")
