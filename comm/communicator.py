@@ -172,8 +172,8 @@ class Communicator:
         In the same queue as start(), with its copies and errors. algorithm and wire name it in a trace.
         """
         _require_summable(self, tensor_N)
-        timeline, memory = self.timeline, self.memory
-        operation = via_memory(collective_, tensor_N, memory, self.staging, backend=self.backend, label=label)
+        timeline, backend = self.timeline, self.backend
+        operation = via_memory(collective_, tensor_N, self.memory, self.staging, backend=backend, label=label)
         timeline.mark(label, row="buffers ready")
 
         def recorded() -> None:
@@ -182,7 +182,7 @@ class Communicator:
                 operation()
 
         self.control.detector.begin()
-        work = self.backend.submit(recorded if timeline.is_active else operation, label=label)
+        work = backend.submit(recorded if timeline.is_active else operation, label=label)
         return work if self.staging is None else Staged(work, self.staging)
 
     def algorithm_for(self, tensor_N: Tensor) -> str:
