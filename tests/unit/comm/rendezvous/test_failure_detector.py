@@ -172,23 +172,6 @@ def test_many_ranks_have_one_right_verdict_for_a_few_requests_of_each(n: int, cl
     assert store.num_requests <= 24 * n + of_one
 
 
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_rank_whose_process_has_ended_is_not_waited_for(has_ended: bool, clock: Clock) -> None:
-    """Rank 2 is lost; rank 1 answers after a second, and is waited for."""
-    store, ranks = job_of(3)
-    store.ended = frozenset({2} if has_ended else ())
-    after: list[float] = []
-
-    def holder() -> None:
-        fails_in_the_sum(ranks[0], clock, after=0.0)
-        after.append(clock.now)
-
-    clock.run([holder, partial(fails_in_the_sum, ranks[1], clock, after=1.0)])
-    assert reasons(ranks) == ["no answer from rank 2 on node2"] * 2 + [""]
-    expected = 1.0 if has_ended else limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
-    assert after == [pytest.approx(expected, abs=5 * limits.COUNT_PAUSE_SECONDS)]
-
-
 def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock: Clock) -> None:
     """Its queue's thread meets the end of the others' connections."""
     _, ranks = job_of(3)

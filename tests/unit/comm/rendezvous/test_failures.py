@@ -202,3 +202,9 @@ def test_rank_that_counts_and_is_silent_is_replaced_and_is_not_called_dead() -> 
         (1,),
         "all ranks still answer, and no verdict from [1], which counted the answers",
     )
+
+
+def test_answer_that_a_rank_gives_beside_its_own_failure_does_not_count() -> None:
+    """Its watch had read the log before the failure was in it."""
+    state = known((("failed", 0, LOST), ("crashed", 1, None), ("alive", 1), ("alive", 2)), NONE)
+    assert state.missing == {1}
