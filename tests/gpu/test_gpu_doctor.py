@@ -15,8 +15,8 @@ from bigbatch.trainer.doctor.budget import Budget
 from bigbatch.trainer.doctor.examine import TENSORS, Examination, ExaminationResults
 from bigbatch.trainer.doctor.probe import _Probe
 from bigbatch.trainer.doctor.probes import Probes
+from bigbatch.trainer.doctor.profile import FindSyncs
 from bigbatch.trainer.doctor.speedups import change
-from bigbatch.trainer.doctor.syncs import FindSyncs
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {

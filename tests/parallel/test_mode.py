@@ -18,7 +18,7 @@ from bigbatch.trainer import train as training
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.doctor import mode_time
+from bigbatch.trainer.doctor import budget
 from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.doctor.modes import Mode, Trial
 from tests.laws.jobs import (
@@ -68,7 +68,7 @@ class Played:
 
 def train_by_rates(rates: str, share: str, *command: str) -> int:
     """Run a command of bigbatch as on GPUs. rates: by rank and microbatch, in JSON. share: of the run's time."""
-    mode_time.LEAST_IMAGES, mode_time.SHARE_OF_RUN = 0, float(share)  # the runs of a test are short
+    budget.LEAST_IMAGES, budget.SHARE_OF_RUN = 0, float(share)  # the runs of a test are short
     played = Played(json.loads(rates)[read_process_env().rank])
     training.choose_mode = partial(  # type: ignore[attr-defined]
         choose_mode, measures=lambda communicator: True, start_trials=lambda config, **_: played

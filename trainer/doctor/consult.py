@@ -147,7 +147,6 @@ def _write(
 
 
 def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
-    """Return the lines on what is measured."""
     batch = config.batch
     division = divide_batch(batch, world_size=num_ranks)
     text = (

@@ -96,7 +96,6 @@ def orders(folder: Path, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, A
 
 
 def append(path: Path, facts: dict[str, Any]) -> None:
-    """Write an order or an answer."""
     with open_to_append(path) as file:
         file.write((json.dumps(facts) + "\n").encode())
 

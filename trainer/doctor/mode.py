@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from bigbatch.trainer.build.compute import require_capturable
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import AugmentConfig
-from bigbatch.trainer.doctor.mode_time import (
+from bigbatch.trainer.doctor.budget import (
     LEAST_IMAGES,
     MOST_SECONDS,
     SHARE_OF_RUN,
@@ -62,21 +62,11 @@ KEYS = (
 
 @dataclass(frozen=True)
 class ChosenMode:
-    """A config with the chosen mode."""
-
     config: Config
     told: str = ""
     """Line for the log."""
     text: str = ""
     """Text of the record's file, for a run to keep; empty if there is none."""
-
-
-class Trials(Protocol):
-    """Tries modes on this rank's device."""
-
-    def __call__(self, mode: Mode, *, limit_seconds: float, meet: Callable[[], object]) -> Trial: ...
-
-    def close(self) -> None: ...
 
 
 def is_on_gpus(communicator: Communicator) -> bool:
@@ -94,7 +84,7 @@ def choose_mode(
     folder: Path | None,
     is_dry_run: bool = False,
     measures: Callable[[Communicator], bool] = is_on_gpus,
-    start_trials: Callable[..., Trials] = ModeTrials,
+    start_trials: Callable[..., ModeTrials] = ModeTrials,
     clock: Callable[[], float] = time.monotonic,
 ) -> ChosenMode:
     """Return the config in the fastest mode that computes the same update, or as it is. Collective.
@@ -259,7 +249,7 @@ def _require_valid(record: dict[str, Any], *, facts: Mapping[str, Any], modes: M
 
 
 def _try_all(
-    modes: Modes, trials: Trials, communicator: Communicator, *, trial_time: TrialTime, clock: Callable[[], float]
+    modes: Modes, trials: ModeTrials, communicator: Communicator, *, trial_time: TrialTime, clock: Callable[[], float]
 ) -> tuple[Mode, dict[Mode, Trial], float]:
     """Try modes until none is left or the next one does not fit; return the best, all, and the seconds. Collective.
 

@@ -38,7 +38,6 @@ class Mode:
         return ", ".join((size, *how)) if how else f"eager, {size}"
 
     def values(self) -> dict[str, Any]:
-        """Return its values by dotted key."""
         return {
             "batch.microbatch_size": self.microbatch_size,
             "compute.compile": self.compile,
@@ -62,7 +61,6 @@ class Modes:
 
     @property
     def has_others(self) -> bool:
-        """Return whether there is a mode other than the stated one."""
         return len(self.sizes) > 1 or self.can_capture or self.can_compile
 
     def __contains__(self, mode: Mode) -> bool:

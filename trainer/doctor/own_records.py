@@ -136,7 +136,6 @@ def limit_of(times: RunTimes) -> str:
 
 
 def explain(times: RunTimes, config: Config) -> Iterator[str]:
-    """Yield the lines of verdict and next steps."""
     shares = {name: times.shares[name] or 0.0 for name in times.shares}
     alone = times.loader_images_per_second
     words = {

@@ -128,7 +128,6 @@ class _Probe:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts of the machine."""
         device = self.communicator.device
         return {
             "device": device_name(device),
@@ -238,7 +237,6 @@ class _Probe:
         )
 
     def roofline(self, *, seconds: float) -> dict[str, Any]:
-        """Measure the peak rate of this rank's device."""
         device, precision = self.communicator.device, self.config.optimizer.precision
         return {"peak_flops": peak_flops(device, precision=precision, seconds=seconds)}
 

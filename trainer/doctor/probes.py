@@ -13,8 +13,6 @@ NO_ROOM = ("OutOfMemoryError", "busy or unavailable")
 
 @dataclass(frozen=True)
 class Turn:
-    """Figures of some steps, timed together."""
-
     images_per_second: float
     peak_bytes: int
 
@@ -70,12 +68,10 @@ class Probes:
             raise
 
     def close(self, probe: "Probe") -> None:
-        """Let its processes leave, if they run."""
         if probe in self._running:
             self._running.pop(probe).close()
 
     def kill_all(self) -> None:
-        """End all processes at once."""
         while self._running:
             self._running.popitem()[1].kill()
 
@@ -100,5 +96,4 @@ class Probe:
         return Turn(found["images"] / found["seconds"], found["peak_bytes"])
 
     def close(self) -> None:
-        """Take no more turns."""
         self._probes.close(self)

@@ -34,8 +34,6 @@ class SpeedComparison:
 
 @dataclass(frozen=True)
 class TriedSpeedup:
-    """Result for a candidate."""
-
     candidate: Candidate
     measured: SpeedComparison | None
     failure: str = ""

@@ -85,7 +85,6 @@ def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Co
 
 
 def _always(findings: ExaminationResults) -> Iterator[str]:
-    """Yield the gain of options that are always on."""
     update = findings.profile["phases"].get("update")
     share = "" if update is None else f"; the whole update is {update / findings.profile['seconds']:.1%} of a step"
     fused, pinned = findings.always["update"], findings.always["pinning"]

@@ -45,8 +45,6 @@ BUCKET_FACTOR = 4
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes the machine of the ranks."""
-
     device: str
     device_type: str
     capability: tuple[int, int] | None
@@ -61,7 +59,6 @@ class Machine:
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it is a CUDA device."""
         return self.device_type == "cuda"
 
 

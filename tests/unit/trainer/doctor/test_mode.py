@@ -24,10 +24,16 @@ from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor import mode as doctor_mode
-from bigbatch.trainer.doctor.budget import EXTRA_SECONDS
+from bigbatch.trainer.doctor.budget import (
+    EXTRA_SECONDS,
+    FIRST_SECONDS,
+    LEAST_IMAGES,
+    MOST_SECONDS,
+    SHARE_OF_RUN,
+    TrialTime,
+)
 from bigbatch.trainer.doctor.exchange import Child
 from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode, graph_hint
-from bigbatch.trainer.doctor.mode_time import FIRST_SECONDS, LEAST_IMAGES, MOST_SECONDS, SHARE_OF_RUN, TrialTime
 from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, TrialStep, relative_distance, take_step
 from bigbatch.trainer.doctor.modes import (
     BOUNDS,

@@ -36,8 +36,7 @@ from bigbatch.trainer.doctor.measure import (
     peak_flops,
 )
 from bigbatch.trainer.doctor.probe import _Probe, splits_again, with_generated
-from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
-from bigbatch.trainer.doctor.syncs import FindSyncs
+from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST, FindSyncs
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.step.execution import EagerExecution, Work
