@@ -65,7 +65,6 @@ class Host:
 
     @property
     def crosses_nodes(self) -> bool:
-        """Return whether some ranks are on other hosts."""
         return self.num_ranks < self.world_size
 
     @property
@@ -82,8 +81,6 @@ Find = Callable[[Host], Iterator[str]]
 
 @dataclass(frozen=True)
 class Check:
-    """Check for one kind of fault."""
-
     name: str
     remedy: str
     find: Find

@@ -6,27 +6,33 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from bigbatch.comm.connection import choose_device, connect, gpu_uuid, only_gpu
+from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import require_own_gpus
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, print_line, printable, tell
 from bigbatch.exit_codes import UNFIT
+from bigbatch.files import write_named
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.checks import Host, links_are_broken
 from bigbatch.trainer.preflight.facts import Seat, gather_facts, machine_id, report, start_looking
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
-from bigbatch.trainer.preflight.meeting import Attendee, absent_ranks, leave_together, meet, misfits, silent
+from bigbatch.trainer.preflight.meeting import MEET_SECONDS, Attendee, absent_ranks, leave_together, misfits, silent
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
-from bigbatch.trainer.preflight.tell import tell_findings
-from bigbatch.trainer.preflight.verdict import Node, NodeFinding, judge
+from bigbatch.trainer.preflight.verdict import Node, NodeFinding, bits, judge, remarks
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
@@ -42,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(words, prog="bigbatch preflight") if words else None
     env = read_process_env()
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
-    address, control = meet(env, interface=env.interface)
+    towards = env.master[0] if env.master else None
+    address = own_address(is_one_host=env.is_one_host, interface=env.interface, towards=towards)
+    control = Control(env, timeout_seconds=MEET_SECONDS, interface=env.interface)
     absent = absent_ranks(control)
     nodes: list[Node] = []
     if absent:
@@ -50,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         nodes, findings = examine(config, env, control, address=address)
     if env.rank == 0:
-        tell_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
+        _tell_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
     if absent:
         leave_together(control)
         return UNFIT
@@ -131,7 +139,6 @@ def _start_looking(
     device: torch.device,
     address: str,
 ) -> Callable[[], Host]:
-    """Start to examine this node alone."""
     beside = {place.host for place in places if place.machine == machine_id()}
     own = [seat for seat in seats if seat.host == env.host]
     host = Host(
@@ -195,7 +202,6 @@ def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch
 
 
 def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
-    """Return a node's description from the reports of its ranks."""
     own = {rank: each for rank, each in enumerate(everyone) if each["host"] == place.host}
     leader = everyone[place.rank]
     return Node(
@@ -210,3 +216,57 @@ def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str
         unreachable=reached[place.host],
         **leader["node"],
     )
+
+
+def _tell_findings(
+    nodes: Sequence[Node],
+    findings: Sequence[NodeFinding],
+    arguments: argparse.Namespace,
+    *,
+    columns: int | None,
+    seconds: float,
+) -> None:
+    """Print a table, all findings and a summary line; write the files that the options name."""
+    bad = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
+    if nodes:
+        Console(width=columns or 160, force_terminal=columns is not None).print(_table(nodes))
+    for finding in findings:
+        print_line(f"bigbatch: {finding.text}")
+    for remark in remarks(nodes):
+        print_line(f"remark: {remark}")
+    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'none by itself'}" if findings else "all fit"
+    measured = f"nodes: {len(nodes)}" if nodes else "nothing measured"
+    print_line(f"preflight: {measured}, {outcome}; {seconds:.1f} s")
+    if arguments.bad_nodes:
+        _write(arguments.bad_nodes, "".join(f"{host}\n" for host in bad))
+    if arguments.json:
+        facts = {
+            "nodes": [asdict(node, dict_factory=written_keys) for node in nodes],
+            "findings": [asdict(finding) for finding in findings],
+            "seconds": seconds,
+        }
+        _write(arguments.json, json.dumps(facts, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write files; a failure to write does not change the findings."""
+    try:
+        write_named(path, text.encode(errors="backslashreplace"))
+    except OSError as error:
+        tell(f"{path} cannot be written: {error.strerror}")
+
+
+def _table(nodes: Sequence[Node]) -> Table:
+    table = Table("node", "devices", "multiply (slowest rank)", "copy", "link, best pair", "least free disk", "images")
+    for node in nodes:
+        folder = min(node.free_gb, key=lambda name: node.free_gb[name], default=None)
+        table.add_row(
+            Text(printable(node.host)),
+            Text(printable(f"{node.num_ranks} x {node.device}")),
+            f"{node.multiply_gflops:,.1f} GFLOP/s",
+            f"{node.copy_gb_per_second:.1f} GB/s",
+            bits(node.best_link) if node.best_link else "none measured",
+            Text(printable(f"{node.free_gb[folder]:g} GB, {folder}") if folder else ""),
+            f"{node.images['training']:,} + {node.images['validation']:,}" if node.images else "",
+        )
+    return table

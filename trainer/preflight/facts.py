@@ -113,7 +113,6 @@ def free_gb(folder: str) -> float | str:
 
 
 def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], str | None]]:
-    """Start count_images with a time limit."""
     if config is None:
         return lambda: ({}, None)
     late = f"{config.data.root} was not read within {STORAGE_SECONDS:g} s: slow storage; bigbatch data pack helps"
@@ -165,7 +164,6 @@ def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path
 
 
 def read_host(host: Host, *, address: str, root: Path) -> Host:
-    """Return host completed with the kernel's facts."""
     return replace(
         host,
         limits=read_limits(root),

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ProcessEnv, step_hosts
+from bigbatch.comm.rendezvous.environ import step_hosts
 from bigbatch.trainer.preflight.verdict import NodeFinding
 
 MEET_SECONDS = 12.0
@@ -34,13 +33,6 @@ class Attendee:
     """GPUs that its ranks see; 0 if they use the CPU by choice."""
     complaint: str | None
     """Why its ranks have no device."""
-
-
-def meet(env: ProcessEnv, *, interface: str | None) -> tuple[str, Control]:
-    """Return this host's address and the control channel. Raises: CommError if rank 0 is not reached."""
-    towards = env.master[0] if env.master else None
-    address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
-    return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface)
 
 
 def absent_ranks(control: Control) -> list[int]:

@@ -40,7 +40,6 @@ class Product:
         self._device, self._flops = device, 2 * side**3
 
     def __call__(self) -> None:
-        """Multiply them, once."""
         torch.mm(self._a_NN, self._b_NN, out=self._out_NN)
 
     def flops_per_second(self, *, seconds: float) -> float:
@@ -52,22 +51,17 @@ def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     """Measure rates, half of the time for each, on the device and the threads of this rank."""
     product = Product(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     multiplied_per_second = product.flops_per_second(seconds=seconds / 2)
-    clock = _clock_under_load(product, device)
+    clock = None
+    if device.type == "cuda":
+        for _ in range(BUSY_REPEATS):
+            product()
+        clock = read_clock(device)
+        wait_for(device)
     num_bytes = COPY_BYTES[device.type]
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target_N = torch.empty_like(source_N)
     copy = median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
     return Rates(multiplied_per_second / 1e9, num_bytes / copy / 1e9, clock)
-
-
-def _clock_under_load(work: Callable[[], object], device: torch.device) -> Clock | None:
-    if device.type != "cuda":
-        return None
-    for _ in range(BUSY_REPEATS):
-        work()
-    clock = read_clock(device)
-    wait_for(device)
-    return clock
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:

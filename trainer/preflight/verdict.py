@@ -60,8 +60,6 @@ class Node:
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """Names something that is wrong."""
-
     text: str
     hosts: tuple[str, ...] = ()
     """Hosts to exclude from the job; none if no host is at fault."""
@@ -104,15 +102,11 @@ def remarks(nodes: Sequence[Node]) -> list[str]:
             for text in node.troubles.get(check.name, ()):
                 told.setdefault(text, []).append(node.host)
         found += [f"{', '.join(hosts)}: {text}: {check.remedy}" for text, hosts in told.items()]
-    return found + _counts(nodes)
-
-
-def _counts(nodes: Sequence[Node]) -> list[str]:
     counts = next((dict(node.images) for node in nodes if node.images), {})
     if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
         shown = f"{counts['training']:,} training and {counts['validation']:,} validation images"
-        return [f"1,000 classes, but {shown}: ImageNet has 1,281,167 and 50,000"]
-    return []
+        found.append(f"1,000 classes, but {shown}: ImageNet has 1,281,167 and 50,000")
+    return found
 
 
 def _troubles(nodes: Sequence[Node]) -> list[NodeFinding]:
