@@ -170,8 +170,13 @@ def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: C
         )
 
 
-def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:
-    """Yield an error for each setting of early stopping that contradicts another."""
+def check_run(run: RunConfig, data: DataConfig) -> Iterator[str]:
+    """Yield an error for each setting of evaluations, early stopping and loggers that contradicts another."""
+    if run.eval_offset_epochs >= run.eval_every_epochs:
+        yield (
+            f"run.eval_offset_epochs={run.eval_offset_epochs} must be below run.eval_every_epochs="
+            f"{run.eval_every_epochs}: give at most {run.eval_every_epochs - 1}"
+        )
     metric, evaluations = run.stop_metric, run.stop_after_evaluations
     if metric is not None and metric not in METRICS:
         yield f"run.stop_metric={metric} is not a metric of an evaluation: choose one of {', '.join(METRICS)}"
@@ -189,6 +194,8 @@ def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:
             f"run.divergence_steps={run.divergence_steps} has no meaning with data.num_classes={data.num_classes}, "
             "where a guess is always right: set it to null"
         )
+    for name in sorted({name for name in run.loggers if run.loggers.count(name) > 1}):
+        yield f"run.loggers={list(run.loggers)} has {name} twice: once is enough"
 
 
 def _num_evaluations(run: RunConfig) -> int:
@@ -272,12 +279,6 @@ def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfi
     for key, value, remedy, why in refused:
         if value is not None:
             yield f"run.reproducible=True cannot keep {key}={value}, which {why}: set it to {remedy}"
-
-
-def check_loggers(run: RunConfig) -> Iterator[str]:
-    """Yield an error for a logger that is listed twice."""
-    for name in sorted({name for name in run.loggers if run.loggers.count(name) > 1}):
-        yield f"run.loggers={list(run.loggers)} has {name} twice: once is enough"
 
 
 def check_comm(comm: CommConfig) -> Iterator[str]:

@@ -116,7 +116,6 @@ def ambiguous(value: Any) -> Iterator[str]:
 
 
 def takes_text(kind: Any) -> bool:
-    """Return whether any text is legal."""
     return kind is str or str in get_args(kind)
 
 

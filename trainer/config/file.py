@@ -97,7 +97,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
             raise ConfigError(f"--config is given {len(names)} times: keep one, and override its keys by --section.key")
         path = find_config(names[0])
         is_run = is_run or path == Path(names[0]) / RUN_CONFIG
-        return Experiment(path, *read_stated(path, refusals, is_run=is_run)).with_values(overrides)
+        return read_stated(path, refusals, is_run=is_run).with_values(overrides)
 
 
 def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:
@@ -127,6 +127,7 @@ class Experiment:
     stated: Mapping[str, Any]
     origins: Mapping[str, str]
     of_runs: Mapping[str, Path]
+    """Keys that a run folder's file states last, and that file."""
     own: Collection[str]
     """Keys that a file states last which is not a packaged one."""
 
@@ -170,20 +171,16 @@ def read_experiment(name: str) -> Experiment:
     refusals = Refusals()
     with refusals.finally_of():
         path = find_config(name, what="config")
-        found = Experiment(path, *read_stated(path, refusals, is_run=path == Path(name) / RUN_CONFIG))
+        found = read_stated(path, refusals, is_run=path == Path(name) / RUN_CONFIG)
     resolved = found.with_values({})
     require_trusted(resolved.config, resolved.of_runs)
     return found
 
 
-def read_stated(
-    path: Path, refusals: Refusals, *, is_run: bool = False
-) -> tuple[dict[str, Any], dict[str, str], dict[str, Path], set[str]]:
-    """Return the values that a YAML file and its bases state, by dotted key, and where; the file overrides its bases.
+def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Experiment:
+    """Return the values that a YAML file and its bases state; the file overrides its bases.
 
-    is_run: the file is a run folder's, whatever else lies there. Third come the keys that such files state last, and
-    those files: what a run folder's extends is not the user's choice either. Fourth come the keys that a file which is
-    not packaged states last.
+    is_run: the file is a run folder's, whatever else lies there; what it extends is not the user's choice either.
     Raises: ConfigError for a file that cannot be read; refusals gets what is wrong within.
     """
     chain: list[tuple[Path, dict[str, Any], bool]] = []
@@ -219,7 +216,7 @@ def read_stated(
             of_runs.pop(key, None)
             if is_each_run:
                 of_runs[key] = each
-    return values, origins, of_runs, own
+    return Experiment(path, values, origins, of_runs, own)
 
 
 def read_dumped(text: str) -> dict[str, Any]:

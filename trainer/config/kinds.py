@@ -22,8 +22,6 @@ from bigbatch.trainer.config.sections import RESNETS
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet9Options:
-    """Options of resnet9."""
-
     width: Annotated[int, COUNT] = 64
     """Channels of the first layer."""
     pool_first: bool = True
@@ -41,8 +39,6 @@ class ResNet9Options:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetOptions:
-    """Options of the ResNets."""
-
     zero_gamma: bool = True
     """Start the last norm scale of every residual block at 0."""
     blurpool: bool = False
@@ -51,16 +47,12 @@ class ResNetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SGDOptions:
-    """Options of sgd."""
-
     nesterov: bool = False
     """Nesterov's momentum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LARSOptions(SGDOptions):
-    """Options of lars."""
-
     trust_coefficient: Annotated[float, POSITIVE] = 0.001
     """LARS eta."""
     eps: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -72,8 +64,6 @@ class LARSOptions(SGDOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LionOptions:
-    """Options of lion."""
-
     betas: Annotated[tuple[float, float], BELOW_ONE] = (0.9, 0.99)
     """Decay rates of the running means of gradients and of their squares in lamb and adamw. In lion: of the mean whose
     sign is taken, and of the one that is kept."""
@@ -81,23 +71,17 @@ class LionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWOptions(LionOptions):
-    """Options of adamw."""
-
     betas: Annotated[tuple[float, float], BELOW_ONE] = (0.9, 0.999)
     eps: Annotated[float, NOT_NEGATIVE] = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class LAMBOptions(AdamWOptions):
-    """Options of lamb."""
-
     eps: Annotated[float, NOT_NEGATIVE] = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions(SGDOptions):
-    """Options of muon."""
-
     vector_lr_factor: Annotated[float, POSITIVE] = 1.0
     """Factor on the learning rate of weights that are not matrices (bias, batch norm), which SGD updates."""
     newton_schulz_steps: Annotated[int, COUNT] = 5
@@ -108,8 +92,6 @@ class MuonOptions(SGDOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ShampooOptions(SGDOptions):
-    """Options of shampoo."""
-
     eps: Annotated[float, NOT_NEGATIVE] = 1e-6
     block_size: Annotated[int, COUNT] = 1024
     """Largest number of rows and of columns in a block of a matrix."""
@@ -121,16 +103,12 @@ class ShampooOptions(SGDOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PolynomialOptions:
-    """Options of polynomial."""
-
     power: Annotated[float, POSITIVE] = 2.0
     """Exponent of the polynomial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of step."""
-
     milestone_epochs: Annotated[tuple[float, ...] | None, NOT_NEGATIVE] = None
     """Epochs at which the rate is multiplied by gamma."""
     gamma: Annotated[float, COUNT] = 0.1
@@ -139,8 +117,6 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicOptions:
-    """Options of cyclic."""
-
     cycle_epochs: Annotated[float, POSITIVE] = 2.0
     """Length of a cycle, half of it rising and half falling, in epochs."""
     cycle_factor: Annotated[float, ABOVE_ZERO] = 1.0

@@ -60,6 +60,16 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
             yield f"optimizer.lr_factors: {pattern!r} has {factor!r}: give each pattern a positive, finite number"
     if name in ("lamb", "adamw", "shampoo") and options.get("eps") == 0:
         yield f"optimizer.name={name} needs an optimizer.options.eps above 0: give a value, 1e-6 is usual"
+    scale, decay, every_steps = optimizer.loss_scale, optimizer.ema_decay, optimizer.ema_every_steps
+    if scale is not None and scale != nearest_scale(scale):
+        yield (
+            f"optimizer.loss_scale={scale:g} must be a power of two from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, so "
+            f"that scaling rounds nothing: {nearest_scale(scale):g} is the nearest"
+        )
+    if decay is not None and every_steps is None:
+        yield f"optimizer.ema_every_steps is null, but optimizer.ema_decay={decay} needs it: 1 is usual"
+    if decay is None and every_steps is not None:
+        yield f"optimizer.ema_every_steps={every_steps} has no meaning without optimizer.ema_decay: set it to null"
 
 
 def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
@@ -151,30 +161,11 @@ def metric_entries(metrics: Mapping[str, Any] | None) -> Iterator[tuple[str, str
         yield name, stated["name"], stated.get("options") or {}
 
 
-def check_precision(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Check the loss scale."""
-    scale = optimizer.loss_scale
-    if scale is not None and scale != nearest_scale(scale):
-        yield (
-            f"optimizer.loss_scale={scale:g} must be a power of two from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, so "
-            f"that scaling rounds nothing: {nearest_scale(scale):g} is the nearest"
-        )
-
-
 def nearest_scale(scale: float) -> float:
     """Return the power of two nearest to a positive number, within what a loss scale may be."""
     lower = 2.0 ** math.floor(math.log2(scale))
     nearest = min((lower, 2 * lower), key=lambda power: abs(power - scale))
     return min(max(nearest, SMALLEST_SCALE), LARGEST_SCALE)
-
-
-def check_average(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Check that an average of the weights has both of its settings."""
-    decay, every_steps = optimizer.ema_decay, optimizer.ema_every_steps
-    if decay is not None and every_steps is None:
-        yield f"optimizer.ema_every_steps is null, but optimizer.ema_decay={decay} needs it: 1 is usual"
-    if decay is None and every_steps is not None:
-        yield f"optimizer.ema_every_steps={every_steps} has no meaning without optimizer.ema_decay: set it to null"
 
 
 def require_hardware(precision: str, *, capability: tuple[int, int], device: str) -> None:

@@ -10,7 +10,6 @@ from bigbatch.trainer.config.file import find_config, packaged_configs
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a line for each packaged experiment."""
     argparse.ArgumentParser(
         prog="bigbatch config list",
         description="Print the names of the packaged experiments, and what each is.",

@@ -1,4 +1,4 @@
-"""Check that the settings of schedule and evaluations fit each other and the length of the run."""
+"""Check that the settings of the schedule fit each other and the length of the run."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from bigbatch.trainer.config.kinds import check_options
-from bigbatch.trainer.config.sections import ComputeConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from bigbatch.trainer.config.sections import ComputeConfig, OptimizerConfig, ScheduleConfig
 
 
 def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
@@ -57,15 +57,6 @@ def schedule_notes(schedule: ScheduleConfig, *, epochs: int) -> list[str]:
         f"the learning rate only rises: schedule.warmup_epochs={schedule.warmup_epochs:g} of run.epochs={epochs}; a "
         f"shorter run needs a shorter warm-up, such as --schedule.warmup_epochs {epochs / 5:g}"
     ]
-
-
-def check_evaluations(run: RunConfig) -> Iterator[str]:
-    """Yield an error if the first evaluation lies past the interval."""
-    if run.eval_offset_epochs >= run.eval_every_epochs:
-        yield (
-            f"run.eval_offset_epochs={run.eval_offset_epochs} must be below run.eval_every_epochs="
-            f"{run.eval_every_epochs}: give at most {run.eval_every_epochs - 1}"
-        )
 
 
 def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute: ComputeConfig) -> Iterator[str]:

@@ -18,29 +18,26 @@ from bigbatch.trainer.config.checks import (
     check_digests,
     check_image_size,
     check_loader,
-    check_loggers,
     check_model,
     check_model_name,
     check_noise_scale,
     check_patience,
     check_reproducible,
-    check_stopping,
+    check_run,
     check_train_sizes,
 )
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, check_ranges, complete, fold
 from bigbatch.trainer.config.names import ELSEWHERE, MOVED, REMOVED, meant_name
 from bigbatch.trainer.config.optimizer import (
-    check_average,
     check_loss,
     check_metrics,
     check_optimizer,
     check_optimizer_name,
-    check_precision,
     check_sharded,
 )
 from bigbatch.trainer.config.refusals import Refusals
-from bigbatch.trainer.config.schedule import check_evaluations, check_momentum, check_schedule
+from bigbatch.trainer.config.schedule import check_momentum, check_schedule
 from bigbatch.trainer.config.sections import (
     AugmentConfig,
     BatchConfig,
@@ -196,7 +193,6 @@ def _or_plain(value: Any, kind: Any) -> str:
 
 
 def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:
-    """Return whether the key has no meaning with the values of the others."""
     return key.only_for is not None and values[key.decider] not in key.only_for.values
 
 
@@ -223,20 +219,16 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_image_size(data, config.augment, model=config.model.name)
     yield from check_augment(config.augment, batch)
     yield from check_patience(data, config.comm)
-    yield from check_evaluations(run)
     yield from check_schedule(config.schedule, epochs=run.epochs)
     yield from check_momentum(config.schedule, optimizer, config.compute)
     yield from check_comm(config.comm)
-    yield from check_precision(optimizer)
-    yield from check_average(optimizer)
     yield from check_reproducible(run, batch, config.compute, config.comm)
     yield from check_digests(run, config.compute)
     yield from check_audits(run, config.compute)
     yield from check_noise_scale(run, batch, config.compute)
-    yield from check_stopping(run, data)
+    yield from check_run(run, data)
     yield from check_loss(optimizer, run)
     yield from check_metrics(run.metrics)
-    yield from check_loggers(run)
 
 
 def _check_choices(config: Config) -> Iterator[str]:

@@ -215,8 +215,8 @@ def test_recipe_states_what_makes_it_that_recipe(path):
     text = path.read_text()
     content = yaml.safe_load(text)
     base = content.pop("base", None)
-    below = read_stated(PACKAGED / f"{base}.yaml", Refusals())[0] if base else {}
-    stated = read_stated(path, Refusals())[0]
+    below = read_stated(PACKAGED / f"{base}.yaml", Refusals()).stated if base else {}
+    stated = read_stated(path, Refusals()).stated
     deciders = {key.decider for key in KEYS.values()}
     held = with_defaults(below | {key: value for key, value in stated.items() if key in deciders})
     held |= {key: value for key, value in with_defaults(below).items() if key in deciders}
