@@ -22,7 +22,6 @@ MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def memory_format(compute: ComputeConfig) -> torch.memory_format:
-    """Return the memory format of weights and images."""
     return torch.channels_last if compute.channels_last else torch.contiguous_format
 
 
@@ -77,7 +76,6 @@ def require_capturable(communicator: Communicator) -> None:
 
 
 def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
-    """Return the object that runs steps on the device."""
     if not config.compute.cuda_graph:
         return EagerExecution()
     # no operation is started: the watch notices if the device does not reach the end of the replays

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.tuned import Tuned
@@ -17,14 +17,6 @@ from bigbatch.trainer.step.loop import Steps
 from bigbatch.trainer.step.plan import Parts
 
 
-class RunSteps(Protocol):
-    """Trains, and returns the signal that stopped it, if any. Collective. Raises: TrainingDiverged."""
-
-    def __call__(
-        self, on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
-    ) -> str | None: ...
-
-
 @contextmanager
 def few_steps(
     config: Config,
@@ -34,9 +26,10 @@ def few_steps(
     say: Callable[[str], None],
     schedule: Callable[[int], float] | None = None,
     tuned: Tuned | None = None,
-) -> Iterator[tuple[Parts, RunSteps]]:
-    """Yield the parts of a training of that many steps, and a function that runs it. Collective.
+) -> Iterator[tuple[Parts, Callable[..., str | None]]]:
+    """Yield the parts of a training of that many steps, and run(on_report, after_step). Collective.
 
+    run trains, and returns the signal that stopped it, if any. Raises: TrainingDiverged.
     schedule: learning rates in place of the config's. say: that it will stop, where a signal asks for it.
     """
     local, _ = stage_data(config, communicator)

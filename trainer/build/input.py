@@ -68,7 +68,6 @@ def make_splits(config: Config, communicator: Communicator, *, listed: Images | 
 
 
 def images_of(splits: tuple[Split, Split]) -> Images | None:
-    """Return the images of both splits; None for generated ones."""
     train, val = (split.index for split in splits)
     return (train, val) if train is not None and val is not None else None
 
@@ -230,7 +229,6 @@ def _image_split(
 
 
 def make_normalize(config: Config, communicator: Communicator) -> Normalize:
-    """Return the function that normalizes the loader's bytes to the model's input."""
     return Normalize(
         mean=config.data.mean,
         std=config.data.std,
@@ -241,7 +239,6 @@ def make_normalize(config: Config, communicator: Communicator) -> Normalize:
 
 
 def make_prepare(config: Config, communicator: Communicator, *, normalize: Normalize) -> PrepareBatch:
-    """Return the function that prepares a training batch for a step."""
     augment = config.augment
     mix = None
     if augment.mixup_alpha or augment.cutmix_alpha:

@@ -194,7 +194,6 @@ def _make_optimizer(
 
 
 def make_precision(config: Config, model: nn.Module, *, device: torch.device) -> Precision:
-    """Return the precision in which a model of that config trains."""
     settings = config.optimizer
     scaling = None
     if settings.loss_scale is not None:

@@ -77,8 +77,6 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
 
 
 class _Copy:
-    """Copies the data to one node in a thread."""
-
     def __init__(self, source: Path, target: Path, *, host: str, timeout_seconds: float) -> None:
         self._source, self._target, self._host, self._timeout_seconds = source, target, host, timeout_seconds
         self._done_bytes = self._total_bytes = 0

@@ -47,8 +47,6 @@ def driver_version(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Clock:
-    """Current clock of a GPU's multiprocessors."""
-
     mhz: float
     slowed_by: tuple[str, ...]
     """Hardware reasons for a reduced clock; an ordinary power limit is not one of them."""

@@ -33,8 +33,6 @@ MOST_LOG_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class NvLinks:
-    """Counts a GPU's NVLinks."""
-
     active: int
     inactive: int
 
