@@ -48,156 +48,102 @@ GPUS = Host(
 CPUS = replace(GPUS, on_gpus=False, own_gpus=("",), ports=(), gpus_on_bus=0, driver=Driver(), link_gbit_per_second=9.0)
 
 
-def with_health(**changes: str) -> dict[str, Any]:
+def gpus(**changes: Any) -> Host:
+    return replace(GPUS, **changes)
+
+
+def cpus(**changes: Any) -> Host:
+    return replace(CPUS, **changes)
+
+
+def limited(**limits: float) -> Host:
+    return gpus(limits=replace(GPUS.limits, **limits))
+
+
+def healthy_but(*, own: str = "GPU-a", **changes: str) -> Host:
+    """A host with a GPU of that health; own: the UUID that its rank sees."""
     names = {name.replace(".", "_"): name for name in HEALTHY}
     row = HEALTHY | {names[name]: value for name, value in changes.items()}
-    return {"driver": Driver(gpus=("H100",), health={"GPU-a": row})}
+    return gpus(own_gpus=(own,), driver=Driver(gpus=("H100",), health={"GPU-a": row}))
 
 
 @pytest.mark.parametrize(
     "host",
     [
-        GPUS,
-        CPUS,
-        Host(),
-        replace(GPUS, ports=(ROCE,), has_gpudirect=True),
-        replace(GPUS, driver=Driver(health={"GPU-b": HEALTHY | {"ecc.errors.uncorrected.volatile.total": "9"}})),
-        replace(GPUS, driver=Driver(links={0: NvLinks(0, 4), 1: NvLinks(4, 0)})),  # a bridge joins two of the GPUs
-        replace(GPUS, **with_health(**{name.replace(".", "_"): "[N/A]" for name in HEALTHY if name != "uuid"})),
-        replace(CPUS, driver=Driver(complaint="it failed")),  # the program is there, and no GPU
-        replace(CPUS, gpus_on_bus=8, wants_gpus=False, driver=Driver(complaint="it failed")),  # --device cpu
-        replace(CPUS, limits=Limits(locked_bytes=65536), ports=(INFINIBAND, DOWN)),  # TCP needs none of them
+        *(GPUS, CPUS, Host(), gpus(ports=(ROCE,))),
+        gpus(driver=Driver(health={"GPU-b": HEALTHY | {"ecc.errors.uncorrected.volatile.total": "9"}})),
+        gpus(driver=Driver(links={0: NvLinks(0, 4), 1: NvLinks(4, 0)})),  # a bridge joins two of the GPUs
+        healthy_but(**{name.replace(".", "_"): "[N/A]" for name in HEALTHY if name != "uuid"}),
+        cpus(driver=Driver(complaint="it failed")),  # the program is there, and no GPU
+        cpus(gpus_on_bus=8, wants_gpus=False, driver=Driver(complaint="it failed")),  # --device cpu
+        cpus(limits=Limits(locked_bytes=65536), ports=(INFINIBAND, DOWN)),  # TCP needs none of them
         # nothing leaves the node
-        replace(
-            GPUS, world_size=8, limits=replace(GPUS.limits, locked_bytes=8 << 20), ports=(ROCE,), has_gpudirect=False
-        ),
-        replace(GPUS, world_size=8, ports=(DOWN,), link_gbit_per_second=None),
-        replace(GPUS, world_size=1, num_ranks=1, **with_health(mig_mode_current="Enabled")),  # one rank, one slice
-        replace(CPUS, link_gbit_per_second=0.94, is_interface_stated=True),  # on the card of 1 Gbit/s by choice
-        replace(CPUS, link_gbit_per_second=0.1, cards=()),  # a virtual network, which states no rate
-        replace(CPUS, link_gbit_per_second=0.1, interface="ib0", is_interface_stated=True),  # and no rate is known
-        replace(GPUS, link_gbit_per_second=None),  # one node alone
-        replace(GPUS, errors={"mlx5_0/1 link_downed": 3.0}, errors_after={"mlx5_0/1 link_downed": 3.0}),
+        replace(limited(locked_bytes=8 << 20), world_size=8, ports=(ROCE,), has_gpudirect=False),
+        gpus(world_size=8, ports=(DOWN,), link_gbit_per_second=None),
+        replace(healthy_but(mig_mode_current="Enabled"), world_size=1, num_ranks=1),  # one rank, one slice
+        cpus(link_gbit_per_second=0.94, is_interface_stated=True),  # on the card of 1 Gbit/s by choice
+        cpus(link_gbit_per_second=0.1, cards=()),  # a virtual network, which states no rate
+        cpus(link_gbit_per_second=0.1, interface="ib0", is_interface_stated=True),  # and no rate is known
+        gpus(link_gbit_per_second=None),  # one node alone
+        gpus(errors={"mlx5_0/1 link_downed": 3.0}, errors_after={"mlx5_0/1 link_downed": 3.0}),
     ],
 )
 def test_healthy_host_has_no_trouble(host: Host) -> None:
     assert find_troubles(host) == {}
 
 
+SLOW = replace(INFINIBAND, name="mlx5_3/1", gbit_per_second=100.0)
+UNROUTED = replace(ROCE, has_routable_gid=False)
+NO_PORT = "no InfiniBand or RoCE port carries data (mlx5_{}): gradients go by TCP"
+BY_HOST = "neither nvidia_peermem is loaded nor dmabuf possible, so gradients go by host memory"
+LINKS = Driver(links={0: NvLinks(18, 0), 1: NvLinks(17, 1)})
+RISEN = {"errors": {"mlx5_0/1 symbol_error": 5.0}, "errors_after": {"mlx5_0/1 symbol_error": 42.0}}
 TROUBLES = (
-    ("driver", replace(GPUS, driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
-    ("driver", replace(GPUS, gpus_on_bus=0, driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
-    ("driver", replace(CPUS, gpus_on_bus=8, driver=Driver(complaint="mismatch")), "nvidia-smi: mismatch"),
-    ("unseen GPUs", replace(CPUS, gpus_on_bus=8), "8 NVIDIA GPUs on the PCI bus, and its ranks compute on the CPU"),
-    (
-        "foreign processes",
-        replace(GPUS, foreign={4711: "GPU-a"}),
-        "process 4711, which is not of this job, uses GPU-a",
-    ),
-    (
-        "ECC",
-        replace(GPUS, **with_health(ecc_errors_uncorrected_volatile_total="2")),
-        "GPU-a: 2 uncorrected memory errors",
-    ),
-    (
-        "row remapping",
-        replace(GPUS, **with_health(remapped_rows_failure="1")),
-        "GPU-a: a row of its memory could not be remapped",
-    ),
-    (
-        "pending rows",
-        replace(GPUS, **with_health(remapped_rows_pending="Yes")),
-        "GPU-a: a row of its memory waits to be remapped",
-    ),
-    ("MIG", replace(GPUS, **with_health(mig_mode_current="Enabled")), "GPU-a: MIG is enabled"),
-    (
-        "MIG",
-        replace(GPUS, own_gpus=("GPU-slice",), **with_health(mig_mode_current="Enabled")),
-        "GPU-a: MIG is enabled",
-    ),
-    ("PCIe width", replace(GPUS, **with_health(pcie_link_width_current="8")), "GPU-a: x8 of x16 PCIe lanes"),
-    (
-        "NVLink",
-        replace(GPUS, driver=Driver(links={0: NvLinks(18, 0), 1: NvLinks(17, 1)})),
-        "GPU 1: 17 active NVLinks, another GPU has 18",
-    ),
-    (
-        "Xid",
-        replace(GPUS, xids={"Xid 79 of 0000:3b:00": 2}),
-        "Xid 79 of 0000:3b:00, 2 times since the host started",
-    ),
-    (
-        "RDMA ports",
-        replace(GPUS, ports=(DOWN,)),
-        "no InfiniBand or RoCE port carries data (mlx5_2/1 DOWN (Disabled)): gradients go by TCP",
-    ),
-    (
-        "RDMA ports",
-        replace(GPUS, ports=(replace(ROCE, has_routable_gid=False),)),
-        "no InfiniBand or RoCE port carries data (mlx5_1/1 ACTIVE (LinkUp)): gradients go by TCP",
-    ),
-    ("idle ports", replace(GPUS, ports=(INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
-    (
-        "port rates",
-        replace(GPUS, ports=(*GPUS.ports, replace(INFINIBAND, name="mlx5_3/1", gbit_per_second=100.0), ROCE)),
-        "mlx5_3/1 runs at 100 Gbit/s, most InfiniBand ports at 400",
-    ),
-    (
-        "GIDs",
-        replace(GPUS, ports=(INFINIBAND, replace(ROCE, has_routable_gid=False))),
-        "mlx5_1/1 has no RoCE v2 address",
-    ),
-    (
-        "port errors",
-        replace(GPUS, errors={"mlx5_0/1 symbol_error": 5.0}, errors_after={"mlx5_0/1 symbol_error": 42.0}),
-        "mlx5_0/1 symbol_error rose by 37 while links were measured",
-    ),
-    (
-        "GPUDirect",
-        replace(GPUS, has_gpudirect=False),
-        "neither nvidia_peermem is loaded nor dmabuf possible, so gradients go by host memory",
-    ),
-    (
-        "locked memory",
-        replace(GPUS, limits=replace(GPUS.limits, locked_bytes=8 << 20)),
-        "a rank may lock 8,192 KiB, below 1,048,576",
-    ),
+    ("driver", gpus(driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
+    ("driver", gpus(gpus_on_bus=0, driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
+    ("driver", cpus(gpus_on_bus=8, driver=Driver(complaint="mismatch")), "nvidia-smi: mismatch"),
+    ("unseen GPUs", cpus(gpus_on_bus=8), "8 NVIDIA GPUs on the PCI bus, and its ranks compute on the CPU"),
+    ("foreign processes", gpus(foreign={4711: "GPU-a"}), "process 4711, which is not of this job, uses GPU-a"),
+    ("ECC", healthy_but(ecc_errors_uncorrected_volatile_total="2"), "GPU-a: 2 uncorrected memory errors"),
+    ("row remapping", healthy_but(remapped_rows_failure="1"), "GPU-a: a row of its memory could not be remapped"),
+    ("pending rows", healthy_but(remapped_rows_pending="Yes"), "GPU-a: a row of its memory waits to be remapped"),
+    ("MIG", healthy_but(mig_mode_current="Enabled"), "GPU-a: MIG is enabled"),
+    ("MIG", healthy_but(own="GPU-slice", mig_mode_current="Enabled"), "GPU-a: MIG is enabled"),
+    ("PCIe width", healthy_but(pcie_link_width_current="8"), "GPU-a: x8 of x16 PCIe lanes"),
+    ("NVLink", gpus(driver=LINKS), "GPU 1: 17 active NVLinks, another GPU has 18"),
+    ("Xid", gpus(xids={"Xid 79 of 0000:3b:00": 2}), "Xid 79 of 0000:3b:00, 2 times since the host started"),
+    ("RDMA ports", gpus(ports=(DOWN,)), NO_PORT.format("2/1 DOWN (Disabled)")),
+    ("RDMA ports", gpus(ports=(UNROUTED,)), NO_PORT.format("1/1 ACTIVE (LinkUp)")),
+    ("idle ports", gpus(ports=(INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
+    ("port rates", gpus(ports=(*GPUS.ports, SLOW, ROCE)), "mlx5_3/1 runs at 100 Gbit/s, most InfiniBand ports at 400"),
+    ("GIDs", gpus(ports=(INFINIBAND, UNROUTED)), "mlx5_1/1 has no RoCE v2 address"),
+    ("port errors", gpus(**RISEN), "mlx5_0/1 symbol_error rose by 37 while links were measured"),
+    ("GPUDirect", gpus(has_gpudirect=False), BY_HOST),
+    ("locked memory", limited(locked_bytes=8 << 20), "a rank may lock 8,192 KiB, below 1,048,576"),
     (
         "bandwidth",
-        replace(GPUS, link_gbit_per_second=23.0),  # TCP on the Ethernet card, where RDMA has 400
+        gpus(link_gbit_per_second=23.0),  # TCP on the Ethernet card, where RDMA has 400
         "its best link carries 23.00 Gbit/s, below 200: its 2 RDMA ports have 400",
     ),
     (
         "bandwidth",
-        replace(CPUS, link_gbit_per_second=0.94),
+        cpus(link_gbit_per_second=0.94),
         "its best link carries 0.94 Gbit/s, below 1.5: eth1 has 100, and ranks go by eth0",
     ),
     (
         "bandwidth",
-        replace(CPUS, link_gbit_per_second=0.09, is_interface_stated=True),
+        cpus(link_gbit_per_second=0.09, is_interface_stated=True),
         "its best link carries 0.09 Gbit/s, below 0.5: eth0 has 1",
     ),
+    ("open files", limited(open_files=256), "a rank may open 256 files, below 1,024"),
     (
         "open files",
-        replace(GPUS, limits=replace(GPUS.limits, open_files=256)),
-        "a rank may open 256 files, below 1,024",
-    ),
-    (
-        "open files",
-        replace(GPUS, world_size=2048, limits=replace(GPUS.limits, most_open_files=4096)),
+        replace(limited(most_open_files=4096), world_size=2048),
         "4,096 open files at most, below 9,216 for 2,048 ranks",
     ),
-    (
-        "threads",
-        replace(GPUS, limits=replace(GPUS.limits, tasks=1000)),
-        "1,000 more threads may start, below 256 for each of 8 ranks",
-    ),
-    (
-        "memory",
-        replace(GPUS, limits=replace(GPUS.limits, memory_bytes=4e9)),
-        "4.0 GB of memory left, below 8 for 8 ranks",
-    ),
-    ("cores", replace(GPUS, limits=replace(GPUS.limits, cores=2.5)), "2.5 cores for 8 ranks"),
+    ("threads", limited(tasks=1000), "1,000 more threads may start, below 256 for each of 8 ranks"),
+    ("memory", limited(memory_bytes=4e9), "4.0 GB of memory left, below 8 for 8 ranks"),
+    ("cores", limited(cores=2.5), "2.5 cores for 8 ranks"),
 )
 """Check, a host that it speaks of, and what it says."""
 
