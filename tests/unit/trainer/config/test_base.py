@@ -83,16 +83,6 @@ def test_base_is_checked_too(tmp_path):
     assert re.search(naming(" run.epohcs;", " run.epochs"), message)
 
 
-def test_load_config_takes_a_run_folder_from_before_algorithms_were_chosen(tmp_path):
-    """Its run goes on by the same sums; comm.calibrate was not there to state."""
-    before = yaml.safe_load(dump_config(load_config(["--config", "quickstart", "--comm.algorithm=hierarchical"])))
-    del before["comm"]["calibrate"]
-    write(tmp_path / config_file.RUN_CONFIG, yaml.safe_dump(before))
-    comm = load_config(["--config", str(tmp_path)]).comm
-    assert (comm.algorithm, comm.calibrate) == ("hierarchical", "auto")
-    assert load_config(["--config", "quickstart"]).comm.algorithm == "auto"
-
-
 LARS = {"nesterov": False, "trust_coefficient": 0.001, "eps": 0.0, "momentum_form": "lr_inside"}
 
 

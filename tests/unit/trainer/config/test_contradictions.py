@@ -21,6 +21,7 @@ WEIGHTS = {"model.weights": "a.pth"}
 OPS = {"augment.randaugment_ops": 2, "augment.randaugment_magnitude": 9}
 GROUPS = {
     "RESIDENT": RESIDENT,
+    "CYCLIC": {"schedule.name": "cyclic", "schedule.warmup_epochs": 0.0},
     "STEP": STEP,
     "SYNTHETIC": SYNTHETIC,
     "ADAMW": ADAMW,
@@ -47,6 +48,13 @@ comm.warn_seconds=15.5; comm.timeout_seconds=15.0; data.patience_seconds=5.0
 compute.cuda_graph=true; comm.buffers=symmetric
   | comm.buffers=symmetric & compute.cuda_graph=True & comm.buffers to registered | comm.buffers=registered
 
+data.loader=synthetic | data.num_synthetic_samples is null, but data.loader=synthetic needs it: give a value | SYNTHETIC
+data.num_synthetic_samples=5
+  | data.num_synthetic_samples=5 has no meaning with data.loader=torchvision: set it to null | SYNTHETIC
+data.crop_area_min=null
+  | data.crop_area_min is null, but data.crop=resized needs it: give a value | data.crop_area_min=0.08
+RESIDENT; data.crop_area_min=0.5
+  | data.crop_area_min=0.5 has no meaning with data.crop=padded: set it to null | data.crop_area_min=null
 data.loader=resident; data.resident_on=device | data.crop=resized does not go with data.loader=resident | RESIDENT
 data.crop=padded; data.crop_area_min=null | data.crop=padded does not go with data.loader=torchvision | RESIDENT
 RESIDENT; data.eval_crop_fraction=0.875
@@ -106,6 +114,24 @@ schedule.name=polynomial; schedule.decay_epochs=8.5
   | schedule.decay_epochs=8.0
 STEP; schedule.decay_epochs=3.0
   | schedule.decay_epochs=3 has no meaning with schedule.name=step: set it to null | schedule.decay_epochs=null
+CYCLIC; schedule.warmup_epochs=2.0 | schedule.warmup_epochs=2 has no meaning & set it to 0 | CYCLIC
+CYCLIC; schedule.decay_epochs=3.0
+  | schedule.decay_epochs=3 & schedule.name=cyclic & set it to null | schedule.decay_epochs=null
+CYCLIC; schedule.options.cycle_epochs=11.0
+  | schedule.options.cycle_epochs=11 exceeds run.epochs=10 | schedule.options.cycle_epochs=10.0
+CYCLIC; schedule.low_momentum=0.5; schedule.end_lr=1.0
+  | schedule.low_momentum=0.5 needs a rate that rises & schedule.end_lr below schedule.base_lr=1 | schedule.end_lr=0.5
+schedule.low_momentum=0.9
+  | schedule.low_momentum=0.9 must be below optimizer.momentum=0.9 | schedule.low_momentum=0.8
+schedule.low_momentum=0.5; compute.cuda_graph=true
+  | schedule.low_momentum=0.5 & set compute.cuda_graph to false | compute.cuda_graph=false
+ADAMW; schedule.low_momentum=0.5
+  | schedule.low_momentum=0.5 has no meaning with optimizer.name=adamw: set it to null | schedule.low_momentum=null
+schedule.end_lr=null | schedule.end_lr is null, but schedule.name=polynomial needs it: give a value
+schedule.name=cosine; schedule.end_lr=null
+  | schedule.end_lr is null, but schedule.name=cosine needs it: give a value | schedule.end_lr=0.0
+STEP; schedule.end_lr=0.1
+  | schedule.end_lr=0.1 has no meaning with schedule.name=step: set it to null | schedule.end_lr=null
 run.eval_every_epochs=4; run.eval_offset_epochs=4
   | offset_epochs=4 must be below run.eval_every_epochs=4: give at most 3 | run.eval_offset_epochs=3
 
@@ -132,6 +158,9 @@ SGD; optimizer.momentum=0.0
   | optimizer.options.nesterov=True & optimizer.momentum=0 & false | optimizer.options.nesterov=false
 optimizer.options.nesterov=true; optimizer.momentum=0.0
   | optimizer.options.nesterov=True & optimizer.momentum=0 & false | optimizer.options.nesterov=false
+optimizer.momentum=null
+  | optimizer.momentum is null, but optimizer.name=lars needs it: give a value | optimizer.momentum=0.0
+optimizer.name=lion | optimizer.momentum=0.9 has no meaning with optimizer.name=lion: set it to null | ADAMW
 ADAMW; optimizer.options.eps=0.0
   | optimizer.name=adamw needs an optimizer.options.eps above 0 & 1e-6 | optimizer.options.eps=1.0e-06
 optimizer.lr_factors={fc.*: 1, '*': 0} | optimizer.lr_factors & '*' & 0 | optimizer.lr_factors={fc.*: 1, '*': 0.1}

@@ -116,32 +116,3 @@ def test_a_pipe_without_writer_is_not_a_range_test(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "range.json")
     with pytest.raises(ConfigError, match=naming("schedule.range_test=", "range test")):
         load_config([*ONE_CYCLE, f"--schedule.range_test={tmp_path}"])
-
-
-CYCLIC = ("--schedule.name=cyclic", "--schedule.warmup_epochs=0")
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ([CYCLIC[0]], ("schedule.warmup_epochs=2 has no meaning", "set it to 0")),
-        ([*CYCLIC, "--schedule.decay_epochs=3"], ("schedule.decay_epochs=3 ", "schedule.name=cyclic")),
-        ([*CYCLIC, "--schedule.options.cycle_epochs=13"], ("schedule.options.cycle_epochs=13 exceeds run.epochs=12",)),
-        (["--schedule.low_momentum=0.9"], ("schedule.low_momentum=0.9 must be below optimizer.momentum=0.9",)),
-        (["--schedule.low_momentum=0.5", "--compute.cuda_graph=true"], ("set compute.cuda_graph to false",)),
-        (
-            [*CYCLIC, "--schedule.low_momentum=0.5", "--schedule.end_lr=8"],
-            ("schedule.low_momentum=0.5 needs a rate that rises", "schedule.end_lr below schedule.base_lr=8"),
-        ),
-        (
-            [
-                *("--schedule.low_momentum=0.5", "--optimizer.name=adamw", "--optimizer.momentum=null"),
-            ],
-            ("schedule.low_momentum=0.5 has no meaning with optimizer.name=adamw",),
-        ),
-    ],
-)
-def test_cycles_that_contradict_the_run_are_refused(options: list[str], named: tuple[str, ...]) -> None:
-    load_config(["--config", "quickstart", *CYCLIC, "--schedule.low_momentum=0.5"])
-    with pytest.raises(ConfigError, match=naming(*named)):
-        load_config(["--config", "quickstart", *options])

@@ -85,14 +85,6 @@ def test_refusals_of_a_run_that_is_no_shorter_name_no_schedule() -> None:
     assert len(refusals("--schedule.warmup_epochs=13")) == 1
 
 
-def test_refusals_of_a_batch_name_the_span_where_that_is_the_cause() -> None:
-    options = ("--batch.global_batch_size=64", "--batch.microbatch_size=64")
-    (line,) = refusals(*options)
-    assert re.search(naming("batch.global_batch_size=64", "batch.bn_span=128", "batch.bn_span to 64"), line)
-    assert "rank" not in line
-    load_config(["--config", "quickstart", *options, "--batch.bn_span=64"])
-
-
 @pytest.mark.parametrize(
     ("option", "named"),
     [

@@ -177,33 +177,6 @@ def test_config_ranges_leave_no_number_unchecked():
     assert checked == numbers
 
 
-@pytest.mark.parametrize(
-    ("changes", "key", "decider"),
-    [
-        ({"data.loader": "synthetic"}, "data.num_synthetic_samples", "data.loader=synthetic"),
-        ({"data.crop_area_min": None}, "data.crop_area_min", "data.crop=resized"),
-        ({"optimizer.momentum": None}, "optimizer.momentum", "optimizer.name=lars"),
-        ({"schedule.end_lr": None}, "schedule.end_lr", "schedule.name=polynomial"),
-        ({"schedule.name": "cosine", "schedule.end_lr": None}, "schedule.end_lr", "schedule.name=cosine"),
-    ],
-)
-def test_config_key_that_the_choice_needs(changes, key, decider):
-    assert f"{key} is null, but {decider} needs it: give a value" in refusals(changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "decider"),
-    [
-        ({"data.num_synthetic_samples": 5}, "data.num_synthetic_samples=5", "data.loader=torchvision"),
-        ({**RESIDENT, "data.crop_area_min": 0.5}, "data.crop_area_min=0.5", "data.crop=padded"),
-        ({"optimizer.name": "lion"}, "optimizer.momentum=0.9", "optimizer.name=lion"),
-        ({**STEP, "schedule.end_lr": 0.1}, "schedule.end_lr=0.1", "schedule.name=step"),
-    ],
-)
-def test_config_key_that_the_choice_does_not_know(changes, key, decider):
-    assert f"{key} has no meaning with {decider}: set it to null" in refusals(changes)
-
-
 SYNTHETIC = {"data.loader": "synthetic", "data.num_synthetic_samples": 64}
 SIZES = ((0, 16), (4, 32))
 

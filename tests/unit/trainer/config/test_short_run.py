@@ -1,10 +1,11 @@
-"""An experiment in fewer epochs, and the options by which two differ."""
+"""An experiment in fewer epochs, the options by which two differ, and the log lines about a short schedule."""
 
 import dataclasses
 
 import pytest
 
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
+from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.short_run import differences, shorten
 
 
@@ -86,3 +87,14 @@ def test_options_of_a_trial_make_its_config(tmp_path):
     assert load_config(["--config", str(path), *options]) == short
     assert options[:4] == ["--run.directory", str(tmp_path), "--run.epochs", "2"]
     assert differences(base, base) == []
+
+
+@pytest.mark.parametrize(("epochs", "is_told"), [(12, False), (3, False), (2, True)])
+def test_schedule_of_a_run_that_ends_with_its_warm_up_is_told(epochs: int, is_told: bool) -> None:
+    """quickstart's warm-up is 2 epochs: a run of 1 epoch is refused, and one of 2 was accepted silently."""
+    config = load_config(["--config", "quickstart", f"--run.epochs={epochs}"])
+    notes = schedule_notes(config.schedule, epochs=config.run.epochs)
+    assert bool(notes) == is_told
+    if is_told:
+        assert "schedule.warmup_epochs=2 of run.epochs=2" in notes[0]
+        assert notes[0].endswith("--schedule.warmup_epochs 0.4")

@@ -1,4 +1,4 @@
-"""A run folder from others imports nothing, and nothing but models, losses and optimizers is called."""
+"""A run folder from others imports nothing, only models, losses and optimizers are called; failed imports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,8 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.errors import ConfigError, DataError
+from bigbatch.errors import ConfigError, DataError, UserError
+from bigbatch.trainer.config.dotted import import_owner
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.in_python import train
@@ -133,3 +134,28 @@ def test_library_in_the_work_folder_is_not_imported(folder: Path) -> None:
     with pytest.raises(ConfigError, match=naming("torch.nn.evil")):
         make_foreign(name, num_classes=7, norm=nn.BatchNorm2d, options={})
     assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("import no_such_package.part", ("'no_such_package'", "pip install no_such_package")),
+        ("import sys\nsys.exit(0)", ("importing own_of_mine ends Python", "__main__")),
+    ],
+)
+def test_own_module_that_cannot_be_imported(
+    text: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_of_mine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=naming(*parts)):
+        import_owner("own_of_mine.Net")
+
+
+def test_work_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UserError, match=naming("the work folder is not there any more", "cd to")):
+        import_owner("own_of_mine.Net")
