@@ -135,20 +135,9 @@ def test_comparison_is_the_median_gain_and_half_of_the_range() -> None:
 
 
 def test_compare_lets_each_begin_as_often() -> None:
-    order: list[str] = []
-
-    @dataclass
-    class Named:
-        name: str
-
-        def run(self) -> Turn:
-            order.append(self.name)
-            return Turn(1.0, 0)
-
-        def close(self) -> None: ...
-
-    compare(Named("a"), Named("b"), turns=4)
-    assert "".join(order) == "abbaabba"
+    """Each turn's rate is its number in time: 1 and 2, then 4 and 3, since the other one begins, 5 and 6, 8 and 7."""
+    numbers = map(float, range(1, 9))
+    assert compare(Fake(numbers), Fake(numbers), turns=4).gain == pytest.approx((6 / 5 + 7 / 8) / 2 - 1)
 
 
 def test_greedy_takes_what_is_faster_than_the_noise_on_top_of_the_others() -> None:

@@ -22,16 +22,8 @@ from bigbatch.errors import DoctorError, RunFolderError
 from bigbatch.trainer.build import compute as build_compute
 from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor import consult
+from bigbatch.trainer.doctor import budget, consult
 from bigbatch.trainer.doctor import mode as doctor_mode
-from bigbatch.trainer.doctor.budget import (
-    EXTRA_SECONDS,
-    FIRST_SECONDS,
-    LEAST_IMAGES,
-    MOST_SECONDS,
-    SHARE_OF_RUN,
-    TrialTime,
-)
 from bigbatch.trainer.doctor.exchange import Child
 from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode, graph_hint
 from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, TrialStep, relative_distance, take_step
@@ -357,9 +349,9 @@ def test_mode_trial_that_hangs_is_cut_and_tried_once_more(tmp_path: Path) -> Non
     """It gets all of the time that is left, and the last start's answer holds."""
     hangs = Played(SIZES)
     first = choose(quickstart(), hangs, tmp_path)
-    assert hangs.now == MOST_SECONDS
-    assert hangs.limits[Mode(8)] == FIRST_SECONDS, "it starts the process"
-    assert hangs.limits[Mode(16)] == (MOST_SECONDS - 5) / 2
+    assert hangs.now == budget.MOST_SECONDS
+    assert hangs.limits[Mode(8)] == budget.FIRST_SECONDS, "it starts the process"
+    assert hangs.limits[Mode(16)] == (budget.MOST_SECONDS - 5) / 2
     assert first.config.batch.microbatch_size == 32
     assert first.told.endswith("; microbatch 32, compiled refused: hangs")
     slower = Played({mode: rate / 2 for mode, rate in SIZES.items() if isinstance(rate, float)})
@@ -399,17 +391,13 @@ def test_mode_search_ends_in_time(tmp_path: Path) -> None:
     )
 
 
-def test_mode_trials_of_several_ranks_wait_half_of_the_timeout() -> None:
-    time = TrialTime(LEAST_IMAGES, 30.0)
+def test_mode_trials_take_a_tenth_of_the_run_and_of_several_ranks_half_of_the_timeout() -> None:
+    for rate, most in ((100.0, 200.0), (1000.0, 20.0), (10.0, budget.MOST_SECONDS), (0.0, budget.MOST_SECONDS)):
+        assert budget.TrialTime(200_000).allowed(rate)[0] == most
+    time = budget.TrialTime(budget.LEAST_IMAGES, 30.0)
     assert time.first_limit(Mode(8)) == 30.0
     assert time.allowed(100.0) == (30.0, "half of comm.timeout_seconds")
-    assert TrialTime(LEAST_IMAGES).first_limit(Mode(8, "default")) == MOST_SECONDS, "it compiles"
-
-
-@pytest.mark.parametrize("rate", [100.0, 1000.0, 0.0])
-def test_mode_trials_take_a_tenth_of_the_run(rate: float) -> None:
-    seconds, _ = TrialTime(200_000).allowed(rate)
-    assert seconds == (min(MOST_SECONDS, 0.1 * 200_000 / rate) if rate else MOST_SECONDS)
+    assert budget.TrialTime(budget.LEAST_IMAGES).first_limit(Mode(8, "default")) == budget.MOST_SECONDS, "it compiles"
 
 
 def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> None:
@@ -421,7 +409,7 @@ def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> Non
             "compute.mode auto: eager, microbatch 8, as stated: 384 images of each GPU, fewer than 50,000, repay no "
             "trial",
         )
-    most = LEAST_IMAGES // (12 * 32) * 32
+    most = budget.LEAST_IMAGES // (12 * 32) * 32
     assert choose(quickstart(), untried, tmp_path, num_samples=most).config == quickstart()
     assert (untried.limits, list(tmp_path.iterdir())) == ({}, [])
     longer = Played(SIZES)
@@ -449,28 +437,23 @@ def test_mode_of_few_images_on_several_ranks_hints_at_a_graph() -> None:
     assert graph_hint(Mode(32, cuda_graph=True), images_per_rank=32) == graph_hint(Mode(64), images_per_rank=256) == ""
 
 
-def test_mode_of_a_long_run_lets_a_compilation_end(tmp_path: Path) -> None:
-    played = Played(COMPILED, seconds=20.0, compile_seconds=100.0)
-    found = choose(quickstart(), played, tmp_path)
-    assert found.config.compute.compile == "default"
-    assert played.limits[Mode(32, "default")] == MOST_SECONDS - 60.0
-
-
 def test_mode_of_a_run_of_medium_length_leaves_the_compilation_to_a_longer_one(tmp_path: Path) -> None:
     played = Played(COMPILED)
     medium = choose(quickstart(), played, tmp_path, num_samples=MEDIUM)
     assert list(played.limits) == list(SIZES)
-    assert played.now < SHARE_OF_RUN * 503
+    assert played.now < budget.SHARE_OF_RUN * 503
     assert medium.config.batch.microbatch_size == 32
     assert medium.told.endswith(
         "; microbatch 32, compiled not tried: it needs 60 s, and 35 s are left of 50 s, 10% of this run's time"
     )
-    assert json.loads(medium.text)["needs_seconds"] == 15.0 + EXTRA_SECONDS["compile"]
+    assert json.loads(medium.text)["needs_seconds"] == 15.0 + budget.EXTRA_SECONDS["compile"]
     untried = Played({})
     for num_samples in (SHORT, MEDIUM):
         again = choose(quickstart(), untried, tmp_path, num_samples=num_samples)
         assert (again.config, untried.limits) == (medium.config, {}), "there is no more time than then"
-    long = choose(quickstart(), Played(COMPILED), tmp_path)
+    played = Played(COMPILED, seconds=20.0, compile_seconds=100.0)
+    long = choose(quickstart(), played, tmp_path)
+    assert played.limits[Mode(32, "default")] == budget.MOST_SECONDS - 60.0, "a compilation gets all that is left"
     assert "tried once more, since a trial was cut short or left out" in long.told
     assert long.config.compute.compile == "default"
     assert choose(quickstart(), untried, tmp_path).config == long.config

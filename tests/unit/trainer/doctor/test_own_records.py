@@ -26,43 +26,36 @@ def records(*reports: dict[str, Any], alone: float | None = None) -> list[dict[s
     return [start, *measured, *reports, {"kind": "eval", "step": reports[-1]["step"], "elapsed_seconds": 100.0}]
 
 
-@pytest.mark.parametrize(
-    ("shares", "alone", "limit"),
-    [
-        ({}, None, "compute"),
-        ({"wait": 0.3}, None, "input"),
-        ({"wait": 0.3}, 300.0, "input"),
-        ({"wait": 0.3}, 9000.0, "cores"),
-        ({"sums": 0.3, "slow": 0.1}, None, "network"),
-        ({"sums": 0.3, "slow": 0.2}, None, "straggler"),
-        ({"sums": None, "wait": 0.04}, None, "compute"),
-    ],
-)
-def test_limit_follows_from_the_largest_wait(shares: dict[str, Any], alone: float | None, limit: str) -> None:
-    times = run_times(records(train(5), train(10, **shares), alone=alone), CONFIG)
-    assert times is not None
-    assert limit_of(times) == limit
+UNEVEN = load_config(["--config", "quickstart", "--batch.microbatch_size", "128", "--batch.bn_span", "32"])
+"""4 microbatches: on 3 ranks, 2 of 6 places are empty."""
 
 
 @pytest.mark.parametrize(
-    ("world_size", "waits", "limit"),
+    ("world_size", "shares", "alone", "limit"),
     [
-        (4, {"sums": 0.3, "slow": 0.26}, "straggler"),
-        (3, {"sums": 0.3, "slow": 0.26}, "uneven"),  # 4 microbatches on 3 ranks: 2 of 6 places are empty
-        (3, {"sums": 0.3, "slow": 0.0}, "uneven"),
-        (3, {"sums": 0.9, "slow": 0.8}, "straggler"),
-        (3, {"sums": 0.9, "slow": 0.4}, "network"),
-        (None, {"sums": 0.3, "slow": 0.26}, "straggler"),
+        (None, {}, None, "compute"),
+        (None, {"wait": 0.3}, None, "input"),
+        (None, {"wait": 0.3}, 300.0, "input"),
+        (None, {"wait": 0.3}, 9000.0, "cores"),
+        (None, {"sums": None, "wait": 0.04}, None, "compute"),
+        (None, {"sums": 0.3, "slow": 0.1}, None, "network"),
+        (None, {"sums": 0.3, "slow": 0.26}, None, "straggler"),
+        (4, {"sums": 0.3, "slow": 0.2}, None, "straggler"),
+        (3, {"sums": 0.3, "slow": 0.26}, None, "uneven"),
+        (3, {"sums": 0.3, "slow": 0.0}, None, "uneven"),
+        (3, {"sums": 0.9, "slow": 0.8}, None, "straggler"),
+        (3, {"sums": 0.9, "slow": 0.4}, None, "network"),
     ],
 )
-def test_uneven_shares_are_no_slow_rank(world_size: int | None, waits: dict[str, float], limit: str) -> None:
-    config = load_config(["--config", "quickstart", "--batch.microbatch_size", "128", "--batch.bn_span", "32"])
-    run = records(train(5), train(10, **waits))
+def test_limit_follows_from_the_largest_wait_and_uneven_shares_are_no_slow_rank(
+    world_size: int | None, shares: dict[str, Any], alone: float | None, limit: str
+) -> None:
+    run = records(train(5), train(10, **shares), alone=alone)
     run[0]["job"] = {"world_size": world_size}
-    times = run_times(run, config)
+    times = run_times(run, UNEVEN)
     assert times is not None
     assert limit_of(times) == limit
-    assert limit != "uneven" or "3 ranks" in next(explain(times, config))
+    assert limit != "uneven" or "3 ranks" in next(explain(times, UNEVEN))
 
 
 def test_times_are_those_of_the_last_start_without_its_first_report() -> None:

@@ -189,11 +189,8 @@ def parts_of(name: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_update_by_tensor_is_the_fused_one(name: str) -> None:
-    assert_alike(*parts_of(name))
-
-
-def assert_alike(settings: Any, parts: Any) -> None:
     """The fused one is tested against an oracle: here both make the same three steps, at a rate that moves weights."""
+    settings, parts = parts_of(name)
     steps = [make_step(settings, parts, is_fused=is_fused, lr=0.5) for is_fused in (True, False)]
     ends = []
     for step, weights in steps:
