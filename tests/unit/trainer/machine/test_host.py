@@ -11,36 +11,24 @@ import torch
 
 from bigbatch.trainer.machine import host
 
+HERE = "here [0, 1, 2, 3]"
+
 
 @pytest.mark.parametrize(
-    ("others", "threads"),
+    ("others", "is_reproducible", "stated", "threads"),
     [
-        ([], 4),  # alone on four cores
-        (["here [0, 1, 2, 3]"], 2),  # one more rank on the same cores
-        (["here [0, 1, 2, 3]"] * 7, 1),  # more ranks than cores
-        (["here [4, 5, 6, 7]"], 4),  # bound to other cores
-        (["there [0, 1, 2, 3]"] * 3, 4),  # on other machines
+        ([], False, None, 4),  # alone on four cores
+        ([HERE], False, None, 2),  # one more rank on the same cores
+        ([HERE] * 7, False, None, 1),  # more ranks than cores
+        (["here [4, 5, 6, 7]"], False, None, 4),  # bound to other cores
+        (["there [0, 1, 2, 3]"] * 3, False, None, 4),  # on other machines
+        ([], False, 3, 3),
+        ([], True, None, 1),
+        ([], True, 2, 2),
     ],
 )
-def test_ranks_share_the_cores_that_they_have_in_common(
-    others: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr(host, "boot_id", lambda: "here")
-    env = SimpleNamespace(host="a pod of it")
-    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
-    host.set_up_process(communicator, cudnn_benchmark=True)
-    assert chosen == [threads]
-
-
-@pytest.mark.parametrize(
-    ("is_reproducible", "stated", "threads"), [(True, None, 1), (True, 2, 2), (False, 3, 3), (False, None, 4)]
-)
-def test_threads_are_stated_or_follow_the_promise_of_bits(
-    is_reproducible: bool, stated: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+def test_threads_are_stated_or_the_share_of_the_cores_or_one_for_the_same_bits(
+    others: list[str], is_reproducible: bool, stated: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[int] = []
     asked: list[bool] = []
@@ -48,9 +36,10 @@ def test_threads_are_stated_or_follow_the_promise_of_bits(
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(host, "boot_id", lambda: "here")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    env = SimpleNamespace(host="here")
-    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text], env=env)
+    env = SimpleNamespace(host="a pod of it")
+    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
     host.set_up_process(communicator, cudnn_benchmark=True, is_reproducible=is_reproducible, cpu_threads=stated)
     assert chosen == [threads]
     assert asked == [True] * is_reproducible

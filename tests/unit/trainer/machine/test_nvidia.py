@@ -63,42 +63,30 @@ def test_driver_that_answers_all(smi: Smi) -> None:
     assert driver.links == {0: NvLinks(2, 0), 1: NvLinks(1, 1)}
 
 
-def test_questions_that_an_older_driver_does_not_know_are_no_complaint(smi: Smi) -> None:
-    smi(("query-gpu=name", GPU))
-    assert ask_driver() == Driver(gpus=(GPU,))
-
-
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
+LOST = "Unable to determine the device handle for GPU3: 0000:5F:00.0: Unknown Error"
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "complaint"),
+    ("question", "said", "code", "driver"),
     [
-        (f"{MISMATCH}\nNVML library version: 570.86", 18, MISMATCH),
-        ("\x1b[31m", 9, "[31m"),
-        ("", 9, "exit code 9"),
+        ("query-gpu=name", GPU, 0, Driver(gpus=(GPU,))),  # an older driver, which does not know the other questions
+        ("query", f"{MISMATCH}\nNVML library version: 570.86", 18, Driver(complaint=MISMATCH)),
+        ("query", "\x1b[31m", 9, Driver(complaint="[31m")),
+        ("query", "", 9, Driver(complaint="exit code 9")),
+        ("query", f"{GPU}\n{LOST}", 0, Driver(gpus=(GPU,), complaint=LOST)),
+        ("query", f"{GPU}\n{LOST}", 15, Driver(gpus=(GPU,), complaint=LOST)),
+        # a warning beside all rows
+        ("query-gpu=name", f"{GPU}\nWARNING: infoROM is corrupted at gpu 0000:06:00.0", 14, Driver(gpus=(GPU,))),
+        ("query", "No devices were found", 6, Driver()),
     ],
 )
-def test_driver_that_fails_is_told(smi: Smi, said: str, code: int, complaint: str) -> None:
-    smi(("query", said), code=code)
-    assert ask_driver() == Driver(complaint=complaint)
+def test_driver_is_what_the_program_says(smi: Smi, question: str, said: str, code: int, driver: Driver) -> None:
+    smi((question, said), code=code)
+    assert ask_driver() == driver
 
 
-@pytest.mark.parametrize("code", [0, 15])
-def test_gpu_that_is_lost_is_told_beside_those_that_are_there(smi: Smi, code: int) -> None:
-    lost = "Unable to determine the device handle for GPU3: 0000:5F:00.0: Unknown Error"
-    smi(("query", f"{GPU}\n{lost}"), code=code)
-    assert ask_driver() == Driver(gpus=(GPU,), complaint=lost)
-
-
-def test_corrupted_inforom_is_a_warning_beside_all_rows(smi: Smi) -> None:
-    smi(("query-gpu=name", f"{GPU}\nWARNING: infoROM is corrupted at gpu 0000:06:00.0"), code=14)
-    assert ask_driver() == Driver(gpus=(GPU,))
-
-
-def test_host_without_the_program_or_without_gpus_has_no_complaint(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(("query", "No devices were found"), code=6)
-    assert ask_driver() == Driver()
+def test_host_without_the_program_has_no_complaint(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert ask_driver() == Driver()
 

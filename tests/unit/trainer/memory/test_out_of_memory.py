@@ -191,26 +191,25 @@ def test_out_of_memory_proposals_by_hand(
 @pytest.mark.parametrize(
     ("limit", "reason", "words"),
     [
-        (
-            96,
-            OF_GPU,
-            r"1.17 GiB of 79.11 GiB were free\): at least 96 does; with --batch.micro.* 64 ",
-        ),
+        (96, OF_GPU, r"1.17 GiB of 79.11 GiB were free\): at least 96 does; with --batch.micro.* 64 "),
         (96, OF_CPU, r"\(67108864 bytes more were wanted\): at least 96 does; with "),
         (1, "could not create a primitive", r"fit on cpu: at least 1 does; with .* --batch.bn_span 1 "),
         (0, OF_CPU, r"nor does any smaller one; choose a smaller model.name"),
+        (None, OF_CPU, r": there was no time to try smaller ones; halve it and batch.bn_span$"),
     ],
 )
 def test_out_of_memory_messages_of_a_run_without_memory(
-    limit: int, reason: str, words: str, monkeypatch: pytest.MonkeyPatch
+    limit: int | None, reason: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The room's catalogue of messages: the one test here that holds whole sentences."""
+    """The room's catalogue of messages: the one test here that holds whole sentences. limit: None if time is over."""
     tried: list[tuple[int, int]] = []
 
     def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
         tried.append((size, num_microbatches))
         return size <= limit
 
+    if limit is None:
+        monkeypatch.setattr(out_of_memory, "SEARCH_SECONDS", -1.0)
     monkeypatch.setattr(out_of_memory, "fits_memory", fits)
     line = explain(quickstart(512, 256, 32), reason, world_size=1, device=CPU)
     assert line.startswith("out of memory: batch.microbatch_size=256 does not fit on cpu")
@@ -237,14 +236,6 @@ def test_out_of_memory_trials_are_captured_as_the_run_but_not_compiled(
     )
     line = explain(quickstart(256, 256, 32, *words), OF_GPU, world_size=1, device=CPU)
     assert "at least 96 does; with --batch.microbatch_size 64 (4 accumulation steps)" in line
-
-
-@pytest.mark.slow
-def test_out_of_memory_line_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "fits_memory", lambda *args, **options: True)
-    monkeypatch.setattr(out_of_memory, "SEARCH_SECONDS", -1.0)
-    line = explain(quickstart(512, 256, 32), OF_CPU, world_size=1, device=CPU)
-    assert line.endswith("there was no time to try smaller ones; halve it and batch.bn_span")
 
 
 # --- with a real limit ---
