@@ -65,25 +65,6 @@ def test_stage_data_fails_on_all_ranks(tmp_path: Path) -> None:
         stage_data(asked, ranks_that(lambda text: [text, other]))
 
 
-@pytest.mark.slow
-def test_stage_data_ends_its_wait_with_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law 7: within the time in which it is found lost, not within that of the copy."""
-    may_end, has_ended = threading.Event(), threading.Event()
-
-    def lost(text: str) -> list[str]:
-        raise PeerLostError("no answer from rank 1")
-
-    def copy(*_: object, **__: object) -> None:
-        may_end.wait(10)
-        has_ended.set()
-
-    monkeypatch.setattr(module, "stage", copy)
-    with pytest.raises(PeerLostError):
-        stage_data(config(root=tmp_path, stage=tmp_path / "local"), ranks_that(lost))
-    assert not has_ended.is_set()
-    may_end.set()
-
-
 def answering(*others: dict[str, object]) -> Any:
     """What a second rank says, one answer an exchange."""
     answers = list(others)
@@ -105,20 +86,31 @@ def test_stage_data_copies_nothing_on_other_ranks_of_a_node(tmp_path: Path, monk
         stage_data(asked, ranks_that(answering(under_way, {"failure": "no room"}), rank=1, local_rank=1))
 
 
-def test_stage_data_ends_its_wait_with_the_failure_of_another_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def lost(text: str) -> list[str]:
+    raise PeerLostError("no answer from rank 1")
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "words"),
+    [
+        (lost, PeerLostError, "no answer from rank 1"),
+        (answering({"failure": "no room on host b"}), DataError, "no room on host b"),
+    ],
+)
+def test_stage_data_ends_its_wait_with_a_lost_rank_or_the_failure_of_another_node(
+    others: Any, error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end = threading.Event()
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
-    has_ended = threading.Event()
+    """Law 7: within the time in which a rank is found lost, not within that of the copy."""
+    may_end, has_ended = threading.Event(), threading.Event()
 
     def copy(*_: object, **__: object) -> None:
         may_end.wait(200)
         has_ended.set()
 
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(module, "stage", copy)
-    with pytest.raises(DataError, match="no room on host b"):
-        stage_data(config(root=tmp_path, stage=tmp_path / "l"), ranks_that(answering({"failure": "no room on host b"})))
+    with pytest.raises(error, match=words):
+        stage_data(config(root=tmp_path, stage=tmp_path / "local"), ranks_that(others))
     assert not has_ended.is_set()
     may_end.set()
 
