@@ -125,22 +125,23 @@ def test_biases_move_by_the_factor_and_decay_as_the_others(excluded: bool) -> No
     assert len(scales) == 8
 
 
-def test_groups_without_a_factor_are_two_as_ever() -> None:
-    config = config_of()
-    groups = make_optimizer(config.optimizer, _build_model(config, nn.BatchNorm2d), {}, lr=1.0).param_groups
-    assert [len(group["params"]) for group in groups] == [9, 16]
-    assert not any("lr_factor" in group for group in groups)
+LARS = ("optimizer.name=lars", "optimizer.options.trust_coefficient=0.001", "optimizer.options.eps=0")
 
 
-def test_lars_does_not_adapt_raised_biases() -> None:
-    lars = ("optimizer.name=lars", "optimizer.options.trust_coefficient=0.001", "optimizer.options.eps=0")
-    config = config_of(*lars, "optimizer.options.momentum_form=lr_inside", "optimizer.bias_lr_factor=2")
-    groups = make_optimizer(config.optimizer, _build_model(config, nn.BatchNorm2d), {}, lr=1.0).param_groups
-    assert [(len(g["params"]), g["adapt"], g.get("lr_factor")) for g in groups] == [
-        (9, True, None),
-        (8, False, None),
-        (8, False, 2.0),
-    ]
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ((), [(9, True, None), (16, False, None)]),
+        (
+            (*LARS, "optimizer.options.momentum_form=lr_inside", "optimizer.bias_lr_factor=2"),
+            [(9, True, None), (8, False, None), (8, False, 2.0)],
+        ),
+    ],
+)
+def test_raised_biases_are_a_group_that_lars_does_not_adapt(words: tuple[str, ...], groups: list[Any]) -> None:
+    config = config_of(*words)
+    found = make_optimizer(config.optimizer, _build_model(config, nn.BatchNorm2d), {}, lr=1.0).param_groups
+    assert [(len(each["params"]), each["adapt"], each.get("lr_factor")) for each in found] == groups
 
 
 @pytest.mark.parametrize(
