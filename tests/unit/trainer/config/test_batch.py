@@ -84,15 +84,6 @@ def test_division_by_hand(rank, ranks_per_ghost, expected):
     assert list(Division(12, 4, ranks_per_ghost).of(rank)) == expected
 
 
-def test_batch_that_ranks_do_not_divide_by_hand():
-    """36 ghost batches on 5 ranks: 8 and four times 7."""
-    batch = make_config({"batch.global_batch_size": 36 * 64}).batch
-    division = divide_batch(batch, world_size=5)
-    assert [len(division.of(rank)) for rank in range(5)] == [8, 7, 7, 7, 7]
-    assert (division.of(0), division.of(4)) == (range(8), range(29, 36))
-    assert division.used_share == 0.9
-
-
 @pytest.mark.parametrize(
     ("batch", "world_size", "remedy"),
     [
