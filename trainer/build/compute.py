@@ -26,17 +26,12 @@ def memory_format(compute: ComputeConfig) -> torch.memory_format:
 
 
 def set_up_compute_(
-    config: Config,
-    model: nn.Module,
-    communicator: Communicator,
-    *,
-    normalize: Callable[[Tensor], Tensor],
-    forward: Callable[[], AbstractContextManager[Any]],
+    config: Config, model: nn.Module, communicator: Communicator, *, logits: Callable[[int, int], Tensor]
 ) -> list[str]:
     """Compile and recompute, in place, as the config asks for it; return lines for the log. Collective.
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
-    forward: returns the context of the model's forward, as Precision.forward does.
+    logits: logits_of_noise of the model.
     Raises: ComputeError, on all ranks alike, if one of them cannot compile.
     """
     notes = []
@@ -44,7 +39,7 @@ def set_up_compute_(
         if communicator.rank == 0:
             print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
         compile_regions_(model, mode=MODES[config.compute.compile])
-        own = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
+        own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
         # if one rank fails, all do: all ranks must train by the same code
         failures = [(rank, text) for rank, text in enumerate(communicator.gather_text(own)) if text]
         failure = ""
@@ -86,45 +81,38 @@ def make_execution(config: Config, communicator: Communicator, optimizer: torch.
 
 def logits_of_noise(
     model: nn.Module,
-    shape: tuple[int, int, int, int],
+    count: int,
+    size: int,
     *,
     normalize: Callable[[Tensor], Tensor],
     forward: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Compute images (BCHW) of noise, drawn apart from the run's own draws; no hooks are called."""
-    pixels_BCHW = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator())
+    """Compute that many images of that side of noise, drawn apart from the run's own draws; no hooks are called.
+
+    forward: returns the context of the model's forward, as Precision.forward does.
+    """
+    pixels_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator())
     images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
     with forward():
         logits_BK: Tensor = model.forward(images_BCHW)
     return logits_BK.float()
 
 
-def _run_once(
-    config: Config,
-    model: nn.Module,
-    device: torch.device,
-    normalize: Callable[[Tensor], Tensor],
-    forward: Callable[[], AbstractContextManager[Any]],
-) -> None:
+def _run_once(config: Config, model: nn.Module, device: torch.device, logits: Callable[[int, int], Tensor]) -> None:
     """Run all that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
 
     model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
     """
-    data = config.data
+    data, count = config.data, config.batch.microbatch_size
     weights = [p for p in model.parameters() if p.requires_grad]
-
-    def logits(size: int) -> Tensor:
-        shape = (config.batch.microbatch_size, 3, size, size)
-        return logits_of_noise(model, shape, normalize=normalize, forward=forward)
-
     # the model's draws must not depend on whether it was tried before
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()
         for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):
-            logits_BK = logits(size)
+            logits_BK = logits(count, size)
             labels_B = torch.zeros(len(logits_BK), dtype=torch.int64, device=logits_BK.device)
             torch.autograd.grad(F.cross_entropy(logits_BK, labels_B), weights)
         model.eval()
         with torch.no_grad():
-            logits(data.image_size)
+            logits(count, data.image_size)
         model.train()

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.errors import ConfigError, UserError
-from bigbatch.trainer.build.compute import logits_of_noise, memory_format
+from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.dotted import words_of
@@ -111,17 +110,11 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
     model.forward = first
 
 
-def require_sizes(
-    config: Config,
-    model: nn.Module,
-    *,
-    normalize: Callable[[Tensor], Tensor],
-    forward: Callable[[], AbstractContextManager[Any]],
-) -> None:
+def require_sizes(config: Config, model: nn.Module, *, logits: Callable[[int, int], Tensor]) -> None:
     """Try each of data.train_sizes before the first step: the run comes to the later ones after epochs.
 
     With two images, in evaluation mode: it changes no statistics and draws nothing. Call it before the model is
-    compiled. Raises: ConfigError if the model refuses a size.
+    compiled. logits: logits_of_noise of the model. Raises: ConfigError if the model refuses a size.
     """
     was_training, is_explained = model.training, "forward" in vars(model)
     model.eval()
@@ -129,7 +122,7 @@ def require_sizes(
         for size in sorted({size for _, size in config.data.train_sizes or ()}):
             if "forward" not in vars(model):
                 explain_refusal_(model, name=config.model.name)
-            logits_of_noise(model, (2, 3, size, size), normalize=normalize, forward=forward)
+            logits(2, size)
     model.train(was_training)
     if is_explained and "forward" not in vars(model):
         explain_refusal_(model, name=config.model.name)

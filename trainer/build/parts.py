@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, tensor_spec
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.compute import make_execution, require_capturable, set_up_compute_
+from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_
 from bigbatch.trainer.build.job import stated_sizes
 from bigbatch.trainer.build.model import make_model, require_sizes
 from bigbatch.trainer.build.optimizer import make_optimizer
@@ -73,8 +74,9 @@ def make_parts(
     if grid:
         refuse_own_state(model)
     normalize = build_input.make_normalize(config, communicator)
-    require_sizes(config, model, normalize=normalize, forward=precision.forward)
-    notes += set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
+    logits = partial(logits_of_noise, model, normalize=normalize, forward=precision.forward)
+    require_sizes(config, model, logits=logits)
+    notes += set_up_compute_(config, model, communicator, logits=logits)
     # before the reducer: its hooks come first
     adds_up = plan.division.most > 1 and not grid  # the grid adds them exactly
     accumulation = WideAccumulation(half_parameters(model) if adds_up else [])

@@ -70,7 +70,7 @@ class Examination:
         start_seconds = budget.used() - before
         self.say("taking a first look at how long an image takes")
         glance = base.ask("glance")
-        facts = dict(base.facts)
+        facts = dict(base.ask("facts"))
         findings.torch, capability = facts.pop("torch"), facts.pop("capability")
         machine = findings.machine = Machine(capability=capability and tuple(capability), **facts)
         ranks = machine.world_size

@@ -15,7 +15,7 @@ from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.host import wait_for
-from bigbatch.trainer.preflight.rates import Product, median_seconds
+from bigbatch.trainer.preflight.rates import make_product, median_seconds
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
@@ -122,7 +122,8 @@ def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float
     In that precision, with the threads and TF32 settings of this process.
     """
     dtype = COMPUTE_DTYPES.get(precision.partition("_")[0], torch.float32)
-    product_flops_per_second = Product(dtype, device).flops_per_second(seconds=seconds / 2)
+    product, product_flops = make_product(dtype, device)
+    product_seconds = median_seconds(product, device, seconds=seconds / 2)
     images_BCHW, weight_KCHW = (
         torch.randn(count, CONV_CHANNELS, side, side, dtype=dtype, device=device).to(memory_format=torch.channels_last)
         for count, side in ((CONV_BATCH[device.type], CONV_SIDE), (CONV_CHANNELS, 3))
@@ -131,4 +132,4 @@ def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float
         convolution = median_seconds(lambda: conv2d(images_BCHW, weight_KCHW, padding=1), device, seconds=seconds / 2)
     # a product and a sum for each output, each of its input channels and each of 9 taps
     conv_flops = 2 * images_BCHW.numel() * CONV_CHANNELS * 9
-    return max(product_flops_per_second, conv_flops / convolution)
+    return max(product_flops / product_seconds, conv_flops / convolution)

@@ -37,7 +37,7 @@ class Probes:
     def open(self, values: Mapping[str, Any], *, batches: str, seconds: float) -> "Probe":
         """Start measuring a config. Raises: DoctorError."""
         probe = Probe(self, values, batches=batches, seconds=seconds)
-        probe.facts = self.ask(probe, "facts")
+        self.ask(probe, "facts")
         return probe
 
     def ask(self, probe: "Probe", what: str, **details: Any) -> Mapping[str, Any]:
@@ -78,9 +78,6 @@ class Probes:
 
 class Probe:
     """Measures one config in repeated turns."""
-
-    facts: Mapping[str, Any]
-    """What it found of the machine."""
 
     def __init__(self, probes: Probes, values: Mapping[str, Any], *, batches: str, seconds: float) -> None:
         self.values = dict(values)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -30,27 +31,18 @@ class Rates:
     """Clock during the products; None for a CPU, or if the driver does not report it."""
 
 
-class Product:
-    """Multiplies two square matrices that are large enough to keep the device busy."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
-        # random numbers, since a GPU draws little power, and heats up little, on constant ones
-        self._a_NN, self._b_NN, self._out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
-        self._device, self._flops = device, 2 * side**3
-
-    def __call__(self) -> None:
-        torch.mm(self._a_NN, self._b_NN, out=self._out_NN)
-
-    def flops_per_second(self, *, seconds: float) -> float:
-        """Compute the median over the repeats of so many seconds."""
-        return self._flops / median_seconds(self, self._device, seconds=seconds)
+def make_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], object], int]:
+    """Return a product of two square matrices that keep the device busy, and its floating-point operations."""
+    side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
+    # random numbers, since a GPU draws little power, and heats up little, on constant ones
+    a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
+    return partial(torch.mm, a_NN, b_NN, out=out_NN), 2 * side**3
 
 
 def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     """Measure rates, half of the time for each, on the device and the threads of this rank."""
-    product = Product(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
-    multiplied_per_second = product.flops_per_second(seconds=seconds / 2)
+    product, flops = make_product(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    multiply = median_seconds(product, device, seconds=seconds / 2)
     clock = None
     if device.type == "cuda":
         for _ in range(BUSY_REPEATS):
@@ -61,7 +53,7 @@ def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target_N = torch.empty_like(source_N)
     copy = median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
-    return Rates(multiplied_per_second / 1e9, num_bytes / copy / 1e9, clock)
+    return Rates(flops / multiply / 1e9, num_bytes / copy / 1e9, clock)
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:

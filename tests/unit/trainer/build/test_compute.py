@@ -23,7 +23,7 @@ from bigbatch.errors import ComputeError, ConfigError
 from bigbatch.trainer.build import compute as build_compute
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import model as build_model_file
-from bigbatch.trainer.build.compute import set_up_compute_
+from bigbatch.trainer.build.compute import logits_of_noise, set_up_compute_
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
@@ -344,7 +344,8 @@ def test_compile_is_left_out_on_all_ranks_where_one_cannot() -> None:
         rank=2, world_size=3, device=torch.device("cpu"), gather_text=lambda own: ["", "no C++", own]
     )
     normalize = build_input.make_normalize(config, facts)  # type: ignore[arg-type]
-    notes = set_up_compute_(config, model, facts, normalize=normalize, forward=nullcontext)  # type: ignore[arg-type]
+    logits = partial(logits_of_noise, model, normalize=normalize, forward=nullcontext)
+    notes = set_up_compute_(config, model, facts, logits=logits)  # type: ignore[arg-type]
     assert notes == ["not compiled: rank 1: no C++"]
     assert not any("forward" in vars(module) for module in model.modules())
 
