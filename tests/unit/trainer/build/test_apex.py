@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.model import _build_model
-from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
-from bigbatch.trainer.optim.param_groups import load_optimizer_state
+from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.run.weights import load_weights_
 from tests.unit.trainer.build.test_optimizer import LR, make, settings_of, walk
 from tests.unit.trainer.config.test_schema import make_config
@@ -91,20 +90,6 @@ def test_lamb_of_apex_and_its_successor_make_the_same_steps() -> None:
     own, own_weights = make("lamb", options=LAMB)
     expected = walk(own, own_weights, steps=range(20))
     torch.testing.assert_close(walk(theirs, weights, steps=range(20)), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_resumed_lamb_of_apex_counts_its_steps_on() -> None:
-    name, options = "apex.optimizers.FusedLAMB", {**LAMB, "max_grad_norm": 1.0}
-    whole, weights = make(name, options=options)
-    expected = walk(whole, weights, steps=range(6))
-    first, first_weights = make(name, options=options)
-    walk(first, first_weights, steps=range(3))
-    resumed, resumed_weights = make(name, options=options)
-    for p, saved in zip(resumed_weights, first_weights, strict=True):
-        p.data.copy_(saved)
-    stated = stated_settings(settings_of(name, options=options))
-    load_optimizer_state(resumed, first.state_dict(), stated=stated)
-    assert all(map(torch.equal, walk(resumed, resumed_weights, steps=range(3, 6)), expected))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ImportError])

@@ -588,17 +588,10 @@ def test_mode_trial_is_timed_once_all_ranks_are_warm(fails: str, monkeypatch: py
     ],
 )
 def test_mode_trial_is_refused_with_the_reason(answer: dict[str, Any], words: str) -> None:
-    trials = trials_of(quickstart(), lambda mode: answer if mode != Mode(8) else {**RIGHT, "free_share": 0.0})
-    assert trials(Mode(8), limit_seconds=60.0, meet=list) == Trial(10.0), "the stated mode may fill the memory"
+    stated = {**RIGHT, "loss": float("inf"), "gradients": float("nan"), "free_share": 0.0}
+    trials = trials_of(quickstart(), lambda mode: answer if mode != Mode(8) else stated)
+    assert trials(Mode(8), limit_seconds=60.0, meet=list) == Trial(10.0), "it needs no finite step, nor free memory"
     assert trials(Mode(16), limit_seconds=60.0, meet=list) == Trial(refusal=words)
-    trials.close()
-
-
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_mode_that_is_stated_needs_no_finite_step(loss: float) -> None:
-    trials = trials_of(quickstart(), lambda mode: {**RIGHT, "loss": loss, "gradients": float("nan")})
-    assert trials(Mode(8), limit_seconds=60.0, meet=list) == Trial(10.0)
-    assert trials(Mode(16), limit_seconds=60.0, meet=list).refusal, "nothing is known of its update"
     trials.close()
 
 
