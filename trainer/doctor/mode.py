@@ -17,8 +17,6 @@ from bigbatch import __version__
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
-from bigbatch.errors import ConfigError
-from bigbatch.trainer.build.compute import require_capturable
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import AugmentConfig
@@ -70,7 +68,7 @@ class ChosenMode:
 
 
 def is_on_gpus(communicator: Communicator) -> bool:
-    """Return whether all ranks are on GPUs; the same answer on all."""
+    """Return whether all ranks are on GPUs, where a step can be captured; the same answer on all."""
     name = communicator.backend.name
     return name == "nccl" or (name == "single" and communicator.device.type == "cuda")
 
@@ -100,7 +98,7 @@ def choose_mode(
     if config.run.reproducible:
         return ChosenMode(config, f"{prefix}as stated, since run.reproducible keeps the bits of one way to compute")
     ranks = communicator.world_size
-    modes = find_modes(config, world_size=ranks, can_capture=_can_capture(communicator))
+    modes = find_modes(config, world_size=ranks)
     if not modes.has_others:
         return ChosenMode(config, f"{prefix}{modes.stated}, as stated: nothing else goes with these settings")
     facts = _collect_facts(config, communicator, modes)
@@ -145,14 +143,6 @@ def graph_hint(mode: Mode, *, images_per_rank: int) -> str:
         f"; no CUDA graph is tried with several ranks: with {images_per_rank} images of each GPU in a step, "
         "compute.cuda_graph=true may be several times as fast"
     )
-
-
-def _can_capture(communicator: Communicator) -> bool:
-    try:
-        require_capturable(communicator)
-    except ConfigError:
-        return False
-    return True
 
 
 def _trial_time(config: Config, *, num_samples: int, world_size: int) -> TrialTime:

@@ -58,7 +58,7 @@ class ModeTrials:
         answer = self._bounded(self._prepare, mode, deadline=deadline)
         meet()
         if "is_ready" in answer:
-            answer = self._bounded(self._time, deadline=deadline)
+            answer = self._bounded(self._ask, "time", deadline=deadline)
         if "failure" in answer:
             return Trial(refusal=str(answer["failure"]), is_cut=bool(answer.get("is_cut")))
         refusal = self._refusal(mode, answer)
@@ -78,10 +78,10 @@ class ModeTrials:
             return f"it leaves {free:.0%} of the memory free, less than {LEAST_FREE:.0%}"
         return disagreement(loss=loss, gradients=gradients, precision=self._config.optimizer.precision)
 
-    def _bounded(self, ask: Callable[..., Mapping[str, Any]], *details: Mode, deadline: float) -> Mapping[str, Any]:
+    def _bounded(self, ask: Callable[..., Mapping[str, Any]], detail: Any, *, deadline: float) -> Mapping[str, Any]:
         """Return the answer, or the failure of the process, which is ended then."""
         try:
-            return ask(*details, deadline=deadline)
+            return ask(detail, deadline=deadline)
         except (UserError, OSError) as error:
             self._end()
             return {"failure": first_line(error), "is_cut": time.monotonic() >= deadline}
@@ -94,23 +94,16 @@ class ModeTrials:
             folder = Path(self._folder.name) / str(next(self._numbers))
             seconds = deadline - time.monotonic()
             self._child = self._start(self._config, folder, num_ranks=1, start_seconds=seconds, command=COMMAND)
-            if mode != stated and "is_ready" in self._order(stated, deadline=deadline):  # to compare with
-                self._time(deadline=deadline)
-        return self._order(mode, deadline=deadline)
+            if mode != stated and "is_ready" in self._ask("try", deadline=deadline, mode=stated):  # to compare with
+                self._ask("time", deadline=deadline)
+        return self._ask("try", deadline=deadline, mode=mode)
 
-    def _time(self, *, deadline: float) -> Mapping[str, Any]:
+    def _ask(self, what: str, *, deadline: float, mode: Mode | None = None) -> Mapping[str, Any]:
         assert self._child is not None
-        return self._child.ask("time", limit_seconds=deadline - time.monotonic())
-
-    def _order(self, mode: Mode, *, deadline: float) -> Mapping[str, Any]:
-        assert self._child is not None
-        return self._child.ask(
-            "try",
-            limit_seconds=deadline - time.monotonic(),
-            mode=asdict(mode),
-            num_images=self._modes.num_images,
-            device=str(self._device),
+        details = (
+            {"mode": asdict(mode), "num_images": self._modes.num_images, "device": str(self._device)} if mode else {}
         )
+        return self._child.ask(what, limit_seconds=deadline - time.monotonic(), **details)
 
     def _end(self) -> None:
         if self._child is not None:

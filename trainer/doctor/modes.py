@@ -89,11 +89,8 @@ class Trial:
     """Time for all trials of a start that tries this again, or for the first time; None if none does."""
 
 
-def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
-    """Return the modes that keep the update; keys that the user states, and a choice that others forbid, are kept.
-
-    can_capture: whether the job's device and backend allow CUDA graphs.
-    """
+def find_modes(config: Config, *, world_size: int) -> Modes:
+    """Return the modes of a job on GPUs that keep the update; what the user states, and what others forbid, stays."""
     batch, compute, keeps = config.batch, config.compute, config.compute.mode_keeps
     stated = Mode(batch.microbatch_size, compute.compile, compute.cuda_graph)
     steps = accumulation_steps(batch, world_size=world_size)
@@ -110,8 +107,7 @@ def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
         sizes += [size for size in whole if is_legal(microbatch_size=size)]
     # a trial captures one image size, and no sums over ranks: other captures could still end the run
     can_capture = (
-        can_capture
-        and len(config.data.train_sizes or ()) <= 1
+        len(config.data.train_sizes or ()) <= 1
         and not (config.run.digest_every_steps or "compute.cuda_graph" in keeps or compute.cuda_graph)
         and is_legal(cuda_graph=True)
     )

@@ -43,8 +43,12 @@ from bigbatch.trainer.memory import out_of_memory
 
 CPU = torch.device("cpu")
 SMALL = ("--data.image_size=8", "--model.options.width=2", "--compute.cpu_threads=1", "--comm.timeout_seconds=300")
-EIGHTS = ("--batch.global_batch_size=32", "--batch.microbatch_size=8", "--batch.bn_span=8", "--compute.mode_keeps=[]")
-"""Four microbatches of a ghost batch each, all of which auto may change."""
+EIGHTS = (
+    *("--batch.global_batch_size=32", "--batch.microbatch_size=8", "--batch.bn_span=8"),
+    "--compute.mode_keeps=[compute.cuda_graph]",
+)
+"""Four microbatches of a ghost batch each, which auto may join and compile."""
+KEEPS_NOTHING = "--compute.mode_keeps=[]"
 
 
 def config_of(*words: str, name: str = "quickstart") -> Config:
@@ -68,7 +72,7 @@ def one_rank() -> Communicator:
 )
 def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list[int]) -> None:
     """A rank's share of 65,536 is 8192, 1024, 128 and 32 images; a tried microbatch has 512 at most."""
-    modes = find_modes(config_of(name="imagenet/jia_resnet50_64k"), world_size=num_gpus, can_capture=True)
+    modes = find_modes(config_of(name="imagenet/jia_resnet50_64k"), world_size=num_gpus)
     twice = 2 if num_gpus <= 64 else 1  # a run's step of several of the largest is tried with two
     assert modes == Modes(Mode(32), tuple(sizes), twice * sizes[-1], can_compile=True, leaves_graph_out=True)
     assert all(65_536 // num_gpus % size == 0 for size in sizes)
@@ -76,12 +80,12 @@ def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list
 
 def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
     """58,880 = 256 x 230; a third of that many ranks has 3 microbatches, and 2 do not divide it."""
-    modes = find_modes(config_of(name="imagenet/resnet50_58880"), world_size=64, can_capture=False)
+    modes = find_modes(config_of(name="imagenet/resnet50_58880"), world_size=64)
     assert (modes.sizes, modes.num_images, modes.can_capture) == ((230, 460), 920, False)
-    three = find_modes(quickstart("--batch.global_batch_size=24"), world_size=1, can_capture=False)
+    three = find_modes(quickstart("--batch.global_batch_size=24"), world_size=1)
     assert three.sizes == (8, 24)
     one_size = "--compute.mode_keeps=[batch.microbatch_size]"
-    kept = find_modes(config_of(one_size, name="imagenet/resnet50_8k"), world_size=8, can_capture=False)
+    kept = find_modes(config_of(one_size, name="imagenet/resnet50_8k"), world_size=8)
     assert (kept.sizes, kept.num_images) == ((64,), 512)
 
 
@@ -107,8 +111,8 @@ def test_mode_keeps_what_is_stated_and_what_others_forbid(
     words: tuple[str, ...], sizes: tuple[int, ...], captures: bool, compiles: bool
 ) -> None:
     world_size = 2 if "--batch.bn_span=16" in words else 1
-    config = quickstart(*words, *(("--batch.global_batch_size=64",) if world_size == 2 else ()))
-    modes = find_modes(config, world_size=world_size, can_capture=True)
+    config = quickstart(KEEPS_NOTHING, *words, *(("--batch.global_batch_size=64",) if world_size == 2 else ()))
+    modes = find_modes(config, world_size=world_size)
     assert (modes.sizes, modes.can_capture, modes.can_compile) == (sizes, captures, compiles)
 
 
@@ -295,7 +299,7 @@ def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor_mode, "device_name", lambda device: "NVIDIA H200")
     other = Played(SIZES)
     (tmp_path / "run.json").write_text(first.text)
-    found = choose(quickstart("--compute.mode_keeps=[]"), other, tmp_path, kept=tmp_path / "run.json")
+    found = choose(quickstart(), other, tmp_path, kept=tmp_path / "run.json")
     assert "is not taken (it is of another GPU, job or config: gpus ['cpu, driver '] there" in found.told
     assert found.config.compute.compile is None
 
@@ -425,15 +429,15 @@ def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> Non
 
 def test_mode_of_few_images_on_several_ranks_hints_at_a_graph() -> None:
     assert "with 32 images of each GPU in a step, compute.cuda_graph=true" in graph_hint(Mode(32), images_per_rank=32)
-    config = quickstart("--batch.global_batch_size=64")
-    assert find_modes(config, world_size=2, can_capture=True).leaves_graph_out
+    config = quickstart(KEEPS_NOTHING, "--batch.global_batch_size=64")
+    assert find_modes(config, world_size=2).leaves_graph_out
     for words in (
         ("--compute.mode_keeps=[compute.cuda_graph]",),
         ("--optimizer.name=shampoo", "--optimizer.options.eps=1e-6"),
     ):
-        stated = quickstart("--batch.global_batch_size=64", *words)
-        assert not find_modes(stated, world_size=2, can_capture=True).leaves_graph_out, words
-    assert not find_modes(config, world_size=1, can_capture=True).leaves_graph_out
+        stated = quickstart(KEEPS_NOTHING, "--batch.global_batch_size=64", *words)
+        assert not find_modes(stated, world_size=2).leaves_graph_out, words
+    assert not find_modes(config, world_size=1).leaves_graph_out
     assert graph_hint(Mode(32, cuda_graph=True), images_per_rank=32) == graph_hint(Mode(64), images_per_rank=256) == ""
 
 
@@ -489,7 +493,7 @@ def test_mode_auto_measures_nothing_where_it_means_eager(tmp_path: Path) -> None
     assert choose(eager, untried, tmp_path) == ChosenMode(eager)
     same_bits = quickstart("--run.reproducible=true")
     assert choose(same_bits, untried, tmp_path).config == same_bits
-    alone = quickstart("--batch.global_batch_size=8", "--compute.mode_keeps=[compute.compile]")
+    alone = quickstart("--batch.global_batch_size=8", "--compute.mode_keeps=[compute.compile, compute.cuda_graph]")
     found = choose(alone, untried, tmp_path)
     assert (found.config, untried.limits) == (alone, {})
     assert "nothing else goes with these settings" in found.told
@@ -540,7 +544,7 @@ RIGHT = {"images_per_second": 10.0, "loss": 0.0, "gradients": 0.0, "free_share":
 
 def trials_of(config: Config, answer: Callable[[Mode], dict[str, Any]]) -> ModeTrials:
     PlayedChild.num_started, PlayedChild.orders = 0, []
-    modes = find_modes(config, world_size=1, can_capture=True)
+    modes = find_modes(config, world_size=1)
     return ModeTrials(config, modes=modes, device=CPU, start=partial(PlayedChild, answer))
 
 
@@ -598,7 +602,7 @@ def test_mode_trial_is_refused_with_the_reason(answer: dict[str, Any], words: st
 @pytest.mark.long
 def test_mode_trials_in_a_real_process() -> None:
     config = quickstart()
-    trials = ModeTrials(config, modes=find_modes(config, world_size=1, can_capture=False), device=CPU)
+    trials = ModeTrials(config, modes=find_modes(config, world_size=1), device=CPU)
     for mode in (Mode(8), Mode(16)):
         trial = trials(mode, limit_seconds=300.0, meet=list)
         assert trial.images_per_second > 0, trial.refusal
@@ -624,7 +628,7 @@ def test_mode_trial_is_cut_at_its_limit() -> None:
         Child.__init__(started[-1], *arguments, **options)
         return started[-1]
 
-    modes = find_modes(quickstart(), world_size=1, can_capture=False)
+    modes = find_modes(quickstart(), world_size=1)
     trials = ModeTrials(quickstart(), modes=modes, device=CPU, start=start)
     trial = trials(Mode(8), limit_seconds=0.2, meet=list)
     assert trial.is_cut
@@ -695,8 +699,8 @@ def test_mode_with_other_draws_is_another_update() -> None:
 
 
 def test_mode_of_a_record_is_one_of_the_config() -> None:
-    config = quickstart()
-    modes = find_modes(config, world_size=1, can_capture=True)
+    config = quickstart(KEEPS_NOTHING)
+    modes = find_modes(config, world_size=1)
     for mode in (Mode(8), Mode(32, "default", cuda_graph=True), Mode(16, cuda_graph=True)):
         assert mode in modes
         changed = with_mode(config, mode, world_size=1)
