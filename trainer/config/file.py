@@ -140,7 +140,9 @@ class Experiment:
         stated = overlay(stated, overrides)
         values = with_defaults(stated)
         values["run.directory"] = values["run.directory"].replace("{name}", self.path.stem)
-        values[KEEPS] = self._kept_by_auto(overrides)
+        # compute.mode=auto leaves as they are: the keys that the user states, or names there
+        kept = overrides[KEEPS] if KEEPS in overrides else {*overrides, *self.stated.get(KEEPS, self.own)}
+        values[KEEPS] = tuple(key for key in MODE_KEYS if key in kept)
         try:
             config = make_config(values)
         except ConfigError as error:
@@ -157,13 +159,6 @@ class Experiment:
             schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
             config = dataclasses.replace(config, schedule=schedule)
         return Resolved(config, {key: origins[key] if key in stated else "default" for key in KEYS}, of_runs)
-
-    def _kept_by_auto(self, overrides: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys that compute.mode=auto leaves as they are: those that the user states, or names there."""
-        if KEEPS in overrides:
-            return tuple(key for key in MODE_KEYS if key in overrides[KEEPS])
-        in_files = self.stated.get(KEEPS, self.own)
-        return tuple(key for key in MODE_KEYS if key in overrides or key in in_files)
 
 
 def read_experiment(name: str) -> Experiment:

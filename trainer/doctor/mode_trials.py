@@ -100,9 +100,7 @@ class ModeTrials:
 
     def _ask(self, what: str, *, deadline: float, mode: Mode | None = None) -> Mapping[str, Any]:
         assert self._child is not None
-        details = (
-            {"mode": asdict(mode), "num_images": self._modes.num_images, "device": str(self._device)} if mode else {}
-        )
+        details = {"num_images": self._modes.num_images, "device": str(self._device), "mode": mode and asdict(mode)}
         return self._child.ask(what, limit_seconds=deadline - time.monotonic(), **details)
 
     def _end(self) -> None:

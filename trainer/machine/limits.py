@@ -1,6 +1,7 @@
 """Resource limits of this process and of its job on this host."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +57,7 @@ def _limit(root: Path, name: str) -> tuple[float, float]:
 def _has_capability(root: Path, number: int) -> bool:
     for line in read_text(root / "proc/self/status").splitlines():
         name, _, digits = line.partition(":")
-        if name == "CapEff":
-            try:
+        with suppress(ValueError):
+            if name == "CapEff":
                 return bool(int(digits, 16) >> number & 1)
-            except ValueError:
-                return False
     return False

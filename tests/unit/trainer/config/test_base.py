@@ -135,25 +135,31 @@ def test_load_config_keeps_the_options_that_the_next_choice_has_too():
     assert held == {"zero_gamma": False, "blurpool": True}
 
 
-def test_load_config_takes_an_option_under_its_section_and_no_section_of_its_name(tmp_path):
-    recipe = write(tmp_path / "recipe.yaml", "base: quickstart\nmodel:\n  options.width: 32\n")
-    assert load_config(["--config", recipe]).model.options["width"] == 32
+RESNET = {"zero_gamma": True, "blurpool": False}
+WITHOUT = ("--model.width", "null", "--model.celu_alpha", "null")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "options"),
+    [
+        ("base: quickstart\nmodel:\n  options.width: 32\n", (), {"width": 32}),
+        ("base: cifar10_10epochs\nmodel:\n  celu_alpha: null\n", (), {"celu_alpha": None}),  # turns it off
+        ("base: cifar10_10epochs\n", ("--model.celu_alpha", "null"), {"celu_alpha": None}),
+        # null under an old key, for a model without that option
+        ("base: quickstart\nmodel:\n  name: resnet18\n  celu_alpha: null\n", (), RESNET),
+        ("base: quickstart\n", ("--model.name", "resnet18", *WITHOUT), RESNET),
+        ("base: quickstart\n", ("--model.name", "timm:resnet18", *WITHOUT), {}),
+    ],
+)
+def test_load_config_takes_options_by_their_section_or_their_old_key(text, words, options, tmp_path):
+    held = load_config(["--config", write(tmp_path / "recipe.yaml", text), *words]).model.options or {}
+    assert options.items() <= held.items()
+    assert len(held) == len(options) or options.keys() <= {"width", "celu_alpha"}
+
+
+def test_load_config_takes_no_section_by_the_name_of_an_option(tmp_path):
     recipe = write(tmp_path / "recipe.yaml", "base: quickstart\nmodel.options.width:\n  a: 32\n")
     assert re.search(naming(recipe, "unknown key model.options.width"), refusal("--config", recipe))
-
-
-def test_load_config_turns_an_option_off_by_null_under_its_old_key(tmp_path):
-    recipe = write(tmp_path / "recipe.yaml", "base: cifar10_10epochs\nmodel:\n  celu_alpha: null\n")
-    for words in ([recipe], ["cifar10_10epochs", "--model.celu_alpha", "null"]):
-        assert load_config(["--config", *words]).model.options["celu_alpha"] is None
-
-
-def test_load_config_takes_null_under_an_old_key_for_a_model_without_that_option(tmp_path):
-    words = ("--model.width", "null", "--model.celu_alpha", "null")
-    for name in ("resnet18", "timm:resnet18"):
-        load_config(["--config", "quickstart", "--model.name", name, *words])
-    recipe = write(tmp_path / "recipe.yaml", "base: quickstart\nmodel:\n  name: resnet18\n  celu_alpha: null\n")
-    assert load_config(["--config", recipe]).model.options == {"zero_gamma": True, "blurpool": False}
 
 
 def test_load_config_of_a_step_schedule_needs_milestones():
