@@ -13,8 +13,8 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.budget import Budget
 from bigbatch.trainer.doctor.examine import TENSORS, Examination, ExaminationResults
+from bigbatch.trainer.doctor.exchange import Probes
 from bigbatch.trainer.doctor.probe import _Probe
-from bigbatch.trainer.doctor.probes import Probes
 from bigbatch.trainer.doctor.profile import FindSyncs
 from bigbatch.trainer.doctor.speedups import change
 

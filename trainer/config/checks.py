@@ -42,7 +42,6 @@ METRICS = {"top1": 1, "top5": 1, "loss": -1}
 
 
 def check_loader(data: DataConfig) -> Iterator[str]:
-    """Yield an error if crop or sizes do not fit the loader."""
     if (data.loader == "resident") != (data.crop == "padded"):
         yield (
             f"data.crop={data.crop} does not go with data.loader={data.loader}: resident takes padded crops, the "
@@ -93,7 +92,6 @@ def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
 
 
 def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
-    """Yield an error for each augmentation that contradicts another or the batch."""
     if (augment.randaugment_ops == 0) != (augment.randaugment_magnitude is None):
         remedy = "give one, 9 is usual" if augment.randaugment_ops else "set it to null"
         yield (
@@ -129,7 +127,6 @@ def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) ->
 
 
 def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> Iterator[str]:
-    """Yield an error for each setting that compilation or recomputation cannot have."""
     if compute.compile is None and compute.compile_fallback:
         yield "compute.compile_fallback=True has no meaning without compute.compile: set it to false"
     if compute.compile is not None and ranks_per_ghost(batch) > 1:
@@ -145,7 +142,6 @@ def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> 
 
 
 def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
-    """Yield an error for each setting that a captured step cannot have."""
     if not compute.cuda_graph:
         return
     if is_foreign(optimizer.name):
@@ -282,7 +278,6 @@ def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfi
 
 
 def check_comm(comm: CommConfig) -> Iterator[str]:
-    """Yield an error for each pair of settings that contradict each other."""
     if comm.table is None:
         for key, value in (("threshold_bytes", comm.threshold_bytes), ("buffer_bytes", comm.buffer_bytes)):
             if value is None:
@@ -337,7 +332,6 @@ def check_model_name(name: str) -> Iterator[str]:
 
 
 def check_model(model: ModelConfig) -> Iterator[str]:
-    """Yield an error for each pair of settings that contradict each other."""
     if not is_foreign_model(model.name):
         yield from check_options("model", model.name, model.options)
     for argument, key in STATED_ELSEWHERE.items():

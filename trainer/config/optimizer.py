@@ -45,7 +45,6 @@ def check_optimizer_name(name: str) -> Iterator[str]:
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield an error for each pair of settings that contradict each other."""
     name = optimizer.name
     if is_foreign(name):
         yield from _check_foreign(optimizer)
@@ -89,7 +88,6 @@ def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
-    """Yield an error for each setting that a sharded update cannot have."""
     if not optimizer.sharded:
         return
     if comm.wire_dtype is not None:
@@ -139,7 +137,6 @@ def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an error for each entry of unknown form."""
     for name, entry in (metrics or {}).items():
         if not (isinstance(name, str) and name.isidentifier()):
             yield f"run.metrics: {name!r} is not a legal name of a metric: use letters, digits and _"

@@ -76,7 +76,6 @@ def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute
 
 
 def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
-    """Yield an error if the schedule contradicts itself or a run of that many epochs."""
     warmup, options = schedule.warmup_epochs, schedule.options or {}
     if refusals := list(check_options("schedule", schedule.name, options)):
         yield from refusals

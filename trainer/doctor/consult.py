@@ -33,8 +33,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import own_records
 from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
 from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, ExaminationResults
-from bigbatch.trainer.doctor.exchange import Child
-from bigbatch.trainer.doctor.probes import Probes
+from bigbatch.trainer.doctor.exchange import Child, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS, change, part_of_step
 from bigbatch.trainer.run.folder import writing

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from bigbatch.errors import DoctorError
-from bigbatch.trainer.doctor.probes import Probe
+from bigbatch.trainer.doctor.exchange import Probe
 from bigbatch.trainer.doctor.speedups import Candidate
 
 

@@ -66,7 +66,6 @@ class NodeFinding:
 
     @classmethod
     def at(cls, host: str, text: str) -> "NodeFinding":
-        """Return a finding that is one host's fault."""
         return cls(f"{host}: {text}", (host,))
 
 

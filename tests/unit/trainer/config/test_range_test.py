@@ -68,26 +68,15 @@ def test_a_rate_on_the_command_line_goes_before_the_range_test_of_a_file(tmp_pat
         load_config(["--config", str(file)])
 
 
-def test_a_rate_that_is_stated_twice_and_one_that_was_not_found_are_refused(tmp_path: Path) -> None:
+def test_a_rate_that_is_stated_twice_is_refused(tmp_path: Path) -> None:
     folder = write_test(tmp_path / "test")
     with pytest.raises(ConfigError, match=naming("schedule.base_lr both state the rate")):
         load_config([*ONE_CYCLE, f"--schedule.range_test={folder}", "--schedule.base_lr=1"])
-    folder = write_test(tmp_path / "flat", rate=None)
-    with pytest.raises(ConfigError, match=naming("found no rate", "larger --to")):
-        load_config([*ONE_CYCLE, f"--schedule.range_test={folder}"])
 
 
 @pytest.mark.parametrize(
     "content",
-    [
-        None,
-        "",
-        "[]",
-        "{}",
-        '{"suggested_lr": 1}',
-        '{"suggested_lr": 1, "config": 5}',
-        '{"suggested_lr": 1, "config": "a: ["}',
-    ],
+    [None, "", "[]", "{}", *(f'{{"suggested_lr": 1{more}}}' for more in ("", ', "config": 5', ', "config": "a: ["'))],
 )
 def test_what_is_no_range_test_is_refused(content: Any, tmp_path: Path) -> None:
     if content is not None:
@@ -106,9 +95,9 @@ def test_recipe_of_values_that_no_config_has_is_no_range_test(mean: str, tmp_pat
         load_config([*ONE_CYCLE, f"--schedule.range_test={file}"])
 
 
-@pytest.mark.parametrize("rate", [10**400, -1, True, "1"], ids=["beyond floats", "negative", "a truth", "a text"])
+@pytest.mark.parametrize("rate", [None, 10**400, -1, True, "1"], ids=str)
 def test_a_rate_that_is_none_is_refused(rate: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=naming("found no rate")):
+    with pytest.raises(ConfigError, match=naming("found no rate", "larger --to")):
         load_config([*ONE_CYCLE, f"--schedule.range_test={write_test(tmp_path / 'test', rate=rate)}"])
 
 

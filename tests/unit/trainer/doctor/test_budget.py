@@ -18,7 +18,7 @@ from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor.budget import Budget, Pace
 from bigbatch.trainer.doctor.examine import IMAGES, Examination, ExaminationResults
-from bigbatch.trainer.doctor.probes import Probes
+from bigbatch.trainer.doctor.exchange import Probes
 from bigbatch.trainer.doctor.speedups import change, part_of_images
 
 FACTS = {

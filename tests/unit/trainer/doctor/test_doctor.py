@@ -21,7 +21,7 @@ from bigbatch.trainer.config.schema import KEYS, Config
 from bigbatch.trainer.doctor import consult, speedups, verdict
 from bigbatch.trainer.doctor.consult import introduction, main
 from bigbatch.trainer.doctor.examine import Examination, ExaminationResults, describe
-from bigbatch.trainer.doctor.probes import Probes, Turn
+from bigbatch.trainer.doctor.exchange import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.trainer.doctor.report import print_report
