@@ -15,12 +15,12 @@ V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
-def lies_in_memory(path: Path, *, proc: Path = Path("/proc")) -> bool:
+def lies_in_memory(path: Path, *, root: Path = Path("/")) -> bool:
     """Return whether files at path lie in memory, as in /dev/shm; False if unknown. Raises: OSError."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        mounts = (proc / "self/mountinfo").read_text(errors="replace").splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
         return False
     # the number is the third word; the kind comes behind a lone -
@@ -28,59 +28,60 @@ def lies_in_memory(path: Path, *, proc: Path = Path("/proc")) -> bool:
     return any(kind in IN_MEMORY for kind in kinds)
 
 
-def memory_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def memory_left(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process's job may still allocate, by its tightest group; None without a limit.
 
     The page cache does not count: the kernel reclaims it.
     """
-    found = (_memory_left(group, *(V1 if is_first else V2)) for group, is_first in own_groups("memory", proc, groups))
+    found = (_memory_left(group, *(V1 if is_first else V2)) for group, is_first in own_groups("memory", root))
     return min((left for left in found if left is not None), default=None)
 
 
-def tasks_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def tasks_left(root: Path = Path("/")) -> int | None:
     """Return how many threads and processes this process's job may still start; None without a limit."""
     left = []
-    for group, _ in own_groups("pids", proc, groups):
+    for group, _ in own_groups("pids", root):
         most, now = read_number(group / "pids.max"), read_number(group / "pids.current")
         if most is not None and now is not None:
             left.append(max(0, int(most - now)))
     return min(left, default=None)
 
 
-def cores_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float | None:
+def cores_left(root: Path = Path("/")) -> float | None:
     """Return the number of cores that this process's job may use, by CPU quota and by CPU set; None if unknown."""
     found = []
-    for group, is_first in own_groups("cpu", proc, groups):
+    for group, is_first in own_groups("cpu", root):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
         stated = " ".join(read_text(group / name) for name in names).split()
         quota, period = (leading_number(word) or 0 for word in (*stated, "", "")[:2])
         if quota > 0 and period > 0:  # "max" and -1 are not a quota
             found.append(quota / period)
-    for group, is_first in own_groups("cpuset", proc, groups):
+    for group, is_first in own_groups("cpuset", root):
         with suppress(ValueError):
             if cores := parse_cores(read_text(group / ("cpuset.cpus" if is_first else "cpuset.cpus.effective"))):
                 found.append(float(len(cores)))
     return min(found, default=None)
 
 
-def own_groups(controller: str, proc: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
+def own_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
     """Return the groups of a controller that contain this process, innermost first; and which are version 1.
 
     In a container, its own may be a path of the host that is not there.
     """
-    for line in read_text(proc / "self/cgroup").splitlines():
+    groups = root / "sys/fs/cgroup"
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, own = rest.partition(":")
         if controllers == "":
-            roots, is_first = [groups, groups / "unified"], False
+            places, is_first = [groups, groups / "unified"], False
         elif controller in controllers.split(","):
-            roots, is_first = [groups / controller], True
+            places, is_first = [groups / controller], True
         else:
             continue
         path = PurePosixPath(own.lstrip("/"))
-        for root in roots:
+        for place in places:
             for group in (path, *path.parents):
-                yield root / group, is_first
+                yield place / group, is_first
 
 
 def _memory_left(group: Path, limit: str, usage: str, cached: tuple[str, ...]) -> int | None:

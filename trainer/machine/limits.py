@@ -30,17 +30,13 @@ class Limits:
 
 def read_limits(root: Path = Path("/")) -> Limits:
     """Read the limits of this process and of the control groups around it."""
-    where = {"proc": root / "proc", "groups": root / "sys/fs/cgroup"}
     locked, _ = _limit(root, "Max locked memory")
     soft, hard = _limit(root, "Max open files")
     return Limits(
         math.inf if _has_capability(root, CAP_IPC_LOCK) else locked,
         soft,
         hard,
-        *(
-            math.inf if left is None else left
-            for left in (tasks_left(**where), memory_left(**where), cores_left(**where))
-        ),
+        *(math.inf if left is None else left for left in (tasks_left(root), memory_left(root), cores_left(root))),
     )
 
 

@@ -173,15 +173,6 @@ def test_greedy_does_not_try_again_under_another_name() -> None:
     assert greedy.is_new(Candidate("further", {"a": 2}))
 
 
-def test_greedy_does_not_recommend_what_is_worse_together() -> None:
-    slower_later = Fake(iter([120.0] * 3 + [90.0] * 3))
-    greedy = Greedy(Fake(cycle([100.0])), lambda values: slower_later, turns=3, noise=0.0)
-    assert greedy.consider(Candidate("a", {"a": 1})).is_taken
-    verified = greedy.verify()
-    assert verified is not None
-    assert verified.gain == pytest.approx(-0.1)
-
-
 def test_failures_while_measuring_are_rows_and_verify_survives_them() -> None:
     failing = Fake("out of memory")
     greedy = Greedy(Fake(cycle([100.0])), lambda values: failing, turns=3, noise=0.0)

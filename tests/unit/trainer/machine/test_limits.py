@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from host_tree import add_limits, write
 
-from bigbatch.trainer.machine.cgroup import cores_left, lies_in_memory, memory_left, tasks_left
+from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 from bigbatch.trainer.machine.kernel_files import leading_number, read_line
 from bigbatch.trainer.machine.limits import Limits, read_limits
 
@@ -38,11 +38,8 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     write(tmp_path, f"{folder}/pids.current", 96)
     write(tmp_path, f"{folder}/step_0/cpu.max", "max 100000")
     write(tmp_path, f"{folder}/step_0/cpuset.cpus.effective", "0-5,8")
-    where = {"proc": tmp_path / "proc", "groups": tmp_path / "sys/fs/cgroup"}
-    assert tasks_left(**where) == 4000
-    assert cores_left(**where) == 7
+    assert read_limits(tmp_path) == Limits(tasks=4000, cores=7)
     write(tmp_path, f"{folder}/cpu.max", "250000 100000")
-    assert cores_left(**where) == 2.5
     assert read_limits(tmp_path) == Limits(tasks=4000, cores=2.5)
 
 
@@ -54,11 +51,9 @@ def test_limits_of_control_groups_of_version_1(tmp_path: Path) -> None:
     write(tmp_path, f"{groups}/cpuset/j/cpuset.cpus", "4-7")
     for name, value in (("cpu.cfs_quota_us", -1), ("cpu.cfs_period_us", 100000)):
         write(tmp_path, f"{groups}/cpu/j/{name}", value)
-    where = {"proc": tmp_path / "proc", "groups": tmp_path / groups}
-    assert tasks_left(**where) == 0
-    assert cores_left(**where) == 4
+    assert read_limits(tmp_path) == Limits(tasks=0, cores=4)
     write(tmp_path, f"{groups}/cpu/j/cpu.cfs_quota_us", 150000)
-    assert cores_left(**where) == 1.5
+    assert read_limits(tmp_path).cores == 1.5
 
 
 def test_no_file_is_no_limit(tmp_path: Path) -> None:
@@ -98,55 +93,44 @@ def test_line_has_no_more_than_can_be_printed(tmp_path: Path) -> None:
 GB = 10**9
 
 
-@pytest.fixture
-def proc(tmp_path: Path) -> Path:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    return tmp_path / "proc"
-
-
-def group(folder: Path, limit: object, usage: int, **stat: int) -> None:
+def group(root: Path, name: str, limit: object, usage: int, **stat: int) -> None:
     """Write a group; it is one of version 1 if the names of stat begin with total."""
-    folder.mkdir(parents=True, exist_ok=True)
-    is_first = any(name.startswith("total") for name in stat)
+    is_first = any(each.startswith("total") for each in stat)
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_first else ("memory.max", "memory.current")
-    for name, value in zip(names, (limit, usage), strict=True):
-        (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in stat.items()))
+    texts = (limit, usage, "\n".join(f"{each} {value}" for each, value in stat.items()))
+    for file, text in zip((*names, "memory.stat"), texts, strict=True):
+        write(root, f"sys/fs/cgroup/{name}/{file}", text)
 
 
-def test_memory_left_is_that_of_the_tightest_group_without_the_page_cache(proc: Path, tmp_path: Path) -> None:
-    groups = tmp_path / "cgroup"
-    (proc / "self/cgroup").write_text("0::/slurm/job_7/step_0\n")
-    group(groups / "slurm/job_7/step_0", "max", 30 * GB, inactive_file=0)
-    group(groups / "slurm/job_7", 100 * GB, 95 * GB, inactive_file=40 * GB, active_file=10 * GB, shmem=20 * GB)
-    group(groups / "slurm", 900 * GB, 500 * GB, inactive_file=0, active_file=0)
-    assert memory_left(proc=proc, groups=groups) == (100 - (95 - 50)) * GB
-    group(groups / "slurm/job_7/step_0", 40 * GB, 50 * GB, inactive_file=5 * GB)
-    assert memory_left(proc=proc, groups=groups) == 0, "just lowered"
+def test_memory_left_is_that_of_the_tightest_group_without_the_page_cache(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/slurm/job_7/step_0")
+    group(tmp_path, "slurm/job_7/step_0", "max", 30 * GB, inactive_file=0)
+    group(tmp_path, "slurm/job_7", 100 * GB, 95 * GB, inactive_file=40 * GB, active_file=10 * GB, shmem=20 * GB)
+    group(tmp_path, "slurm", 900 * GB, 500 * GB, inactive_file=0, active_file=0)
+    assert memory_left(tmp_path) == (100 - (95 - 50)) * GB
+    group(tmp_path, "slurm/job_7/step_0", 40 * GB, 50 * GB, inactive_file=5 * GB)
+    assert memory_left(tmp_path) == 0, "just lowered"
 
 
-def test_memory_left_of_version_1(proc: Path, tmp_path: Path) -> None:
-    groups = tmp_path / "cgroup"
-    (proc / "self/cgroup").write_text("12:cpu,cpuacct:/x\n5:memory:/slurm/job_7\n1:name=systemd:/y\n0::/z\n")
-    group(groups / "memory/slurm/job_7", 64 * GB, 20 * GB, total_inactive_file=3 * GB, total_active_file=1 * GB)
-    group(groups / "memory", 9223372036854771712, 200 * GB, total_inactive_file=0)
-    assert memory_left(proc=proc, groups=groups) == (64 - 20 + 4) * GB
+def test_memory_left_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "12:cpu,cpuacct:/x\n5:memory:/slurm/job_7\n1:name=systemd:/y\n0::/z")
+    group(tmp_path, "memory/slurm/job_7", 64 * GB, 20 * GB, total_inactive_file=3 * GB, total_active_file=1 * GB)
+    group(tmp_path, "memory", 9223372036854771712, 200 * GB, total_inactive_file=0)
+    assert memory_left(tmp_path) == (64 - 20 + 4) * GB
 
 
-@pytest.mark.parametrize("text", [None, "", "0::/\n", "0::/../other\n", "0::/gone\n"])
-def test_memory_left_is_none_where_nothing_limits_it(proc: Path, tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (proc / "self/cgroup").write_text(text)
-    (tmp_path / "cgroup").mkdir()
-    assert memory_left(proc=proc, groups=tmp_path / "cgroup") is None
+@pytest.mark.parametrize("text", ["", "0::/", "0::/../other", "0::/gone"])
+def test_memory_left_is_none_where_nothing_limits_it(text: str, tmp_path: Path) -> None:
+    assert memory_left(tmp_path) is None
+    write(tmp_path, "proc/self/cgroup", text)
+    assert memory_left(tmp_path) is None
 
 
 @pytest.mark.parametrize(("kind", "stands"), [("tmpfs", True), ("ext4", False), ("fuse.tmpfs", False)])
-def test_lies_in_memory_goes_by_the_mount(proc: Path, tmp_path: Path, kind: str, stands: bool) -> None:
+def test_lies_in_memory_goes_by_the_mount(kind: str, stands: bool, tmp_path: Path) -> None:
+    assert not lies_in_memory(tmp_path, root=tmp_path)
     device = tmp_path.stat().st_dev
-    other = f"22 1 0:9999 / / rw - {'ext4' if stands else 'tmpfs'} root rw\n"
-    own = f"31 22 {os.major(device)}:{os.minor(device)} / /dev/shm rw,nosuid shared:4 - {kind} shm rw,size=1g\n"
-    (proc / "self/mountinfo").write_text(other + own)
-    assert lies_in_memory(tmp_path, proc=proc) is stands
-    (proc / "self/mountinfo").unlink()
-    assert not lies_in_memory(tmp_path, proc=proc)
+    other = f"22 1 0:9999 / / rw - {'ext4' if stands else 'tmpfs'} root rw"
+    own = f"31 22 {os.major(device)}:{os.minor(device)} / /dev/shm rw,nosuid shared:4 - {kind} shm rw,size=1g"
+    write(tmp_path, "proc/self/mountinfo", f"{other}\n{own}")
+    assert lies_in_memory(tmp_path, root=tmp_path) is stands
