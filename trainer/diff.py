@@ -59,7 +59,6 @@ class RecordedRun:
 
     @property
     def first_step(self) -> int:
-        """Return the step at which the run began."""
         return min((step for step, _ in self.starts), default=0)
 
     def jobs_between(self, first_step: int, last_step: int) -> list[Mapping[str, Any]]:

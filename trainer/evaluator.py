@@ -33,7 +33,6 @@ class Evaluator:
 
     @property
     def found(self) -> list[dict[str, Any]]:
-        """Return the results of the run's evaluations, oldest first."""
         return list(self._found.values())
 
     def evaluate(
@@ -76,7 +75,6 @@ class Evaluator:
         return float(record["seconds"]) * min(1.0, BATCHES_BETWEEN_EXCHANGES / num_batches)
 
     def reason_to_end(self) -> str | None:
-        """Return why the results end the run; None if it goes on."""
         return reason_to_end(self.found, self._config.run)
 
 

@@ -25,7 +25,7 @@ from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.step.stop_request import Joining, StopRequest, leave_stopped
 from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import JoinedRank, TrainingRun
@@ -140,7 +140,7 @@ def _run_agreed(
     came_back, since = "", None
     stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
     kept: dict[str, Any] | None = None
-    output: RunOutput | None = None  # of the former run
+    log = MetricsLog(RunDir(Path(config.run.directory)))
     splits: tuple[Split, Split] | None = None  # of a rank that joins
     if job.env.joins:
         arrived = arrive(config, job, ownership=ownership)
@@ -154,8 +154,7 @@ def _run_agreed(
         try:
             if len(groups) > 1 and kept is None:  # loggers may send for a minute, for which others would not wait
                 control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
-                close = output.close if output else str
-                write_on_first(close, control, what="end of the former group's records", timeout_seconds=seconds)
+                write_on_first(log.close, control, what="end of the former group's records", timeout_seconds=seconds)
             run = make_run(
                 config,
                 job=job,
@@ -164,9 +163,9 @@ def _run_agreed(
                 stop=stop,
                 listed=listed,
                 splits=splits,
-                former=output,
+                log=log,
             )
-            stop, listed, splits, output = run.parts.stop, run.listed, None, run.output
+            stop, listed, splits = run.parts.stop, run.listed, None
             facts = cache(partial(facts_of, config, listed))
             wants_join = partial(find_waiting, config, job.communicator, facts)
             return run.run(came_back=came_back, since=since, wants_join=wants_join)
@@ -182,8 +181,8 @@ def _run_agreed(
             lost = PeerLostError(*error.args)
             lost.lost_ranks = error.lost_ranks
         except BaseException:
-            if run is None and output:  # its loggers are open
-                output.close()
+            if run is None:  # loggers of a former run may be open
+                log.close()
             raise
         # outside of the except block: the error's frames hold the run's tensors
         folder, device = RunDir(Path(config.run.directory)), job.communicator.device
@@ -195,13 +194,12 @@ def _run_agreed(
                 healed = heal(config, job, lost, kept=kept, ownership=ownership)
             else:
                 assert left_at is not None
-                assert output is not None
                 healed = take_in(
                     config,
                     job,
                     kept=kept,
                     facts=facts,
-                    close=output.close,
+                    close=log.close,
                     since=left_at,
                     ownership=ownership,
                     back_at=been_back_at,

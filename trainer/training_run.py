@@ -34,6 +34,7 @@ from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.gradient_audit import GradientAudit
+from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
@@ -87,12 +88,12 @@ class TrainingRun:
         stop: StopRequest | None = None,
         listed: build_input.Images | None = None,
         splits: tuple[build_input.Split, build_input.Split] | None = None,
-        former: RunOutput | None = None,
+        log: MetricsLog | None = None,
     ) -> None:
         """kept: a state in memory, equal on all ranks, from which the run goes on after a loss.
 
-        stop, former: of the job's former run, if it had one. listed: the images, if they are listed already; staged
-        data is. splits: if they are made already.
+        stop, log: of the job, if it has had a run. listed: the images, if they are listed already; staged data is.
+        splits: if they are made already.
         """
         communicator = self.communicator = job.communicator
         self.config, self.is_first, self.is_healed = config, communicator.rank == 0, kept is not None
@@ -138,9 +139,9 @@ class TrainingRun:
             plan=self.plan,
             env=job.env,
             ask_to_stop=self.parts.stop.ask,
+            log=log or MetricsLog(self.rundir),
             mode_record=job.mode_record,
             is_quiet=is_quiet,
-            former=former,
         )
         self.evaluator = Evaluator(config, self.parts, self.eval_split, score=score, evaluations=start.evaluations)
         self.loop = TrainingLoop(
@@ -183,7 +184,6 @@ class TrainingRun:
 
     @property
     def listed(self) -> build_input.Images | None:
-        """Return the images of both splits; None for generated ones."""
         return build_input.images_of((self.train_split, self.eval_split))
 
     def run(

@@ -29,9 +29,9 @@ from bigbatch.trainer.step import divided_work
 from bigbatch.trainer.step.divided_work import DividedWork
 from bigbatch.trainer.step.ema import NoAverage
 from bigbatch.trainer.step.loss_scale import Scaling
-from bigbatch.trainer.step.precision import Precision
+from bigbatch.trainer.step.precision import Precision, shard_update
 from bigbatch.trainer.step.replicas import compare
-from bigbatch.trainer.step.sharded import ShardedWeights, shard_update
+from bigbatch.trainer.step.sharded import ShardedWeights
 
 ADAPTIVE = {"betas": (0.9, 0.99), "eps": 1e-6}
 HEAVY = {"nesterov": True}

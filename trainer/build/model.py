@@ -25,7 +25,6 @@ from bigbatch.trainer.models.initialization import initialize_
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory, freeze_
 from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.run.weights import load_weights_
-from bigbatch.trainer.step.seeding import seed_weights
 
 OF_A_DEVICE = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
 """What torch names in a RuntimeError that may not come again: a device or its driver has failed."""
@@ -36,7 +35,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
 
     exposed: counts the time that training waits for the other ranks of a ghost batch.
     """
-    seed_weights(config.run.seed)
+    torch.manual_seed(config.run.seed)  # the same weights on every rank
     group, num_ranks = None, ranks_per_ghost(config.batch)
     if num_ranks > 1:
         exposed, what = exposed or ExposedTime(), "batch-norm statistics"

@@ -34,8 +34,7 @@ from bigbatch.trainer.step.divided_work import DividedWork
 from bigbatch.trainer.step.ema import MovingAverage, NoAverage, WeightAverage
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.precision import Precision
-from bigbatch.trainer.step.sharded import shard_update
+from bigbatch.trainer.step.precision import Precision, shard_update
 from bigbatch.trainer.step.statistics import GridStatistics, StepStatistics
 from bigbatch.trainer.step.stop_request import StopRequest
 

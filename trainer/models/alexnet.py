@@ -66,19 +66,15 @@ class AlexNetBN(nn.Module):
         return logits_BK
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """Compute all after the last convolution: the logits (B, K)."""
         logits_BK: Tensor = self.classifier(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
-        """Return an empty list: it has none."""
         return []
 
     def regions(self) -> list[Region]:
-        """List convolutions and head."""
         return [(self.features, "forward"), (self, "head")]
 
 
 def alexnet_bn(*, num_classes: int = 1000, norm: NormFactory = nn.BatchNorm2d, dropout: float = 0.5) -> AlexNetBN:
-    """Make AlexNet-BN with ImageNet's defaults."""
     return AlexNetBN(num_classes=num_classes, norm=norm, dropout=dropout)

@@ -121,7 +121,6 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         """Whether it computes as in evaluation during training too."""
 
     def train(self, mode: bool = True) -> "GhostBatchNorm2d":
-        """Set training mode, unless frozen, or evaluation mode."""
         return super().train(mode and not self.is_frozen)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:

@@ -2,39 +2,26 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Region: TypeAlias = tuple[nn.Module, str]
-"""Module with the method, and the method's name."""
+"""Module with the method, and the method's name.
 
-
-@runtime_checkable
-class RecomputedModel(Protocol):
-    """Model that lists its parts that backward may recompute."""
-
-    def residual_blocks(self) -> list[nn.Module]:
-        """List the blocks that backward can recompute; they draw no random numbers."""
-        ...
-
-
-@runtime_checkable
-class DividedModel(Protocol):
-    """Model that lists its parts, from the input on. All regions together are its forward; none overlap."""
-
-    def regions(self) -> list[Region]:
-        """List the parts that are compiled each by itself."""
-        ...
+A model's own regions() lists the parts that are compiled each by itself, from the input on: together they are its
+forward, and none overlap. Its residual_blocks() lists the blocks that backward can recompute: they draw no random
+numbers.
+"""
 
 
 def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each region of model with torch.compile: one graph without breaks for each of its shapes.
 
     Blocks of the same shape share their code. In place: modules, names and state_dict stay as they are. Compiles at the
-    first call with each shape. A model that is not a DividedModel is one region.
+    first call with each shape. A model without regions() is one region.
     """
     # Blocks share one forward: in training and in evaluation, at each size of the images, it meets every shape of a
     # block. Code for sizes in general would be slower.
@@ -45,21 +32,20 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
 
 
 def restore_regions_(model: nn.Module) -> None:
-    """Undo compile_regions_."""
     for owner, name in _regions(model):
         delattr(owner, name)
 
 
-def _regions(model: nn.Module) -> list[Region]:
-    return model.regions() if isinstance(model, DividedModel) else [(model, "forward")]
+def _regions(model: Any) -> list[Region]:
+    return model.regions() if hasattr(model, "regions") else [(model, "forward")]
 
 
-def recompute_(model: nn.Module, num_blocks: int) -> None:
+def recompute_(model: Any, num_blocks: int) -> None:
     """Make backward recompute the activations of the first num_blocks residual blocks. In place, as above.
 
     The running statistics of batch norm must be such that a second forward changes nothing: see MicrobatchStatistics.
     """
-    blocks = model.residual_blocks() if isinstance(model, RecomputedModel) else []
+    blocks = model.residual_blocks() if num_blocks else []
     assert num_blocks <= len(blocks)
     for block in blocks[:num_blocks]:
         again: Callable[[Tensor], Tensor] = partial(

@@ -157,11 +157,9 @@ class ResNet(nn.Module):
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
-        """List the blocks from the input on."""
         return [block for number in range(1, 5) for block in getattr(self, f"layer{number}")]
 
     def regions(self) -> list[Region]:
-        """List stem, blocks and head."""
         return [(self, "stem"), *((block, "forward") for block in self.residual_blocks()), (self, "head")]
 
 

@@ -80,11 +80,9 @@ class ResNet9(nn.Module):
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
-        """List the blocks from the input on."""
         return [self.layer1[1], self.layer3[1]]
 
     def regions(self) -> list[Region]:
-        """List blocks and head."""
         blocks = (self.prep, *self.layer1, self.layer2, *self.layer3)
         return [*((block, "forward") for block in blocks), (self, "head")]
 

@@ -70,11 +70,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return torch's state and the attributes of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._own}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedOptimizer":
-        """Copy groups and state."""
         memo.update({id(getattr(self, name)): getattr(self, name) for name in self._own})
         memo[id(self)] = copied = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -218,7 +216,6 @@ def _problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | 
 
 
 def problem_with_number(key: str, value: object, *, below: float = math.inf) -> str | None:
-    """Return why a setting cannot have this value, or None."""
     if isinstance(value, int | float) and 0 <= value < below:
         return None
     legal = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
@@ -226,5 +223,4 @@ def problem_with_number(key: str, value: object, *, below: float = math.inf) -> 
 
 
 def problem_with_betas(group: dict[str, Any]) -> str | None:
-    """Return why a group's decay rates of means cannot have their values, or None."""
     return next(filter(None, (problem_with_number("betas", beta, below=1) for beta in group["betas"])), None)

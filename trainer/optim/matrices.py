@@ -63,11 +63,9 @@ class AllHere:
     """Returns its inputs: each weight is already whole."""
 
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """Return the parts, which are whole."""
         return parts
 
     def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
-        """Return the wholes."""
         return wholes
 
 
@@ -81,7 +79,6 @@ class MatrixOptimizer(FusedOptimizer):
     """State entries that do not have the weight's shape: whole on every rank, even if it updates a part only."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        """Check and keep the groups."""
         super().__init__(params, defaults)
         self.divide: Division = undivided
         """Replaced if several ranks hold the same tensors: each then does the work on some of them."""
@@ -113,7 +110,6 @@ def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[
 
 
 def problem_with_count(key: str, value: object) -> str | None:
-    """Return why a count cannot have this value, or None."""
     if type(value) is int and value >= 1:  # type(): True would count as 1
         return None
     return f"{key} must be a whole number of at least 1, not {value!r}"

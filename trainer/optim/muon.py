@@ -121,16 +121,14 @@ def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list
     return [(cost(shape), math.prod(shape)) for shape in shapes]
 
 
-def newton_schulz(
-    matrices_BMN: Tensor, *, steps: int, coefficients: tuple[float, float, float] = COEFFICIENTS
-) -> Tensor:
+def newton_schulz(matrices_BMN: Tensor, *, steps: int) -> Tensor:
     """Replace each singular value s of each matrix by p(p(... p(s / f))), p applied so many times; f: Frobenius norm.
 
-    With the usual coefficients and five steps, those of at least a 660th of f end between 0.68 and 1.21: not the
+    With five steps, those of at least a 660th of f end between 0.68 and 1.21: not the
     nearest orthogonal matrix, but near one; smaller ones grow 485-fold. It takes steps * (4 m**2 n + 2 m**3)
     multiplications and additions a matrix, m <= n.
     """
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     is_tall = matrices_BMN.size(-2) > matrices_BMN.size(-1)
     x_BMN = matrices_BMN.mT if is_tall else matrices_BMN
     for _ in range(steps):

@@ -93,7 +93,6 @@ def _factors(names: Iterable[str], lr_factors: Mapping[str, float]) -> dict[str,
 
 
 def _divided(group: dict[str, Any], factors: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Divide a group into groups of equal factors."""
     named = list(zip(group["names"], group["params"], strict=True))
     return [
         {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, why_unwritten
+from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, first_line, why_unwritten
 from bigbatch.files import (
     flush,
     make_folder,
@@ -44,7 +44,6 @@ class Checkpoint:
 
 
 def checkpoint_path(directory: Path, *, step: int) -> Path:
-    """Return the folder of the checkpoint of that step."""
     return directory / f"step-{step:08d}"
 
 
@@ -152,7 +151,7 @@ def load_intact(path: Path) -> dict[str, Any]:
             manifest["format"], manifest["bytes"], manifest["sha256"]
             size = (path / STATE_FILE).stat().st_size
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-            raise DamagedCheckpoint(f"checkpoint {path} is not readable: {_reason(error)}") from error
+            raise DamagedCheckpoint(f"checkpoint {path} is not readable: {first_line(error)}") from error
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, not {FORMAT}")
         if size != manifest["bytes"]:
@@ -163,11 +162,7 @@ def load_intact(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"checkpoint {path} is not readable: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"checkpoint {path} is not readable: {first_line(error)}") from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

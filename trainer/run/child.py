@@ -57,8 +57,8 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _shorten(line: str, limit: int = 300) -> str:
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+def _shorten(line: str) -> str:
+    return line if len(line) <= 300 else line[:297] + "..."
 
 
 PATIENCE_SECONDS = (60.0, 15.0)
@@ -107,12 +107,10 @@ class ChildProcess:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since its start."""
         return time.monotonic() - self._started
 
     @property
     def was_asked(self) -> bool:
-        """Return whether it was asked to stop."""
         return bool(self._requests)
 
     def ask_to_stop(self) -> None:

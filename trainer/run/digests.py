@@ -211,7 +211,6 @@ class MicrobatchDigests:
         """Values kept since start(), by phase, name and microbatch, in the order of a layer's outputs."""
 
     def start(self) -> None:
-        """Register the hooks."""
         model = self._model
         self.values = {}
         named = dict(model.named_modules())

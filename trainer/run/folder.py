@@ -67,7 +67,6 @@ class RunDir:
             file.write(text.encode(errors="backslashreplace"))  # foreign names may contain bytes that are not text
 
     def save_plot(self, path: Path, figure: "Figure") -> None:
-        """Replace a PNG file atomically. Raises: RunFolderError."""
         with self.replacing(path) as file:
             figure.savefig(file, format="png", dpi=120)
 

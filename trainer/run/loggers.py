@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 from bigbatch.comm.rendezvous.environ import mlflow_settings, wandb_settings
 from bigbatch.errors import first_line
@@ -24,21 +24,11 @@ CLOSE_SECONDS = 60.0
 Say = Callable[[str], None]
 
 
-class Session(Protocol):
-    """A run at a server, or in its files; all calls are made by one thread."""
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send figures by name."""
-
-    def finish(self) -> None:
-        """End the run, once all is sent."""
-
-
 class BackgroundLogger:
     """Passes figures to a thread that opens a session and sends them; its news are printed by the next call."""
 
-    def __init__(self, name: str, open_session: Callable[[Say], Session], *, say: Say) -> None:
-        """Start the thread. open_session: gets a function that takes news."""
+    def __init__(self, name: str, open_session: Callable[[Say], Any], *, say: Say) -> None:
+        """Start the thread. open_session: gets a function that takes news; returns an object with log and finish."""
         self._open, self._say = open_session, say
         self._news: list[str] = []
         self._error: BaseException | None = None

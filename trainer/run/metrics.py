@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bigbatch.colours import COLOURS
 from bigbatch.files import open_to_append
@@ -22,16 +22,24 @@ TRAIN_COLOUR, EVAL_COLOUR = COLOURS[:2]
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl, and passes their numbers to the loggers.
+    """Appends records to metrics.jsonl, and passes their numbers to the loggers, between begin() and close().
 
-    A resumed run first removes the records after its first step, and those that earlier starts from this step wrote at
-    once, so that no record appears twice.
+    One for all runs of a process, which go on from each other after a loss.
     """
 
-    def __init__(self, rundir: RunDir, *, from_step: int) -> None:
+    def __init__(self, rundir: RunDir) -> None:
         self.loggers: list[Guarded] = []
-        self._path = rundir.metrics
-        with rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
+        self._rundir, self._path = rundir, rundir.metrics
+        self._file: BinaryIO | None = None
+
+    def begin(self, *, from_step: int) -> None:
+        """Open the file for a run that starts from this step. Raises: RunFolderError.
+
+        Removes the records after it, and those that earlier starts from this step wrote at once, so that no record
+        appears twice.
+        """
+        self._close_file()
+        with self._rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
             for record in read_records(self._path):
                 is_written_again = record["kind"] in ("start", "input") and record.get("step") == from_step
                 # a run that starts at step 0 keeps no records
@@ -45,8 +53,10 @@ class MetricsLog:
         """Log one record: start, train, eval, noise, input, joined, hint or skipped. It contains at least step.
 
         Adds the time of day (seconds since 1970) and the seconds since this start of the run, from which durations are
-        computed, since the time of day may be changed. Raises: RunFolderError.
+        computed, since the time of day may be changed. Does nothing if no run has begun. Raises: RunFolderError.
         """
+        if self._file is None:
+            return
         stamps = {"time": time.time(), ELAPSED: time.monotonic() - self._opened_at}
         with writing(self._path):
             self._file.write((json.dumps({"kind": kind, **stamps, **record}) + "\n").encode())
@@ -58,10 +68,15 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush the file, and close the loggers. Raises: RunFolderError."""
-        with writing(self._path):
-            self._file.close()
+        self._close_file()
         while self.loggers:
             self.loggers.pop(0).close()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        with writing(self._path):
+            if file:
+                file.close()
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
@@ -71,7 +86,6 @@ def _is_whole(record: dict[str, Any]) -> bool:
 
 
 def plot_run(records: Sequence[dict[str, Any]], path: Path, **settings: Any) -> None:
-    """Draw the run by draw_run, and write it as PNG."""
     RunDir(path.parent).save_plot(path, draw_run(records, **settings))
 
 

@@ -33,7 +33,6 @@ class NoiseScale:
     high: float | None
 
     def record(self) -> dict[str, float | None]:
-        """Return the figures for reports and summaries."""
         return {"noise_scale": self.estimate, "noise_scale_low": self.low, "noise_scale_high": self.high}
 
 
@@ -65,11 +64,11 @@ class Share:
         """Return the noise scale, with the band of Student's distribution."""
         half = student_quantile((1 + CONFIDENCE) / 2, degrees=self.num_measurements - 1) * math.sqrt(self.variance)
 
-        def pictures(share: float) -> float | None:
+        def images(share: float) -> float | None:
             # a share above 1 is noise below 0: chance, where there is next to none
             return max(0.0, global_batch_size * (1 / share - 1)) if share > 0 else None
 
-        return NoiseScale(pictures(self.mean), pictures(self.mean + half) or 0.0, pictures(self.mean - half))
+        return NoiseScale(images(self.mean), images(self.mean + half) or 0.0, images(self.mean - half))
 
 
 @dataclass(frozen=True)

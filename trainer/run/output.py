@@ -24,7 +24,7 @@ from bigbatch.trainer.run.checkpoint import (
 )
 from bigbatch.trainer.run.cost import spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
-from bigbatch.trainer.run.loggers import Guarded, open_loggers
+from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, describe_evaluation, make_reporter
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes
@@ -50,19 +50,17 @@ class RunOutput:
         plan: Plan,
         env: ProcessEnv,
         ask_to_stop: Callable[[str], None],
+        log: MetricsLog,
         mode_record: str = "",
         is_quiet: bool = False,
-        former: "RunOutput | None" = None,
     ) -> None:
-        """mode_record: text of mode.json; empty for none. former: of a run in this process that this one continues."""
-        self._config = config
+        """log: of the run folder; its loggers stay if they are open. mode_record: text of mode.json; empty for none."""
+        self._config, self._plan, self._communicator = config, plan, communicator
         self._mode_record = mode_record
-        self._former = former if communicator.rank == 0 else None
         self._ask_to_stop = ask_to_stop
-        self._communicator = communicator
-        self._plan = plan
         self._rundir = RunDir(Path(config.run.directory))
-        self._log: MetricsLog | None = None
+        self._log = log
+        self.log, self.close = log.write, log.close
         self._reporter: Reporter | None = None
         if communicator.rank == 0 and not is_quiet:
             with self._speaking():
@@ -101,36 +99,26 @@ class RunOutput:
             # a summary marks a finished run, and this one has steps left
             with writing(rundir.summary):
                 rundir.summary.unlink(missing_ok=True)
-        self._log = MetricsLog(rundir, from_step=self._plan.first_step)
-        self._log.loggers = self._take_loggers() or open_loggers(
-            config, rundir, from_step=self._plan.first_step, say=self.say
-        )
+        self._log.begin(from_step=self._plan.first_step)
+        if not self._log.loggers:
+            self._log.loggers = open_loggers(config, rundir, from_step=self._plan.first_step, say=self.say)
         for logger in self._log.loggers:
             logger.say = self.say
         for path, why in damaged.items():
             self.log("damaged", {"step": self._plan.first_step, "set_aside": str(path), "reason": why})
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self._show(lambda reporter: reporter.say(text))
 
-    def log(self, kind: str, record: dict[str, Any]) -> None:
-        """Log a record; see MetricsLog.write."""
-        if self._log:
-            self._log.write(kind, record)
-
     def hint(self, text: str, *, step: int) -> None:
-        """Print a hint, and log it at this step."""
         self.say(text)
         self.log("hint", {"step": step, "hint": text})
 
     def report(self, record: dict[str, Any]) -> None:
-        """Show and log a report of the training loop."""
         self._show(lambda reporter: reporter.advance(record))
         self.log("train", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Show and log the result of an evaluation."""
         self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
         self.log("eval", record)
 
@@ -221,19 +209,3 @@ class RunOutput:
                     "checkpoint and stops"
                 )
             self._ask_to_stop("its standard output, which has no reader")
-
-    def _take_loggers(self) -> list[Guarded]:
-        """Flush the former run's records; return its loggers, if they are open."""
-        former, self._former = self._former, None
-        loggers: list[Guarded] = []
-        if former and former._log:
-            loggers, former._log.loggers = former._log.loggers, []
-            former.close()
-        return loggers or (former._take_loggers() if former else [])  # if that one did not come to its first step
-
-    def close(self) -> None:
-        """Flush the records, and close the loggers. Raises: RunFolderError."""
-        if self._former:
-            self._former.close()
-        if self._log:
-            self._log.close()

@@ -63,11 +63,9 @@ class Claim:
             raise TypeError(f"{odd[0]} is of another type")
 
     def text(self) -> bytes:
-        """Return the content of its file."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def __str__(self) -> str:
-        """Return its name for a message."""
         job = f"Slurm job {self.job}, " if self.job else ""
         return f"{job}process {self.pid} of {self.user} on {self.host}"
 

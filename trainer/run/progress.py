@@ -115,7 +115,6 @@ class _Terminal(Console):
     """Console that raises BrokenPipeError; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError that is being handled."""
         raise
 
 

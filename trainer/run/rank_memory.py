@@ -37,7 +37,7 @@ def num_moments(config: Config) -> int:
 
 
 def update_memory(config: Config, parts: Parts) -> UpdateMemory:
-    """Compute RankMemory from the plan of fusion buffers, which are divided equally, rounded up."""
+    """Compute it from the plan of fusion buffers, which are divided equally, rounded up."""
     num_parts = parts.communicator.world_size if config.optimizer.sharded else 1
     parameters = dict(parts.model.named_parameters())
     whole = kept = gradients = summed = 0

@@ -113,7 +113,6 @@ class BackgroundWrite:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether it is still running and not abandoned."""
         return self._is_wanted and self._thread.is_alive()
 
 

@@ -53,7 +53,7 @@ def load_weights_(
     state = _read(path)
     scale = _apex_scale(state)
     names: Sequence[str] | None = None
-    if _is_ours(state):
+    if isinstance(state, Mapping) and isinstance(state.get("config"), str) and "model" in state:  # a checkpoint
         names = kept_names(state, source=str(path))
         require_same_model(state["config"], config, source=str(path), is_partial=bool(partial))
         state = evaluated_weights(state)
@@ -203,10 +203,6 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "it ends too soon")
     return CheckpointError(f"{path} is not readable as weights ({reason}): copy or download it again")
-
-
-def _is_ours(state: object) -> bool:
-    return isinstance(state, Mapping) and isinstance(state.get("config"), str) and "model" in state
 
 
 def require_same_model(text: str, config: Config, *, source: str, is_partial: bool = False) -> None:

@@ -22,7 +22,6 @@ class WideAccumulation:
             parameter.register_post_accumulate_grad_hook(self._finish)
 
     def start_over(self) -> None:
-        """Begin the sums of a step."""
         if self._sums:
             torch._foreach_zero_(list(self._sums.values()))
 

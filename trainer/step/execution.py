@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from bigbatch.comm.rendezvous.environ import keep_compiled_code
-from bigbatch.errors import ComputeError, UserError
+from bigbatch.errors import ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.memory import is_out_of_memory
 
@@ -33,27 +33,10 @@ class EagerExecution:
     """Whether Python sees each step, so that the reducer can measure waits, and count what its grid rounds to 0."""
 
     def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
-        """Run the work once and return what it does."""
         return work(microbatches)
 
     def close(self) -> None:
-        """Hold nothing, unlike captured graphs."""
-
-
-class Capture(Protocol):
-    """Captures work for replay."""
-
-    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run the work as the capture will, and return what it returns."""
-        ...
-
-    def __call__(self, work: Callable[[Cut], Tensor]) -> tuple[list[Callable[[], None]], Tensor]:
-        """Return functions that run the work's kernels again, and the tensor into which these write what it returned.
-
-        One function for each part of the work, between its calls of cut: call all, in their order. The work itself is
-        not done here, and may not wait for the device.
-        """
-        ...
+        """Do nothing, unlike with captured graphs."""
 
 
 class CudaCapture:
@@ -74,7 +57,12 @@ class CudaCapture:
         return result
 
     def __call__(self, work: Callable[[Cut], Tensor]) -> tuple[list[Callable[[], None]], Tensor]:
-        """Capture; wait for the device before each graph. Other threads may go on: they decode and watch NCCL."""
+        """Capture; return functions that replay the work's kernels, and the tensor of its result, which these write.
+
+        One function for each part of the work, between its calls of cut: call all, in their order. The work itself is
+        not done here, and may not wait for the device, for which each graph waits first. Other threads may go on: they
+        decode and watch NCCL.
+        """
         current, graphs, capturing = torch.cuda.current_stream(self._stream.device), [], ExitStack()
 
         def cut() -> None:
@@ -124,7 +112,7 @@ class CudaGraphExecution:
 
     def __init__(
         self,
-        capture: Capture,
+        capture: CudaCapture,
         *,
         optimizer: torch.optim.Optimizer,
         watch: Callable[[], object] = lambda: None,
@@ -216,9 +204,8 @@ def _explained(error: BaseException, batch: Prepared) -> BaseException:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].line!r}" if frames else ""
     shape = " x ".join(map(str, batch.images_BCHW.shape))
-    what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ComputeError(
-        f"compute.cuda_graph=true: a step of {shape} images could not be captured, {what}{where}: "
+        f"compute.cuda_graph=true: a step of {shape} images could not be captured, {first_line(error)}{where}: "
         "set compute.cuda_graph=false"
     )
 

@@ -115,7 +115,6 @@ class Steps:
         self.start_over()
 
     def __call__(self, step: int) -> None:
-        """Make a step."""
         self.train_step(step, self.stream)
 
     def start_over(self) -> None:

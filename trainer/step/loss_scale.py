@@ -55,7 +55,6 @@ class LossScale:
         return self.state.scale.clone()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale."""
         return loss * self.state.scale
 
     def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:

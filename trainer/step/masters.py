@@ -1,7 +1,6 @@
 """fp32 weights that the optimizer updates: whole on every rank, or (sharded.py) a part on each."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,58 +8,17 @@ from torch import Tensor, nn
 from bigbatch.trainer.optim.fused import norms_of
 
 
-class Weights(Protocol):
-    """Shows a model's weights as the optimizer sees them. All methods are called by all ranks alike."""
-
-    masters: Mapping[str, Tensor]
-    """fp32 tensors that the optimizer updates, by the names of the model's parameters."""
-
-    replicated: Mapping[str, Tensor]
-    """Masters that every rank holds whole."""
-
-    def fetch_grads_(self) -> None:
-        """Bring the summed gradients to the masters."""
-        ...
-
-    def publish_(self) -> None:
-        """Write the masters into the model in its precision; transfers may be unfinished until settle."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until all writes of publish_ have reached the model."""
-        ...
-
-    def norms(self, tensors: list[Tensor]) -> Tensor:
-        """Return the L2 norms (N) of whole tensors that are divided like the masters."""
-        ...
-
-    def half_grads(self) -> list[Tensor]:
-        """List this rank's summed gradients in half precision."""
-        ...
-
-    def sum_parts(self, counts_N: Tensor) -> Tensor:
-        """Return counts over all ranks from counts of this rank's part; in place if there are several parts."""
-        ...
-
-    def is_finite(self) -> bool:
-        """Return whether every weight is finite: the same verdict on all ranks. Waits for the device."""
-        ...
-
-    def whole(self) -> dict[str, Tensor]:
-        """Return every master, whole."""
-        ...
-
-    def load_(self, state: Mapping[str, Tensor]) -> None:
-        """Load the masters that whole() returned."""
-        ...
-
-
 class WholeWeights:
-    """Weights that are whole on every rank. The masters of fp32 parameters are the parameters themselves."""
+    """Weights that are whole on every rank. The masters of fp32 parameters are the parameters themselves.
+
+    All ranks call each method alike. ShardedWeights has the same methods, and says what they do.
+    """
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
         self.masters: Mapping[str, Tensor] = dict(masters)
-        self.replicated: Mapping[str, Tensor] = self.masters
+        """fp32 tensors that the optimizer updates, by the names of the model's parameters."""
+        self.replicated = self.masters
+        """Masters that every rank holds whole."""
         pairs = [(p, masters[key]) for key, p in model.named_parameters() if key in masters and p is not masters[key]]
         self._half: list[Tensor] = [p for p, _ in pairs]
         self._full: list[Tensor] = [master for _, master in pairs]
@@ -102,5 +60,4 @@ class WholeWeights:
 
 
 def grads_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """List the gradients of those that have one."""
     return [t.grad for t in tensors if t.grad is not None]

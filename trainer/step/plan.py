@@ -42,7 +42,6 @@ class Plan:
     compare_every_steps: int
 
     def is_evaluation(self, done: int) -> bool:
-        """Return whether an evaluation is due after so many steps."""
         return done % self.eval_every_steps == self.eval_offset_steps or done == self.num_steps
 
     def is_checkpoint(self, done: int) -> bool:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.step.loss_scale import LossScale, Scaling
-from bigbatch.trainer.step.masters import Weights, WholeWeights, grads_of
+from bigbatch.trainer.step.masters import WholeWeights, grads_of
+from bigbatch.trainer.step.sharded import ShardedWeights
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -65,7 +68,7 @@ class Precision:
             if key not in masters and p.dtype != torch.float32
         }
         """fp32 values of rounded frozen weights, for checkpoints only."""
-        self.weights: Weights = WholeWeights(model, masters)
+        self.weights: WholeWeights | ShardedWeights = WholeWeights(model, masters)
         self._clip_norm = clip_norm
         self._scale = None if scaling is None else LossScale(scaling, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
@@ -83,11 +86,9 @@ class Precision:
         return in_forward(self._name, device=self._device)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale."""
         return loss if self._scale is None else self._scale.scaled(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward of the loss times the loss scale."""
         self.scaled(loss).backward()
 
     @torch.no_grad()
@@ -178,13 +179,32 @@ class Precision:
         self.weights.load_(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale; empty if there is none."""
         return {} if self._scale is None else self._scale.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the loss scale; one of fp16 has no meaning without it. Raises: ValueError."""
         if self._scale is not None:
             self._scale.load_state_dict(state)
+
+
+def shard_update(
+    model: nn.Module,
+    precision: Precision,
+    reducer: GradientReducer,
+    communicator: Communicator,
+    *,
+    make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
+    behind_forward: bool = False,
+) -> torch.optim.Optimizer:
+    """Make the optimizer over this rank's share, which precision then holds. Collective.
+
+    make_optimizer: from masters by name to the optimizer over them. behind_forward: as for ShardedWeights.
+    """
+    shards = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=behind_forward)
+    precision.weights = shards
+    optimizer = make_optimizer(shards.masters)
+    shards.attach(optimizer)
+    return optimizer
 
 
 def step_or_skip_(

@@ -43,7 +43,6 @@ class Metric:
         return torch.where(valid_B[:, None], values_BM, 0.0).sum(0)
 
     def figure(self, sums_M: Tensor, *, count: int) -> float:
-        """Return the metric of that many images."""
         return float(sums_M) / count if self.result is None else float(self.result(sums_M))
 
 

@@ -10,18 +10,13 @@ _NUM_SEEDS = 2**63
 """Seeds must be below this on every device of torch."""
 
 
-def seed_weights(seed: int) -> None:
-    """Seed the generators from which models draw their weights: the same on every rank."""
-    torch.manual_seed(seed)
-
-
 def seed_forward(seed: int, *, step: int, ghost: int) -> None:
     """Seed what a forward pass draws (dropout), by torch, numpy or Python, from the microbatch's first ghost batch.
 
     So a resumed run draws what the uninterrupted one drew, and with one ghost batch per microbatch any
     world size draws the same. Where ranks share ghost batches, ghost counts their parts.
     """
-    # + 1 keeps step 0 apart from seed_weights where the seed is 0
+    # + 1 keeps step 0 apart from torch.manual_seed(seed), with which models draw their weights, where the seed is 0
     position = ((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS
     # on a host without one, torch.manual_seed keeps a traceback for each kind of device: 1 ms
     seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed

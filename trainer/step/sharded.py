@@ -1,6 +1,6 @@
 """The sharded update: each rank updates its part of every fusion buffer, and keeps the state of that part only."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.optim.matrices import MatrixOptimizer, Part
 from bigbatch.trainer.step.exact_norms import exact_norms
-from bigbatch.trainer.step.precision import Precision
 
 STEP = "step"
 """Key of a parameter's update count in an optimizer's state; equal on all ranks."""
@@ -55,7 +54,7 @@ def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
 
 
 class ShardedWeights:
-    """Weights of a model that are updated in parts, one per rank; implements Weights and Wholes.
+    """Weights of a model that are updated in parts, one per rank; with the methods of WholeWeights and Wholes.
 
     The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
     where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter; with a grid, too,
@@ -120,6 +119,7 @@ class ShardedWeights:
                 if last:
                     module.register_forward_pre_hook(lambda *_, num_gathers=last: self.settle(num_gathers))
         self.masters: Mapping[str, Tensor] = {name: self._master(name) for name in self._parameters}
+        """This rank's parts, in fp32, by the names of the model's parameters."""
         self._names = {master: name for name, master in self.masters.items()}
         self._wholes: dict[int, Tensor] = {}
         """fp32 buffers in which whole matrices are put together, by the number of the fusion buffer."""
@@ -221,7 +221,6 @@ class ShardedWeights:
         return [self._view(name, self._wholes) for name in names]
 
     def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
-        """Return this rank's part of each whole tensor."""
         return [self._piece_of(self._names[weight], whole) for weight, whole in zip(weights, wholes, strict=True)]
 
     def half_grads(self) -> list[Tensor]:
@@ -252,7 +251,6 @@ class ShardedWeights:
         self.settle()
 
     def _piece_of(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's elements of a whole tensor."""
         parameter, piece = self._parameters[name], self._pieces[name]
         # pieces count elements as memory has them (channels-last, too), not as indices run
         if whole.stride() != (strides := dense_strides(parameter)):
@@ -321,27 +319,6 @@ def _replicated(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return (STEP, *(optimizer.replicated_state if isinstance(optimizer, MatrixOptimizer) else ()))
 
 
-def shard_update(
-    model: nn.Module,
-    precision: Precision,
-    reducer: GradientReducer,
-    communicator: Communicator,
-    *,
-    make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
-    behind_forward: bool = False,
-) -> torch.optim.Optimizer:
-    """Make the optimizer over this rank's share, which precision then holds. Collective.
-
-    make_optimizer: from masters by name to the optimizer over them. behind_forward: as for ShardedWeights.
-    """
-    shards = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=behind_forward)
-    precision.weights = shards
-    optimizer = make_optimizer(shards.masters)
-    shards.attach(optimizer)
-    return optimizer
-
-
 def _names(state_dict: Mapping[str, Any]) -> dict[int, str]:
-    """Map the number that a state_dict gives a parameter to its name."""
     groups = state_dict["param_groups"]
     return {number: name for group in groups for number, name in zip(group["params"], group["names"], strict=True)}

@@ -92,12 +92,10 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """Return whether this rank was asked to stop."""
         return self.signal_name is not None
 
     @property
     def asked_by(self) -> str:
-        """Return the source of the request."""
         return self.signal_name or "another rank's signal"
 
     @contextmanager

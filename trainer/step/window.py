@@ -24,7 +24,6 @@ class Window:
         self.start_over()
 
     def start_over(self) -> None:
-        """Reset all sums."""
         self.sums_3.zero_()
         self.finite_steps.zero_()
         self.start = time.perf_counter()

@@ -32,8 +32,6 @@ class Run:
         self._kept, self.parts = kept, SimpleNamespace(stop=stop or StopRequest())
         self.listed = None
         self.loop = SimpleNamespace(copy_state=lambda: {"step": 3})
-        assert settings["former"] == ("output" if kept else None)
-        self.output = "output"
         done.append("made")
 
     def run(self, *, came_back: str, since: float | None, wants_join: Any) -> Any:

@@ -142,19 +142,18 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
     monkeypatch.setattr(output_module, "checkpoint_bytes", lambda config, parts: 0)
     communicator: Any = SimpleNamespace(rank=0, calibration="")
     start: Any = SimpleNamespace(config=None, damaged={}, path=None)
-    output: RunOutput | None = None
+    log = MetricsLog(RunDir(tmp_path))
     for first_step in (0, 3, 5):
         plan: Any = SimpleNamespace(first_step=first_step, num_steps=9)
-        options: Any = {"plan": plan, "env": None, "ask_to_stop": None, "is_quiet": True, "former": output}
+        options: Any = {"plan": plan, "env": None, "ask_to_stop": None, "is_quiet": True, "log": log}
         output = RunOutput(config, communicator, **options)
         if first_step != 3:  # that one ends before its first step
             output.open_folder(None, start)  # type: ignore[arg-type]
             output.log("train", {"step": first_step + 1, "loss": 1.0})
-    assert output is not None
     output.close()
     assert said == [(0, "step 1"), (5, "step 6"), (5, "closed")]
     assert len(made) == 1
-    RunOutput(config, communicator, **options | {"former": output}).open_folder(None, start)  # type: ignore[arg-type]
+    output.open_folder(None, start)  # type: ignore[arg-type]
     assert len(made) == 2, "after a return to a checkpoint they are opened again"
 
 
@@ -168,7 +167,8 @@ def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) ->
     broken = SimpleNamespace(write=lambda *_: 1 / 0, close=refuse)
     kept: list[tuple[str, int, Any]] = []
     good = SimpleNamespace(write=lambda *record: kept.append(record), close=lambda: None)
-    log = MetricsLog(rundir, from_step=0)
+    log = MetricsLog(rundir)
+    log.begin(from_step=0)
     log.loggers = [
         Guarded("first", refuse, say=said.append),
         Guarded("second", lambda _: broken, say=said.append),  # type: ignore[arg-type, return-value]
@@ -267,7 +267,8 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
     said: list[str] = []
     config = load_config(["--config", "quickstart", "--run.loggers=[wandb]"])
     rundir = RunDir(tmp_path / "run")
-    log = MetricsLog(rundir, from_step=0)
+    log = MetricsLog(rundir)
+    log.begin(from_step=0)
     log.loggers = open_loggers(config, rundir, from_step=0, say=said.append)
     (told,) = said
     assert naming_all(told, "run.loggers: wandb failed", "cannot be imported", "pip install 'bigbatch[wandb]'")

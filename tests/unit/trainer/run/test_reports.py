@@ -56,7 +56,8 @@ def test_report_durations_do_not_follow_a_time_of_day_that_is_set(
     days = iter([0.0, 10.0, -10.0])
     clock = SimpleNamespace(time=lambda: 1.8e9 + 86400 * next(days), monotonic=iter([5.0, 5.0, 12.0, 19.0]).__next__)
     monkeypatch.setattr(metrics, "time", clock)
-    log = MetricsLog(RunDir(tmp_path), from_step=0)
+    log = MetricsLog(RunDir(tmp_path))
+    log.begin(from_step=0)
     log.write("start", {"step": 0, "job": {"world_size": 2}})
     log.write("train", TRAIN_RECORD)
     log.write("train", TRAIN_RECORD)
@@ -81,18 +82,19 @@ def test_report_curves_of_a_long_run_are_of_reports_evenly_spread_and_of_all_eva
 
 def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir)
     for from_step in (0, 2, 2):
         with rundir.metrics.open("a") as file:
             file.write('{"step": 4, "cut sho')
         before = time.time()
-        log = MetricsLog(rundir, from_step=from_step)
+        log.begin(from_step=from_step)
         log.write("start", {"step": from_step, "job": {}})
         log.write("input", {"step": from_step})
         for step in (from_step + 1, from_step + 2):
             log.write("train", {**TRAIN_RECORD, "step": step})
         log.write("skipped", {"step": from_step + 2, "pictures": {}})
         log.write("hint", {"step": from_step + 2, "hint": "x"})
-        log.close()
+    log.close()
     records = list(read_records(rundir.metrics))
     assert before <= records[-1]["time"] <= time.time()
     kept = [(record["kind"], record["step"]) for record in records]
@@ -106,7 +108,7 @@ def test_report_a_resumed_run_drops_records_that_it_cannot_have_written(tmp_path
     odd = [{"time": None}, {"time": "1"}, {"step": "1"}, {"step": None}, {"kind": "start"}, {"kind": "start", "job": 7}]
     records = [whole, *({**whole, **change} for change in odd), {"kind": "train"}]
     rundir.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    MetricsLog(rundir, from_step=1).close()
+    MetricsLog(rundir).begin(from_step=1)
     assert list(read_records(rundir.metrics)) == [whole]
     assert spent_in_all(read_records(rundir.metrics)) == Spent()
 
@@ -431,7 +433,8 @@ def test_report_changes_tell_that_half_precision_was_rounded_at_each_hop(options
 
 def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
-    log = MetricsLog(rundir, from_step=0)
+    log = MetricsLog(rundir)
+    log.begin(from_step=0)
     with Path("/dev/full").open("ab") as full:
         log._file = full
         with pytest.raises(RunFolderError, match=naming(rundir.metrics, "No space left on device")):

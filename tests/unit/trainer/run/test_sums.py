@@ -18,6 +18,7 @@ from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.checkpoint import load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.resume import Start, find_start
 from bigbatch.trainer.run.saving import CheckpointSaver
@@ -117,14 +118,14 @@ def test_sums_of_a_run_that_goes_on_are_told_unless_it_is_reproducible(
 ) -> None:
     config = config_of(tmp_path, f"--run.reproducible={is_reproducible}")
     parts = make_parts()
-    output = RunOutput(config, parts.communicator, plan=PLAN, env=ALONE, ask_to_stop=print)
+    output = output_of(config)
     output.open_folder(parts, Start(sums=sums))
     output.close()
     assert capsys.readouterr().out.count(SAID) == lines
 
 
 def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
-    output = RunOutput(config_of(tmp_path), make_parts().communicator, plan=PLAN, env=ALONE, ask_to_stop=print)
+    output = output_of(config_of(tmp_path))
     for name in ("config.yaml", "metrics.jsonl", "summary.json"):
         (tmp_path / name).mkdir()
         with pytest.raises(RunFolderError, match=naming(tmp_path / name)):
@@ -143,6 +144,11 @@ def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     older = {key: value for key, value in load_checkpoint(saved.path).items() if key != "sums"}
     save_checkpoint(RunDir(tmp_path).checkpoints, {**older, "step": 4}, step=4, top1=None, keep=9)
     assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {}
+
+
+def output_of(config: Any) -> RunOutput:
+    log = MetricsLog(RunDir(Path(config.run.directory)))
+    return RunOutput(config, make_parts().communicator, plan=PLAN, env=ALONE, ask_to_stop=print, log=log)
 
 
 def config_of(folder: Path, *options: str) -> Any:

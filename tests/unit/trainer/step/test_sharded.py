@@ -22,8 +22,8 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.step import sharded
-from bigbatch.trainer.step.precision import Precision
-from bigbatch.trainer.step.sharded import Piece, ShardedWeights, cut, shard_update
+from bigbatch.trainer.step.precision import Precision, shard_update
+from bigbatch.trainer.step.sharded import Piece, ShardedWeights, cut
 
 
 def sharded_linear(name: str = "fp32", **options: bool) -> tuple[nn.Module, GradientReducer, ShardedWeights]:
