@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from bigbatch.comm.communicator import open_connections
-from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.memory.largest_batch import free_memory
@@ -45,29 +44,23 @@ def train(
     hooks, env = hooks or TrainingHooks(), read_process_env()
     words = [f"--{key}={_word(key, value)}" for key, value in (overrides or {}).items()]
     experiment = load_config(["--config", str(config), *words, *([TRUST] if trust_code else [])])
+    others = set(open_connections)
     with _process_as_before():
-        summary, device = _run(experiment, env, hooks=hooks, is_quiet=quiet)
+        job = join(experiment, env)
+        try:
+            summary, device = lead(experiment, job, hooks=hooks, is_quiet=quiet), job.communicator.device
+        except BaseException as error:
+            # or the other ranks would wait: this process may go on. A run that has healed has another connection
+            for control in open_connections.keys() - others:
+                open_connections[control].abort(exit_code_of(error))
+            raise
+    del job
     # figures and readers are in reference cycles, which Python may leave alive for many runs
     free_memory(device)
     if summary is None:
         raise SystemExit(leave_stopped(env))
     hooks.on_end(summary)
     return summary
-
-
-def _run(
-    config: Config, env: ProcessEnv, *, hooks: TrainingHooks, is_quiet: bool
-) -> tuple[dict[str, Any] | None, torch.device]:
-    """Join the job and do the run; return its summary, None if stopped, and its device. Collective."""
-    others = set(open_connections)
-    job = join(config, env)
-    try:
-        return lead(config, job, hooks=hooks, is_quiet=is_quiet), job.communicator.device
-    except BaseException as error:
-        # or the other ranks would wait: this process may go on. A run that has healed has another connection
-        for control in open_connections.keys() - others:
-            open_connections[control].abort(exit_code_of(error))
-        raise
 
 
 def _word(key: str, value: Any) -> str:

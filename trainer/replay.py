@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +21,7 @@ from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.diff import KEY, RecordedRun, find_parting, read_run
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.parting import Parting, likely_cause
+from bigbatch.trainer.parting import likely_cause
 from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.digests import (
     PHASES,
@@ -50,49 +50,19 @@ SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
 NAMES = {"pictures": "images"}
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A step of a run, computed again."""
-
-    first_step: int
-    """Step of the checkpoint from which it was; 0 for the start of the run."""
-    phases: Sequence[str]
-    """What was compared."""
-    parting: Parting | None
-    told: Mapping[str, str]
-    """Keys of the config that a later start of the run changed."""
-    facts: Mapping[str, tuple[Any, Any]]
-    """Facts about the machine and versions that differ: of the run, and here."""
-    cause: str = ""
-
-
 def main(argv: Sequence[str]) -> int:
     """Replay a step; return 0 if its digests are equal, else DIFFERENT. Raises: UserError, such as RunFolderError."""
     arguments, overrides = _make_parser().parse_known_args(join_values(argv))
     run = read_run(arguments.run)
     config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay")
-    found = replay(run, config, step=arguments.step)
-    for key, text in found.told.items():
-        print_line(f"config: {key}={text}")
-    for key, (theirs, here) in found.facts.items():
-        print_line(f"job: {key} is {theirs} in {run.path}, {here} here")
-    if found.parting:
-        print_line(str(found.parting))
-        print_line(f"likely cause: {found.cause}")
-        return DIFFERENT
-    ranks = run.digests[arguments.step].get("ranks", [])
-    start = f"the checkpoint of step {found.first_step}" if found.first_step else "the start of the run"
-    print_line(
-        f"step {arguments.step}: {', '.join(found.phases)} are equal, of {len(ranks)} microbatch"
-        f"{'' if len(ranks) == 1 else 'es'} on {count(len(set(ranks)), 'rank')}, computed again from {start}"
-    )
-    return 0
+    return replay(run, config, step=arguments.step)
 
 
-def replay(run: RecordedRun, config: Config, *, step: int) -> Replay:
-    """Compute a step, counted from 1, again, and compare it with the run's digests. Writes nothing into its folder.
+def replay(run: RecordedRun, config: Config, *, step: int) -> int:
+    """Compute a step, counted from 1, again, and print how its digests differ from the run's; return the exit code.
 
-    config: the run's. Raises: RunFolderError if they cannot be compared; UserError, such as DataError.
+    config: the run's, into whose folder nothing is written.
+    Raises: RunFolderError if they cannot be compared; UserError, such as DataError.
     """
     recorded = _recorded(run, config, step=step)
     paths = {c.step: c.path for c in list_checkpoints(RunDir(run.path).checkpoints) if c.step < step}
@@ -126,9 +96,23 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> Replay:
     facts = {key: (made_by[key], here[key]) for key in SAME_BITS if key in made_by and made_by[key] != here[key]}
     parting = find_parting(run, RecordedRun(Path("the replay"), {step: again}, here, ""), steps=[step])
     told = changes(training.start.config, dump_config(config)) if training.start.config else {}
-    cause = likely_cause(parting, [*told, *facts], is_step_before_equal=first_step == step - 1) if parting else ""
+    for key, text in told.items():
+        print_line(f"config: {key}={text}")
+    for key, (theirs, ours) in facts.items():
+        print_line(f"job: {key} is {theirs} in {run.path}, {ours} here")
+    if parting:
+        print_line(str(parting))
+        cause = likely_cause(parting, [*told, *facts], is_step_before_equal=first_step == step - 1)
+        print_line(f"likely cause: {cause}")
+        return DIFFERENT
     phases = [NAMES.get(phase, phase) for phase in PHASES if recorded.get(phase) and again[phase]]
-    return Replay(first_step, phases, parting, told, facts, cause)
+    ranks = recorded.get("ranks", [])
+    start = f"the checkpoint of step {first_step}" if first_step else "the start of the run"
+    print_line(
+        f"step {step}: {', '.join(phases)} are equal, of {len(ranks)} microbatch{'' if len(ranks) == 1 else 'es'} on "
+        f"{count(len(set(ranks)), 'rank')}, computed again from {start}"
+    )
+    return 0
 
 
 def _recorded(run: RecordedRun, config: Config, *, step: int) -> Mapping[str, Any]:

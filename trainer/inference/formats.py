@@ -85,10 +85,6 @@ def _write_safetensors(model: nn.Module, images_BCHW: Tensor, path: Path, facts:
         raise ExportError(f"--format safetensors needs it ({error}): pip install 'bigbatch[export]'") from error
 
 
-def _read_safetensors(path: Path, config: Config) -> Classify:
-    return make_plain_model(config, weights=path)[0]
-
-
 def _write_onnx(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
     try:
         import onnx  # noqa: F401
@@ -130,7 +126,12 @@ FORMATS = {
         library: Format(None, _write_state, partial(_read_state, library=library), library=library, takes_folded=False)
         for library in ("torchvision", "timm")
     },
-    "safetensors": Format(".safetensors", _write_safetensors, _read_safetensors, takes_folded=False),
+    "safetensors": Format(
+        ".safetensors",
+        _write_safetensors,
+        lambda path, config: make_plain_model(config, weights=path)[0],
+        takes_folded=False,
+    ),
     "onnx": Format(".onnx", _write_onnx, _read_onnx),
     "torch_export": Format(".pt2", _write_program, lambda path, config: torch.export.load(path).module()),
 }

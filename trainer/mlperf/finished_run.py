@@ -1,7 +1,6 @@
 """Read the records of a finished run, and convert them to MLPerf's log events."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from bigbatch.errors import RunFolderError
@@ -26,11 +25,8 @@ class FinishedRun:
     start: dict[str, Any]
     """The record of the first start."""
     evaluations: tuple[dict[str, Any], ...]
-
-    @cached_property
-    def job(self) -> dict[str, Any]:
-        """Return facts that the config lacks: ranks, device, steps per epoch, images."""
-        return dict(self.start["job"])
+    job: dict[str, Any]
+    """Facts that the config lacks: ranks, device, steps per epoch, images."""
 
 
 def read_run(rundir: RunDir) -> FinishedRun:
@@ -51,7 +47,7 @@ def read_run(rundir: RunDir) -> FinishedRun:
         raise RunFolderError(f"{rundir.metrics} does not say when and how the run started: train it with this version")
     if not evaluations:
         raise RunFolderError(f"{rundir.metrics} holds no evaluation yet: train on, at least for one")
-    return FinishedRun(rundir, config, starts[0], evaluations)
+    return FinishedRun(rundir, config, starts[0], evaluations, job)
 
 
 def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> list[Event]:

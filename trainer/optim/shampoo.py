@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ class Shampoo(MatrixOptimizer):
         for w in weights:
             state = self.state[w]
             if "factors" not in state:
-                state["factors"] = w.new_zeros(num_factor_elements(shape_of(w), block_size=self._block_size))
+                sides = chain(*block_shapes(shape_of(w), block_size=self._block_size))
+                state["factors"] = w.new_zeros(sum(side**2 for side in sides))
                 state["roots"] = torch.zeros_like(state["factors"])
                 for root_NN in self._squares(w, "roots"):
                     root_NN.fill_diagonal_(1.0)
@@ -191,11 +193,6 @@ def block_shapes(shape: Iterable[int], *, block_size: int) -> list[tuple[int, in
     rows, *others = shape
     matrix_MN = torch.empty((rows, math.prod(others)), device="meta")
     return [(part.size(0), part.size(1)) for part in blocks(matrix_MN, block_size=block_size)]
-
-
-def num_factor_elements(shape: Iterable[int], *, block_size: int) -> int:
-    """Count the elements of a weight's factors, and of their roots."""
-    return sum(rows**2 + columns**2 for rows, columns in block_shapes(shape, block_size=block_size))
 
 
 def root_cost(size: int) -> float:

@@ -166,7 +166,7 @@ def succeed(folder: Path, *, number: int, store: tuple[str, int] | None = None) 
 
 def newest_claim(folder: Path) -> Claim | None:
     """Return the claim of the owner, or of the last one; None without any, or if it cannot be read."""
-    with suppress(OSError):
+    with suppress(OSError):  # no folder yet, or storage does not answer
         return _read(_path(folder, max(_numbers(folder), default=0)))
     return None
 
@@ -185,10 +185,7 @@ def has_failed(folder: Path, *, start: str) -> bool:
     False if it is unknown (an owner on another host that says nothing: storage may hang), if it has ended well, and if
     the owner belongs to another job.
     """
-    try:
-        owner = _read(_path(folder, max(_numbers(folder), default=0)))
-    except OSError:  # no folder yet, or storage does not answer
-        return False
+    owner = newest_claim(folder)
     if owner is None or owner.start != start:
         return False
     if owner.has_ended:
