@@ -27,7 +27,7 @@ from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
 from bigbatch.trainer.step import divided_work
 from bigbatch.trainer.step.divided_work import DividedWork
-from bigbatch.trainer.step.ema import NoAverage
+from bigbatch.trainer.step.ema import no_average
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.precision import Precision, shard_update
 from bigbatch.trainer.step.replicas import compare
@@ -305,7 +305,9 @@ def check_replicas(communicator: Communicator) -> None:
     """Factors of whole matrices are on every rank, and compared; what a rank has of the rest has no copy."""
     run = start("shampoo", "bf16", communicator, sharded=True)
     run.steps(0)
-    parts: Any = SimpleNamespace(**vars(run), average=NoAverage(), statistics=SimpleNamespace(running_N=torch.zeros(1)))
+    parts: Any = SimpleNamespace(
+        **vars(run), average=no_average(), statistics=SimpleNamespace(running_N=torch.zeros(1))
+    )
     compare(parts, done=1)
     if communicator.rank == communicator.world_size - 1:
         run.optimizer.state[run.precision.masters["0.weight"]]["factors"][0] += 1

@@ -31,7 +31,7 @@ from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.run.weights import digest, load_weights_
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.divided_work import DividedWork
-from bigbatch.trainer.step.ema import MovingAverage, NoAverage, WeightAverage
+from bigbatch.trainer.step.ema import MovingAverage, no_average
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision, shard_update
@@ -202,11 +202,11 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
     return Precision(model, name=settings.precision, device=device, scaling=scaling, clip_norm=settings.clip_norm)
 
 
-def _make_average(config: Config, model: nn.Module, precision: Precision) -> WeightAverage:
+def _make_average(config: Config, model: nn.Module, precision: Precision) -> MovingAverage:
     """Return the average of weights and batch norm's running statistics (docs/decisions/027)."""
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
-        return NoAverage()
+        return no_average()
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     tensors = {name: t for name, t in precision.model_state().items() if t.is_floating_point() and name not in frozen}
     return MovingAverage(tensors, decay=decay, every_steps=every_steps, on_change=precision.write_half_)

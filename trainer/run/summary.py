@@ -27,41 +27,48 @@ from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
 from bigbatch.words import count
 
-NO_WAITS = "steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"
-
 
 def introduction(
     config: Config, parts: Parts, *, plan: Plan, num_train: int, num_val: int, placement: Sequence[str]
-) -> list[str]:
-    """Return the lines before the first step. placement: bindings of the process, and where data lies."""
-    batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
-    why = communicator.why if communicator.world_size > 1 and not config.optimizer.sharded else ""
-    if why and communicator.calibration and not config.run.reproducible:
-        why += "; another table may change the last bits of a run"
-    division = plan.division
+) -> Iterator[str]:
+    """Yield the lines before the first step. placement: bindings of the process, and where data lies."""
+    batch, communicator, optimizer, division = config.batch, parts.communicator, config.optimizer, plan.division
+    yield f"{communicator}; device {device_name(communicator.device)}, {optimizer.precision}"
+    if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
+        is_of_table = communicator.calibration and not config.run.reproducible
+        more = "; another table may change the last bits of a run" if is_of_table else ""
+        yield f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {communicator.why}{more}"
+    yield f"{num_train} training and {num_val} validation images; loader {config.data.loader}"
     spread = f" over {division.ranks_per_ghost} ranks" if division.ranks_per_ghost > 1 else ""
-    notice = precision_notice(precision, capability=compute_capability(communicator.device))
-    return [
-        f"{communicator}; device {device_name(communicator.device)}, {precision}",
-        *([f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {why}"] if why else []),
-        f"{num_train} training and {num_val} validation images; loader {config.data.loader}",
+    yield (
         f"global batch {batch.global_batch_size} = {shares(division, batch.microbatch_size)}, batch-norm span "
-        f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs",
-        *uneven(division),
-        *replayed(batch.virtual_ranks, world_size=communicator.world_size),
-        *str(parts.reducer.plan).splitlines(),
-        *rounding_notes(parts, is_sharded=config.optimizer.sharded),
-        *optimizer_notes(config.optimizer),
-        *sharded_notes(config, parts),
-        *schedule_notes(config.schedule, epochs=config.run.epochs),
-        *parts.notes,
-        *reproducible_notes(parts),
-        *audit_notes(config, communicator),
-        *([] if parts.execution.measures_waits else [NO_WAITS]),
-        *placement,
-        *([notice] if notice else []),
-        *_notes_on_weights(config, plan, parts.model),
-    ]
+        f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs"
+    )
+    yield from uneven(division)
+    yield from replayed(batch.virtual_ranks, world_size=communicator.world_size)
+    yield from str(parts.reducer.plan).splitlines()
+    yield from rounding_notes(parts, is_sharded=optimizer.sharded)
+    yield from optimizer_notes(optimizer)
+    yield from sharded_notes(config, parts)
+    yield from schedule_notes(config.schedule, epochs=config.run.epochs)
+    yield from parts.notes
+    if grid := parts.reducer.grid:
+        threads = "" if communicator.device.type == "cuda" else f"; {torch.get_num_threads()} CPU thread(s) a rank"
+        yield (
+            f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
+            f"{grid.num_terms} microbatches{threads}"
+        )
+    if every := config.run.audit_every_steps:
+        who = "each rank computes a microbatch of another rank again"
+        if communicator.world_size == 1:
+            who = "this rank computes a microbatch twice, which shows single flips only"
+        yield f"audits: every {count(every, 'step')} and before each checkpoint {who}"
+    if not parts.execution.measures_waits:
+        yield "steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"
+    yield from placement
+    if notice := precision_notice(optimizer.precision, capability=compute_capability(communicator.device)):
+        yield notice
+    yield from _notes_on_weights(config, plan, parts.model)
 
 
 def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_val: int) -> dict[str, Any]:
@@ -108,29 +115,6 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
     work, rest = divmod(virtual_ranks, world_size)
     each = "" if rest else f", each does the work of {work}"
     return [f"replays the updates of {virtual_ranks} ranks: {world_size} here{each}"]
-
-
-def reproducible_notes(parts: Parts) -> list[str]:
-    """Return the grid of the gradient sums and the number of threads; nothing without run.reproducible."""
-    grid = parts.reducer.grid
-    if grid is None:
-        return []
-    threads = "" if parts.communicator.device.type == "cuda" else f"; {torch.get_num_threads()} CPU thread(s) a rank"
-    return [
-        f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
-        f"{grid.num_terms} microbatches{threads}"
-    ]
-
-
-def audit_notes(config: Config, communicator: Communicator) -> list[str]:
-    """Return the line about gradient audits; nothing without."""
-    every = config.run.audit_every_steps
-    if not every:
-        return []
-    who = "each rank computes a microbatch of another rank again"
-    if communicator.world_size == 1:
-        who = "this rank computes a microbatch twice, which shows single flips only"
-    return [f"audits: every {count(every, 'step')} and before each checkpoint {who}"]
 
 
 def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:

@@ -1,8 +1,9 @@
 """Moving average of the weights; evaluation uses it in place of the weights."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,30 +75,16 @@ class MovingAverage:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore what state_dict gave; without one, start from the model's weights. Raises: ValueError."""
-        if saved and saved.keys() != set(self._names):
+        if self._names and saved and saved.keys() != set(self._names):
             raise ValueError("its average has other weights than the model")
         values = [saved[name] for name in self._names] if saved else self._tensors
         for average, value in zip(self._average, values, strict=True):
             average.copy_(value)
 
 
-class NoAverage:
-    """Evaluation uses the weights themselves; the methods are those of MovingAverage."""
-
-    def update_(self, done: int, *, skip_1: Tensor) -> None:
-        pass
-
-    def in_place_of_weights(self, done: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def state_dict(self, done: int) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        pass
-
-
-WeightAverage: TypeAlias = MovingAverage | NoAverage
+def no_average() -> MovingAverage:
+    """Return an average of nothing, which never has a first step: evaluation uses the weights themselves."""
+    return MovingAverage({}, decay=0.0, every_steps=sys.maxsize, on_change=lambda: None)
 
 
 def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:

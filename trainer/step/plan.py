@@ -14,7 +14,7 @@ from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.optim.foreign import eval_mode
 from bigbatch.trainer.step.accumulation import WideAccumulation
-from bigbatch.trainer.step.ema import NoAverage, WeightAverage
+from bigbatch.trainer.step.ema import MovingAverage, no_average
 from bigbatch.trainer.step.execution import EagerExecution, Execution
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
@@ -74,7 +74,7 @@ class Parts:
     loss: Callable[[Tensor, Tensor], Tensor]
     """Loss: logits_BK in fp32 and targets, indices (B) or shares (B, K) -> sum over their images."""
     stop: StopRequest
-    average: WeightAverage = field(default_factory=NoAverage)
+    average: MovingAverage = field(default_factory=no_average)
     energy: EnergyMeter = field(default_factory=EnergyMeter)
     execution: Execution = field(default_factory=EagerExecution)
     momentum: Callable[[int], float] | None = None
