@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from bigbatch.cli import main
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.job import without_choices
 from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.models import MODELS
@@ -40,6 +42,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(settings: dict[str, Any]) -> list[str]:
     return [f"--{key}={'null' if value is None else value}" for key, value in settings.items()]
+
+
+def read(argv: list[str]) -> tuple[Namespace, Config, Path]:
+    return read_trained(trained_parser("bigbatch evaluate", description=""), argv)
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], str]:
@@ -128,34 +134,31 @@ def test_evaluate_impossible_command_lines(
 
 
 def test_evaluate_values_of_keys_are_not_taken_for_the_run_folder() -> None:
-    parser = trained_parser("bigbatch evaluate", description="")
     argv = ["--data.root", "else/where", "--config", "quickstart", "--weights", "a.pt", "--data.num_threads", "3"]
-    arguments, config, weights = read_trained(parser, argv)
+    arguments, config, weights = read(argv)
     assert arguments.run is None
     assert (config.data.root, config.data.num_threads, weights) == ("else/where", 3, Path("a.pt"))
 
 
 def test_evaluate_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> None:
-    parser = trained_parser("bigbatch evaluate", description="")
     mixing = load_config(["--config", "quickstart", "--augment.mixup_alpha", "0.2", "--augment.cutmix_alpha", "1"])
     (tmp_path / "config.yaml").write_text(dump_config(mixing))
     weights = ["--checkpoint", "c"]
     for size in (1, 5000):  # neither fits the span, nor divides the global batch; one has no other to mix with
         for start in ([str(tmp_path), *weights], ["--config", "quickstart", "--weights", "a.pt"]):
-            _, config, _ = read_trained(parser, [*start, "--batch.microbatch_size", str(size)])
+            _, config, _ = read([*start, "--batch.microbatch_size", str(size)])
             batch = without_choices(config, world_size=3).batch
             assert (batch.microbatch_size, batch.global_batch_size) == (size, 3 * size)
     with pytest.raises(ConfigError, match=naming("batch.bn_span=3", "batch.microbatch_size=10")):
-        read_trained(parser, [str(tmp_path), *weights, "--batch.microbatch_size=10", "--batch.bn_span=3"])
-    _, config, _ = read_trained(parser, [str(tmp_path), *weights])
+        read([str(tmp_path), *weights, "--batch.microbatch_size=10", "--batch.bn_span=3"])
+    _, config, _ = read([str(tmp_path), *weights])
     assert config == mixing
 
 
 @pytest.mark.parametrize(("precision", "scale"), [("fp16", 1.0), ("fp16_autocast", 1.0), ("fp32", None)])
 def test_evaluate_a_precision_is_not_refused_for_what_training_asks(precision: str, scale: float | None) -> None:
-    parser = trained_parser("bigbatch evaluate", description="")
     trained_in_fp16 = ["--config", "cifar10_10epochs", "--weights", "w"]
-    _, config, _ = read_trained(parser, [*trained_in_fp16, "--optimizer.precision", precision])
+    _, config, _ = read([*trained_in_fp16, "--optimizer.precision", precision])
     optimizer = config.optimizer
     found = optimizer.precision, optimizer.loss_scale, optimizer.loss_scale_growth_steps
     assert found == (precision, scale, None)
@@ -172,10 +175,7 @@ def test_evaluate_options_may_stand_before_the_run_folder(tmp_path: Path, capsys
 def test_evaluate_an_option_that_is_not_there_is_named_before_its_value() -> None:
     """Which looks like a run folder."""
     with pytest.raises(ConfigError, match=naming("unknown key lr", "schedule.base_lr")):
-        read_trained(
-            trained_parser("bigbatch evaluate", description=""),
-            ["--config", "quickstart", "--weights", "a.pt", "--lr", "3"],
-        )
+        read(["--config", "quickstart", "--weights", "a.pt", "--lr", "3"])
 
 
 def test_evaluate_takes_a_run_folder_from_before_keys_existed(tmp_path: Path) -> None:
@@ -188,6 +188,6 @@ def test_evaluate_takes_a_run_folder_from_before_keys_existed(tmp_path: Path) ->
         older["data"]["stage"],
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    _, read, _ = read_trained(trained_parser("bigbatch evaluate", description=""), [str(tmp_path), "--checkpoint", "c"])
+    _, found, _ = read([str(tmp_path), "--checkpoint", "c"])
     computed = replace(config.compute, mode_keeps=("batch.microbatch_size",))
-    assert read == replace(config, compute=computed)
+    assert found == replace(config, compute=computed)

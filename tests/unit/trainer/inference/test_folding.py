@@ -1,7 +1,6 @@
 """A folded model is the same function, in half precision and compiled as well; the rate of a forward; the commands."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,11 +229,3 @@ def test_folding_export_folds(start: list[str], tmp_path: Path) -> None:
     assert (facts["num_folded"], facts["num_norms"]) == (5, 8)
     assert facts["largest_difference"] < 1e-5
     assert sum("batch_norm" in str(node.target) for node in torch.export.load(out).graph.nodes) == 3
-
-
-def test_folding_libraries_models_are_not_folded(
-    start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys = [word for word in start if "model.options.width" not in word] + ["--model.name=resnet18"]
-    assert main(["export", *keys, "--fold", "--format", "timm", "--out", str(tmp_path / "a.pth")]) == 1
-    assert re.search(naming("timm", "resnet18", "--fold", "--format onnx"), capsys.readouterr().err)

@@ -91,12 +91,6 @@ def test_rules_a_broken_rule_is_named_among_others(rule: str) -> None:
     assert rule in broken_by(*WITH_OTHERS[rule])
 
 
-def test_rules_allow_no_muon() -> None:
-    config = load_config(["--config", "imagenet/resnet50_8k", "--optimizer.name=muon"])
-    broken = {verdict.rule: (verdict.value, verdict.legal) for verdict in check_rules(config, JOB) if not verdict.holds}
-    assert broken["optimizer.name"] == ("muon", "lars (rule)")
-
-
 @pytest.mark.parametrize(("decay", "holds"), [(5e-5, True), (4e-4, True), (2e-5, False), (0.0, False)])
 def test_rules_weight_decay_is_a_power_of_two(decay: float, holds: bool) -> None:
     config = load_config(["--config", "imagenet/resnet50_8k", f"--optimizer.weight_decay={decay}"])

@@ -359,16 +359,6 @@ def test_loggers_mlflow_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
     assert resumed[-2] == ("run7", ("eval/top1", 0.5, 5))
 
 
-@pytest.mark.parametrize("log", [lambda: math.sqrt(-1), lambda: sys.exit("out of here")])
-def test_loggers_mlflow_that_fails_is_said_once(
-    log: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play_mlflow(monkeypatch, PlayedMlflow(log=log))
-    failures = [text for text in send_to_mlflow(RunDir(tmp_path)) if "failed" in text]
-    assert len(failures) == 1
-    assert naming_all(failures[0], "run.loggers", "mlflow", "goes on without it")
-
-
 def test_loggers_without_mlflow_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.invalid")
     monkeypatch.setitem(sys.modules, "mlflow", None)

@@ -1,7 +1,6 @@
 """What a run takes over from the checkpoint that it goes on from."""
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,6 +24,13 @@ from bigbatch.trainer.run.resume import (
     require_same_objective,
     require_same_optimizer,
     start_in_memory,
+)
+from tests.unit.trainer.run.test_checkpoint import (
+    damage_bytes,
+    damage_manifest,
+    damage_size,
+    lose_manifest,
+    lose_state,
 )
 
 BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff.JPEG: is empty"}
@@ -84,36 +90,14 @@ def run_of(folder: Path, *steps: int) -> tuple[Config, list[Path]]:
     return config, paths
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / STATE_FILE, 9)
-
-
-def flip(path: Path) -> None:
-    content = bytearray((path / STATE_FILE).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / STATE_FILE).write_bytes(content)
-
-
-def lose(path: Path) -> None:
-    (path / STATE_FILE).unlink()
-
-
-def lose_manifest(path: Path) -> None:
-    (path / MANIFEST_FILE).unlink()
-
-
-def cut_manifest(path: Path) -> None:
-    os.truncate(path / MANIFEST_FILE, 9)
-
-
-@pytest.mark.parametrize("damage", [truncate, flip, lose, lose_manifest, cut_manifest])
+@pytest.mark.parametrize("damage", [damage_size, damage_bytes, lose_state, lose_manifest, damage_manifest])
 def test_resume_goes_on_from_the_newest_intact_checkpoint(damage: Callable[[Path], None], tmp_path: Path) -> None:
     config, paths = run_of(tmp_path, 1, 2, 3)
     damage(paths[2])
     start, state = find_start(config, RunDir(tmp_path), samples=None, control=alone())
     assert (start.path, start.step, state["step"], list(start.damaged)) == (paths[1], 2, 2, [paths[2]])
     assert str(paths[2]) in start.damaged[paths[2]]
-    truncate(paths[1])
+    damage_size(paths[1])
     start, _ = find_start(config, RunDir(tmp_path), samples=None, control=alone())
     assert (start.path, list(start.damaged)) == (paths[0], [paths[2], paths[1]])
 
@@ -121,14 +105,14 @@ def test_resume_goes_on_from_the_newest_intact_checkpoint(damage: Callable[[Path
 def test_resume_without_an_intact_checkpoint_does_not_begin_anew(tmp_path: Path) -> None:
     config, paths = run_of(tmp_path, 1, 2)
     for path in paths:
-        truncate(path)
+        damage_size(path)
     with pytest.raises(CheckpointError, match=naming(paths[1], "truncated", "none of 2", "run.directory")):
         find_start(config, RunDir(tmp_path), samples=None, control=alone())
 
 
 def test_resume_takes_a_named_checkpoint_or_none(tmp_path: Path) -> None:
     config, paths = run_of(tmp_path, 1, 2)
-    truncate(paths[1])
+    damage_size(paths[1])
     config = replace(config, run=replace(config.run, resume=str(paths[1])))
     with pytest.raises(CheckpointError, match=naming(paths[1], "truncated", f"--run.resume {paths[0]}")):
         find_start(config, RunDir(tmp_path), samples=None, control=alone())
@@ -163,7 +147,7 @@ def test_resume_ranks_go_back_together(tmp_path: Path) -> None:
     """One reads other bytes than the others, as from a node's own disk, or a cache that is not up to date."""
     folders = [tmp_path / name for name in ("a", "b")]
     paths = [run_of(folder, 1, 2)[1] for folder in folders]
-    flip(paths[1][1])
+    damage_bytes(paths[1][1])
     starts = starts_of_ranks(folders)
     assert [start.step for start in starts] == [1, 1]
     assert [len(start.damaged) for start in starts] == [1, 1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from error_texts import naming
 from owned_folder import owning
-from small_run import PLAN, make_batches, make_parts
+from small_run import make_parts
 from thread_controls import on_ranks
 from torch import nn
 
@@ -22,11 +22,9 @@ from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
 from bigbatch.trainer.build.optimizer import make_native
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.run import owner, saving
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from bigbatch.trainer.run.checkpoint import list_checkpoints, save_checkpoint
 from bigbatch.trainer.run.saving import CheckpointSaver, Saved, copy_to_host
-from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
 
 LONG_SECONDS = 60.0
@@ -237,28 +235,6 @@ def test_saving_a_state_that_cannot_be_read_fails_at_once(tmp_path: Path, monkey
     monkeypatch.setattr(saving, "copy_to_host", refuse)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         start(make_saver(tmp_path), done=3)
-
-
-def test_saving_keeps_the_state_of_its_step_while_training_goes_on(tmp_path: Path, storage: Storage) -> None:
-    parts = make_parts()
-    train_step, stream = TrainStep(PLAN, parts), InputStream(iter(make_batches()))
-    train_step(0, stream)
-    before = {name: tensor.clone() for name, tensor in parts.precision.model_state().items()}
-    momenta = [state["momentum_buffer"].clone() for state in parts.optimizer.state.values()]
-    saver = make_saver(tmp_path, parts=parts)
-    start(saver, done=1)
-    assert storage.begun.wait(LONG_SECONDS)
-    for step in (1, 2):
-        train_step(step, stream)
-    storage.goes_on.set()
-    saved = saver.settle(wait=True)
-    assert saved is not None
-    state = load_checkpoint(saved.path)
-    after = parts.precision.model_state()
-    assert all(torch.equal(state["model"][name], before[name]) for name in before)
-    assert not any(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
-    kept = [each["momentum_buffer"] for each in state["optimizer"]["state"].values()]
-    assert all(torch.equal(one, other) for one, other in zip(kept, momenta, strict=True))
 
 
 def test_saving_ends_what_is_under_way_where_the_run_fails(tmp_path: Path, storage: Storage) -> None:

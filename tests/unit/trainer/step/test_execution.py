@@ -134,6 +134,7 @@ def run_both(
     make_batches: Callable[[], Iterator[Batch]] = batches,
     change: Callable[[Parts], object] = lambda parts: None,
     *,
+    num_steps: int = NUM_STEPS,
     num_microbatches: int = 1,
     words: tuple[str, ...] = (),
 ) -> tuple[Outcome, Outcome, RecordedCapture]:
@@ -143,7 +144,7 @@ def run_both(
         change(parts)
         if is_captured:
             parts = replace(parts, execution=captured(capture, parts))
-        outcomes.append(Outcome(plan, parts, make_batches()))
+        outcomes.append(Outcome(replace(plan, num_steps=num_steps), parts, make_batches()))
     return outcomes[0], outcomes[1], capture
 
 
@@ -271,14 +272,8 @@ def test_cuda_graph_is_captured_for_each_size_of_images(tmp_path: Path) -> None:
         return batches(sizes)
 
     settings = {**FP16, "clip_norm": "1.0"}
-    outcomes, capture = [], RecordedCapture()
-    for is_captured in (False, True):
-        plan, parts = make_run(tmp_path, settings)
-        plan = replace(plan, num_steps=len(sizes))
-        if is_captured:
-            parts = replace(parts, execution=captured(capture, parts))
-        outcomes.append(Outcome(plan, parts, source()))
-    require_same_bits(outcomes[1], outcomes[0])
+    at_once, replayed, capture = run_both(tmp_path, settings, source, num_steps=len(sizes))
+    require_same_bits(replayed, at_once)
     assert (capture.num_warm_ups, capture.num_captures) == (2 * WARM_UP_STEPS, 2)
     assert capture.num_replays == len(sizes) - 2 * WARM_UP_STEPS
 
