@@ -18,7 +18,6 @@ from bigbatch.trainer.evaluator import Evaluator
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.reading import require_few
 from bigbatch.trainer.run.digests import DigestRecorder
-from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
 from bigbatch.trainer.run.output import RunOutput
@@ -146,12 +145,14 @@ class TrainingLoop:
                 break
             steps.start_over()
         self.settle(wait=True)
-        self._record_timeline(sys.maxsize)  # what is still being recorded is written
+        self.output.record_timeline(
+            sys.maxsize, settle=parts.precision.settle
+        )  # what is still being recorded is written
         return totals
 
     def _train_step(self, steps: Steps, step: int) -> None:
         """Make a step, with the records that are due of it."""
-        self._record_timeline(step)
+        self.output.record_timeline(step, settle=self.parts.precision.settle)
         self.digests.before_step(step)
         self.is_audited = self.audit.before_step(step)
         self.noise.probe.before_step(step)
@@ -239,23 +240,6 @@ class TrainingLoop:
         self.parts.precision.require_progress(done, is_last=done == self.plan.num_steps)
         with self._saving_on_failure(done):
             self._skip(done, replaced, split="train")
-
-    def _record_timeline(self, step: int) -> None:
-        """Start to record comm.timeline_steps before the first of them; after the last, write the trace on rank 0."""
-        communicator, steps = self.parts.communicator, self.config.comm.timeline_steps
-        if steps is None:
-            return
-        timeline, is_active = communicator.timeline, steps[0] <= step <= steps[1]
-        was_active = timeline.is_active
-        if was_active and not is_active:
-            self.parts.precision.settle()  # operations under way are recorded when they end
-        timeline.is_active = is_active
-        if was_active and not is_active:
-            trace = communicator.gather_trace()
-            if communicator.rank == 0:
-                rundir = RunDir(Path(self.config.run.directory))
-                rundir.write_text(rundir.timeline, trace)
-                self.output.say(f"timeline: open {rundir.timeline} in https://ui.perfetto.dev")
 
     def _watch_notice(self, kind: str, seconds: float, *, done: int) -> None:
         """Warn once if a stop takes longer than the job's notice allows."""

@@ -159,6 +159,9 @@ class Recorder:
     def hint(self, text: str, *, step: int) -> None:
         pass
 
+    def record_timeline(self, step: int, **_: object) -> None:
+        pass
+
     def evaluate(self, done: int, **_: object) -> dict[str, Any]:
         self.events.append(("evaluate", done))
         self.called("evaluate")

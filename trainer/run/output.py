@@ -183,6 +183,25 @@ class RunOutput:
         self.say(f"plot: {rundir.plot}")
         return dict(summary)
 
+    def record_timeline(self, step: int, *, settle: Callable[[], None]) -> None:
+        """Record comm.timeline_steps, from the first of them on; after the last, write the trace. Collective.
+
+        settle: waits for operations under way, which are recorded when they end.
+        """
+        communicator, steps = self._communicator, self._config.comm.timeline_steps
+        if steps is None:
+            return
+        timeline, is_active = communicator.timeline, steps[0] <= step <= steps[1]
+        ends = timeline.is_active and not is_active
+        if ends:
+            settle()
+        timeline.is_active = is_active
+        if ends:
+            trace = communicator.gather_trace()
+            if communicator.rank == 0:
+                self._rundir.write_text(self._rundir.timeline, trace)
+                self.say(f"timeline: open {self._rundir.timeline} in https://ui.perfetto.dev")
+
     def leave_terminal(self) -> None:
         """Release the terminal before the end of the run, which may take long or fail."""
         self._show(lambda reporter: reporter.close())
