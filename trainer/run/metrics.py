@@ -36,9 +36,11 @@ class MetricsLog:
         """Open the file for a run that starts from this step. Raises: RunFolderError.
 
         Removes the records after it, and those that earlier starts from this step wrote at once, so that no record
-        appears twice.
+        appears twice. A file that is open stays: the ranks go on from the newest state, which has all recorded steps.
         """
-        self._close_file()
+        self._opened_at = time.monotonic()
+        if self._file is not None:
+            return
         with self._rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
             for record in read_records(self._path):
                 is_written_again = record["kind"] in ("start", "input") and record.get("step") == from_step
@@ -47,7 +49,6 @@ class MetricsLog:
                     file.write((json.dumps(record) + "\n").encode())
         with writing(self._path):
             self._file = open_to_append(self._path)
-        self._opened_at = time.monotonic()
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Log one record: start, train, eval, noise, input, joined, hint or skipped. It contains at least step.
@@ -68,15 +69,12 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush the file, and close the loggers. Raises: RunFolderError."""
-        self._close_file()
-        while self.loggers:
-            self.loggers.pop(0).close()
-
-    def _close_file(self) -> None:
         file, self._file = self._file, None
         with writing(self._path):
             if file:
                 file.close()
+        while self.loggers:
+            self.loggers.pop(0).close()
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

@@ -152,6 +152,7 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
             output.log("train", {"step": first_step + 1, "loss": 1.0})
     output.close()
     assert said == [(0, "step 1"), (5, "step 6"), (5, "closed")]
+    assert [record["step"] for record in read_records(RunDir(tmp_path).metrics)] == [1, 6]
     assert len(made) == 1
     output.open_folder(None, start)  # type: ignore[arg-type]
     assert len(made) == 2, "after a return to a checkpoint they are opened again"

@@ -94,7 +94,7 @@ def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path
             log.write("train", {**TRAIN_RECORD, "step": step})
         log.write("skipped", {"step": from_step + 2, "pictures": {}})
         log.write("hint", {"step": from_step + 2, "hint": "x"})
-    log.close()
+        log.close()
     records = list(read_records(rundir.metrics))
     assert before <= records[-1]["time"] <= time.time()
     kept = [(record["kind"], record["step"]) for record in records]
