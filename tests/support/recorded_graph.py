@@ -27,7 +27,7 @@ def is_recording() -> bool:
 
 
 class RecordedCapture:
-    """A Capture of bigbatch.trainer.step.execution. Counts the calls."""
+    """Takes the place of CudaCapture, and counts the calls."""
 
     def __init__(self) -> None:
         self.num_warm_ups = self.num_captures = self.num_replays = 0

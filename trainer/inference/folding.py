@@ -55,7 +55,6 @@ def fold_norms(model: nn.Module) -> nn.Module:
 
 
 def num_norms(model: nn.Module) -> int:
-    """Count the batch norms that the model computes."""
     return sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 

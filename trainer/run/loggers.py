@@ -95,8 +95,6 @@ def log_to_wandb(rundir: RunDir, *, stated: Mapping[str, Any], from_step: int, s
 
 
 class _WandbRun:
-    """One run in wandb."""
-
     def __init__(self, wandb: Any, rundir: RunDir, arguments: Mapping[str, Any], tell: Say) -> None:
         # quiet: otherwise it would ask for a key on the terminal and replace standard output
         settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
@@ -123,7 +121,6 @@ class _WandbRun:
 
 
 def _where(run: Any) -> str:
-    """Return where the records go."""
     if run.disabled:
         return "disabled, as WANDB_MODE tells: nothing is kept or sent"
     return f"run {run.id} " + (
@@ -264,7 +261,6 @@ class Guarded:
 
 
 def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[Guarded]:
-    """Open the loggers of run.loggers, in order."""
     makers: dict[str, Callable[[Say], Logger]] = {
         "tensorboard": lambda _: TensorBoard(rundir, from_step=from_step),
         "wandb": lambda say: log_to_wandb(rundir, stated=asdict(config), from_step=from_step, say=say),

@@ -161,7 +161,6 @@ def show(name: str, value: Any) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Return one report of the training loop as a line."""
     noise = f"  noise scale {describe_noise_scale(record)}" if "noise_scale" in record else ""
     return (
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
