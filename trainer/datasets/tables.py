@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,76 +65,39 @@ def unpack_tables(
 ) -> list[ImageFinding]:
     """Write target/<class>/<image>, below train/ and val/ where tables has both. target appears when it is whole.
 
-    columns: those of image and label, where the files do not say which. Rows that lack an image or a label are found.
-    Raises: DataError for a file that is damaged, and a target that exists.
+    columns: those of image and label, where the files do not say which. on_progress gets bytes of all files. Rows that
+    lack an image or a label are found. Raises: DataError for a file that is damaged, a target that exists, and files
+    without an image.
     """
-    require_new(target)
+    if os.path.lexists(target):
+        raise DataError(f"{target}: exists; remove it, or name another ROOT")
     lacking: list[str] = []
-    parts = (
-        (path, f"{split}/" if split else "", _rows(path, number=number, columns=columns, lacking=lacking))
-        for split, files in tables.files.items()
-        for number, path in enumerate(files)
-    )
-    write_parts(
-        target,
-        parts,
-        files=[path for files in tables.files.values() for path in files],
-        on_progress=on_progress,
-        lacking=lacking,
-        none=f"{folder}: no row holds an image ({', '.join(MAGIC.values())}) with its label",
-    )
-    found = lacking_finding("row without an image or its label", folder, target, lacking, leave_out=leave_out)
-    meaning = "left alone: a run trains and validates"
-    others = ImageFinding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning)
-    return [found, others]
-
-
-Part = tuple[Path, str, Iterator[StoredImage]]
-"""A file, the folder of its split with a slash, or nothing, and its images by their paths below that."""
-
-
-def write_parts(
-    target: Path,
-    parts: Iterable[Part],
-    *,
-    files: Sequence[Path],
-    on_progress: Callable[[int, int], None],
-    none: str,
-    lacking: Sequence[str],
-) -> None:
-    """Write the images below target, which appears when it is whole. on_progress gets bytes of all files.
-
-    Raises: DataError, in the words none and with the first of lacking, as parts fill it, where there is no image.
-    """
-    sizes = {path: path.stat().st_size if path.is_file() else 0 for path in files}
+    paths = [path for files in tables.files.values() for path in files]
+    sizes = {path: path.stat().st_size if path.is_file() else 0 for path in paths}
     done, total = 0, sum(sizes.values())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as own:
             hidden = Path(own, "pictures")  # own is its owner's alone, target takes the umask
-            for path, prefix, images in parts:
-                below = ((f"{prefix}{name}", data) for name, data in images)
-                for _ in write_images(hidden, below, num_threads=NUM_THREADS):
-                    pass
-                done += sizes[path]
-                on_progress(done, total)
+            for split, files in tables.files.items():
+                for number, path in enumerate(files):
+                    images = _rows(path, number=number, columns=columns, lacking=lacking)
+                    for _ in write_images(hidden / split, images, num_threads=NUM_THREADS):
+                        pass
+                    done += sizes[path]
+                    on_progress(done, total)
             if not hidden.is_dir():
+                none = f"{folder}: no row holds an image ({', '.join(MAGIC.values())}) with its label"
                 raise DataError("; ".join((none, *lacking[:1])))
             os.replace(hidden, target)
     except OSError as error:
         raise DataError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
-
-
-def lacking_finding(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> ImageFinding:
-    """Return the samples that were not unpacked."""
-    meaning = "left out" if leave_out else f"left out of {target}"
-    return ImageFinding(kind, str(where), tuple(lacking), is_problem=not leave_out, meaning=meaning)
-
-
-def require_new(target: Path) -> None:
-    """Raise DataError if target exists."""
-    if os.path.lexists(target):
-        raise DataError(f"{target}: exists; remove it, or name another ROOT")
+    where, meaning = str(folder), "left out" if leave_out else f"left out of {target}"
+    kind, alone = "row without an image or its label", "left alone: a run trains and validates"
+    return [
+        ImageFinding(kind, where, tuple(lacking), is_problem=not leave_out, meaning=meaning),
+        ImageFinding("other splits", where, tuple(tables.others), is_problem=False, meaning=alone),
+    ]
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
