@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import DataError, print_line, printable
@@ -18,7 +17,7 @@ from bigbatch.trainer.datasets.check import ImageFinding, spelling_finding, unpr
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.datasets.subcommands import add_max_megapixels
-from bigbatch.trainer.init.layout import DatasetLayout, look, split_classes
+from bigbatch.trainer.init.layout import look, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
 from bigbatch.trainer.input.base import ImageSource
@@ -33,12 +32,9 @@ REMOVED = (
 )
 
 
-@dataclass(frozen=True)
-class _Pictures:
-    """Both splits; listed: the list of images to write, if the folder itself does not separate them."""
-
-    splits: Mapping[str, ImageSource]
-    listed: dict[str, dict[str, list[str]]] | None
+Splits = Mapping[str, ImageSource]
+Listed = dict[str, dict[str, list[str]]] | None
+"""The list of images to write, if the folder itself does not separate the splits."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,38 +43,36 @@ def main(argv: Sequence[str]) -> int:
     folder: Path = arguments.folder
     recipe: Path = arguments.out
     found = look(folder, labels=arguments.labels, columns=columns, leave_out=arguments.leave_out)
-    if found.splits is not None:
-        pictures = _Pictures(found.splits, None)
-    else:
-        assert found.by_class is not None
-        parted = split_classes(found.by_class, val_share=arguments.val_share, seed=arguments.seed)
-        pictures = _Pictures({split: index_of(str(folder), parted, split) for split in SPLITS}, parted)
-    findings = [*found.findings, *_class_findings(pictures, folder)]
+    splits, listed = found.splits, None
+    if splits is None:
+        listed = split_classes(found.by_class, val_share=arguments.val_share, seed=arguments.seed)
+        splits = {split: index_of(str(folder), listed, split) for split in SPLITS}
+    findings = [*found.findings, *_class_findings(splits["train"].classes, listed, folder)]
     measured = None
-    if sum(map(len, pictures.splits.values())):
+    if sum(map(len, splits.values())):
         with show_progress(f"looking at {folder}") as on_progress:
             measured = measure(
-                pictures.splits,
+                splits,
                 most_images=arguments.samples,
                 seed=arguments.seed,
                 num_workers=arguments.workers,
                 max_pixels=round(1e6 * arguments.max_megapixels),
                 on_progress=on_progress,
             )
-        findings += _unusable(pictures, measured, leave_out=arguments.leave_out)
-    outputs = [recipe, *([recipe.with_suffix(".json")] if pictures.listed else [])]
+        findings += _unusable(splits, listed, measured, leave_out=arguments.leave_out)
+    outputs = [recipe, *([recipe.with_suffix(".json")] if listed else [])]
     existing = tuple(str(path) for path in outputs if os.path.lexists(path) and not arguments.force)
     meaning = "name another --out, or give --force"
     findings.append(ImageFinding("file that exists", "output", existing, is_problem=True, meaning=meaning))
     findings = sorted((each for each in findings if each.cases), key=lambda finding: not finding.is_problem)
-    for line in (*_summary(folder, found, pictures, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
+    for line in (*_summary(folder, found.what, splits, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
         print_line(line)
     num_problems = sum(len(finding.cases) for finding in findings if finding.is_problem)
     if num_problems or measured is None:
         print_line(f"nothing written: {num_problems:,} problem(s)")
         return FAILED
-    _write(recipe, pictures, measured, arguments=arguments)
-    for line in _next(recipe, pictures):
+    _write(recipe, splits, listed, measured, arguments=arguments)
+    for line in _next(recipe, splits, is_listed=listed is not None):
         print_line(line)
     return 0
 
@@ -107,17 +101,15 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
     return arguments, columns
 
 
-def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[ImageFinding]:
-    where, classes = str(folder), pictures.splits["train"].classes
-    if 0 < len(classes) < 2:
-        cases = (f"{folder}: {classes[0]} is the only one",)
-        yield ImageFinding(
-            "fewer than two classes", where, cases, is_problem=True, meaning="there is nothing to tell apart"
-        )
-    if pictures.listed:
+def _class_findings(classes: Sequence[str], listed: Listed, folder: Path) -> Iterator[ImageFinding]:
+    where = str(folder)
+    if len(classes) == 1:
+        cases, meaning = (f"{folder}: {classes[0]} is the only one",), "there is nothing to tell apart"
+        yield ImageFinding("fewer than two classes", where, cases, is_problem=True, meaning=meaning)
+    if listed:
         yield unprintable_finding(where, classes)
         yield spelling_finding(where, classes)
-        val, train = pictures.listed["val"], pictures.listed["train"]
+        val, train = listed["val"], listed["train"]
         single = tuple(name for name in classes if not val[name] and train[name])
         meaning = "it trains; how well the class is told is not measured"
         yield ImageFinding("class with one image", where, single, is_problem=False, meaning=meaning)
@@ -125,15 +117,15 @@ def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[ImageFinding]
             yield _nothing_to_validate(where)
 
 
-def _unusable(pictures: _Pictures, measured: SampleStatistics, *, leave_out: bool) -> Iterator[ImageFinding]:
+def _unusable(splits: Splits, listed: Listed, measured: SampleStatistics, *, leave_out: bool) -> Iterator[ImageFinding]:
     """Report unusable images; with leave_out remove them from the list."""
-    listed = pictures.listed if leave_out else None
-    advice = "replace or remove it" + (", or give --leave-out" if pictures.listed and not leave_out else "")
+    advice = "replace or remove it" + (", or give --leave-out" if listed and not leave_out else "")
+    listed = listed if leave_out else None
     for split, found in measured.faults.items():
         meaning = advice if listed is None else "left out"
         yield ImageFinding("unusable image", split, tuple(found.values()), is_problem=listed is None, meaning=meaning)
         if listed is not None:
-            index = pictures.splits[split]
+            index = splits[split]
             assert isinstance(index, ImageIndex)
             gone = {index.paths[position] for position in found}
             for name, paths in listed[split].items():
@@ -151,14 +143,11 @@ def _nothing_to_validate(where: str) -> ImageFinding:
     return ImageFinding("nothing to validate with", where, cases, is_problem=True, meaning="add images")
 
 
-def _summary(
-    folder: Path, found: DatasetLayout, pictures: _Pictures, measured: SampleStatistics | None
-) -> Iterator[str]:
-    splits = pictures.splits
+def _summary(folder: Path, what: str, splits: Splits, measured: SampleStatistics | None) -> Iterator[str]:
     counts = " and ".join(
         f"{len(images):,} to {word}" for word, images in zip(("train", "validate"), splits.values(), strict=True)
     )
-    yield printable(f"{folder}: {found.what}; {len(splits['train'].classes):,} classes, images {counts}")
+    yield printable(f"{folder}: {what}; {len(splits['train'].classes):,} classes, images {counts}")
     if measured is not None:
         short, long = measured.short_side_pixels, measured.long_side_pixels
         yield (
@@ -167,35 +156,37 @@ def _summary(
         )
 
 
-def _write(recipe: Path, pictures: _Pictures, measured: SampleStatistics, *, arguments: argparse.Namespace) -> None:
+def _write(
+    recipe: Path, splits: Splits, listed: Listed, measured: SampleStatistics, *, arguments: argparse.Namespace
+) -> None:
     """Write the list, if there is one, and then the recipe. Raises: DataError; ConfigError, before any write."""
     folder: Path = arguments.folder
-    root, counts = folder, {split: len(images) for split, images in pictures.splits.items()}
-    if pictures.listed is not None:
+    root, counts = folder, {split: len(images) for split, images in splits.items()}
+    if listed is not None:
         root = recipe.with_suffix(".json")
-        counts = {split: sum(map(len, by_class.values())) for split, by_class in pictures.listed.items()}
+        counts = {split: sum(map(len, by_class.values())) for split, by_class in listed.items()}
     text = recipe_text(
         arguments.like,
         measured,
         root=str(root),
-        num_classes=len(pictures.splits["train"].classes),
+        num_classes=len(splits["train"].classes),
         counts=counts,
         seed=arguments.seed,
         max_megapixels=arguments.max_megapixels,
     )
     try:
-        if pictures.listed is not None:
-            write_list(root, folder, pictures.listed, val_share=arguments.val_share, seed=arguments.seed)
+        if listed is not None:
+            write_list(root, folder, listed, val_share=arguments.val_share, seed=arguments.seed)
         write_whole(recipe, text.encode())
     except OSError as error:
         raise DataError(f"{recipe}: cannot be written ({error.strerror}); name another --out") from error
 
 
-def _next(recipe: Path, pictures: _Pictures) -> Iterator[str]:
+def _next(recipe: Path, splits: Splits, *, is_listed: bool) -> Iterator[str]:
     config = load_config(["--config", str(recipe)])
-    also = f" and {config.data.root}" if pictures.listed is not None else ""
+    also = f" and {config.data.root}" if is_listed else ""
     yield printable(f"written: {recipe}{also}; next:")
-    example = pictures.splits["val"].name(0)
+    example = splits["val"].name(0)
     if not os.path.isfile(example):  # but a place in a shard
         example = "IMAGE.jpg"
     paths = (config.data.root, str(recipe), config.run.directory, example)

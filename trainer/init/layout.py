@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigbatch.errors import DataError, shortened
@@ -40,7 +40,7 @@ class DatasetLayout:
     findings: tuple[ImageFinding, ...]
     splits: Mapping[str, ImageSource] | None = None
     """Both splits, if the folder has them."""
-    by_class: Mapping[str, Sequence[str]] | None = None
+    by_class: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Otherwise class -> images, as paths below the folder."""
 
 
@@ -52,7 +52,8 @@ def look(
     columns: names of the two that hold images and labels, if not the first two. leave_out: an image without a label
     or a label without an image is not a problem. Raises: DataError if there is no way to list them.
     """
-    require_folder(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the images")
     top = list_split(folder)
     folders = top.folders
     if find_tables(folder):
@@ -91,12 +92,6 @@ def look(
         )
     require_no_columns(folder, columns)
     return _class_folders(folder, leave_out=leave_out)
-
-
-def require_folder(folder: Path) -> None:
-    """Raise DataError if there is no such folder."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the images")
 
 
 def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
