@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -116,20 +115,6 @@ class Prepared:
     targets: Tensor
 
 
-class AugmentFunction(Protocol):
-    """Augments uint8 images on the device."""
-
-    def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor: ...
-
-
-class MixFunction(Protocol):
-    """Turns normalised images and their labels into mixed ones and shares (B, K)."""
-
-    def __call__(
-        self, images_BCHW: Tensor, labels_B: Tensor, *, epoch: int, indices_B: np.ndarray
-    ) -> tuple[Tensor, Tensor]: ...
-
-
 class PrepareBatch:
     """Copies to the device as bytes, augments, normalises, mixes; no host sync."""
 
@@ -138,9 +123,10 @@ class PrepareBatch:
         *,
         normalize: Callable[[Tensor], Tensor],
         device: torch.device,
-        augment: AugmentFunction | None = None,
-        mix: MixFunction | None = None,
+        augment: Callable[..., Tensor] | None = None,
+        mix: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> None:
+        """Take what changes a batch: trainer.augment's Augment (of bytes) and Mix (of normalised images)."""
         self.statistics = InputStatistics()
         self._normalize = normalize
         self._device = device

@@ -7,11 +7,10 @@ with the label), index.npy (one Entry per image, in the order of the class folde
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -198,7 +197,7 @@ class DataRoot:
             return read_packed(self.path / split, classes=classes)
         if self._storage is None and not self.shards:
             return read_images(self.path, split, classes=classes)
-        reopen = (_reopen, self.name, split, self._cache)
+        reopen = partial(open_split, self.name, split, cache=self._cache)
         files: ShardReader | None = None
         found: PackedIndex | WebDatasetSplit
         if facts := self._remote_facts(split):
@@ -269,10 +268,6 @@ def open_split(
     return DataRoot(root, cache=cache).open(split, classes=classes)
 
 
-def _reopen(root: str, split: str, cache: Cache | None) -> ImageSource:
-    return open_split(root, split, cache=cache)
-
-
 class PackedIndex:
     """Lists the images of one packed split, an ImageSource; opens a shard when it is first read from."""
 
@@ -284,13 +279,13 @@ class PackedIndex:
         entries_N: np.ndarray,
         max_open: int | None = None,
         files: ShardReader | None = None,
-        reopen: tuple[Any, ...] = (),
+        reopen: Callable[[], ImageSource] | None = None,
     ) -> None:
         """Open no shard yet. max_open: most open shards, as of ShardFiles, if files are not given.
 
-        reopen: the function that opens the split in another process, and its arguments, if not read_packed.
+        reopen: opens the split in another process, if not read_packed.
         """
-        self._reopen = reopen or (read_packed, folder)
+        self._reopen = reopen or partial(read_packed, Path(folder))
         self.facts = facts
         self.classes = facts.classes
         self.labels_N = entries_N["label"].astype(np.int64)
@@ -327,9 +322,9 @@ class PackedIndex:
     def close(self) -> None:
         self._files.close()
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[[], ImageSource], tuple[()]]:
         """Pickle only what to open; the receiving process opens it again."""
-        return self._reopen[0], self._reopen[1:]
+        return self._reopen, ()
 
 
 def key_number(position: int) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from bigbatch.comm.rendezvous.environ import measured_folder
 from bigbatch.errors import DataError, StorageError, print_line, shortened
 from bigbatch.files import write_whole
 from bigbatch.locks import try_lock, wait_lock
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import list_split, require_one_spelling
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shard_files import ShardFiles, ShardReader, Stamp, is_packed, replaced, stamp_of
@@ -184,7 +184,7 @@ class WebDatasetSplit:
         split: str,
         index: Index,
         *,
-        reopen: tuple[Any, ...],
+        reopen: Callable[[], ImageSource],
         files: ShardReader | None = None,
     ) -> None:
         """Open no shard yet. reopen: as of PackedIndex; files: of shards that are not local files."""
@@ -233,6 +233,6 @@ class WebDatasetSplit:
     def close(self) -> None:
         self._files.close()
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[[], ImageSource], tuple[()]]:
         """Pickle only what to open; the receiving process reads the index again."""
-        return self._reopen[0], self._reopen[1:]
+        return self._reopen, ()
