@@ -26,7 +26,7 @@ class Cutout:
     """Fills a square of size // 2 pixels to each side of a uniformly drawn pixel, clipped to the image.
 
     size: in pixels, even. The paper zeroes normalised pixels: so fill is the data set's mean colour in bytes, 255 * the
-    mean that Normalize subtracts, not black. Raises: ValueError naming the senseless setting.
+    mean that Normalize subtracts, not black.
     """
 
     size: int
@@ -34,11 +34,6 @@ class Cutout:
     stream: ClassVar[int] = 3
     num_draws: ClassVar[int] = 2
     """Row and column."""
-
-    def __post_init__(self) -> None:
-        if self.size < 0 or self.size % 2:
-            raise ValueError(f"size={self.size} must be even and at least 0")
-        require_colour(self.fill)
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""
@@ -52,7 +47,7 @@ class RandomErasing:
     """Fills a rectangle with this probability: area, ratio of its sides (log-uniform) and place are drawn.
 
     Areas, ratios and tries are those of torchvision's RandomErasing. That erases normalized pixels with 0: so fill is
-    the data set's mean colour in bytes. Raises: ValueError naming the senseless setting.
+    the data set's mean colour in bytes.
     """
 
     probability: float
@@ -60,11 +55,6 @@ class RandomErasing:
     stream: ClassVar[int] = 6
     num_draws: ClassVar[int] = 3 + 2 * TRIES
     """Whether to erase, row, column; area and ratio of each try."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1:
-            raise ValueError(f"probability={self.probability} must be between 0 and 1")
-        require_colour(self.fill)
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""
@@ -81,12 +71,6 @@ class RandomErasing:
 
 def _between(low: float, high: float, *, draws: np.ndarray) -> np.ndarray:
     return low + draws * (high - low)
-
-
-def require_colour(fill: tuple[int, ...]) -> None:
-    """Raise ValueError unless fill is a colour in bytes."""
-    if len(fill) != 3 or not all(0 <= value <= 255 for value in fill):
-        raise ValueError(f"fill={fill} must be three values between 0 and 255")
 
 
 def fill_boxes(images_BCHW: Tensor, *, first_B2: np.ndarray, end_B2: np.ndarray, fill: tuple[int, ...]) -> Tensor:

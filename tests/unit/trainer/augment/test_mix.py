@@ -171,20 +171,6 @@ def test_cutmix_box_is_cut_at_the_border():
     assert (x2 - x1) * (y2 - y1) == 0
 
 
-@pytest.mark.parametrize(
-    ("setting", "name"),
-    [
-        ({"mixup_alpha": math.nan}, "mixup_alpha=nan"),
-        ({"cutmix_alpha": -1.0}, "cutmix_alpha=-1.0"),
-        ({}, "mixup_alpha and cutmix_alpha"),
-        ({"mixup_alpha": 1.0, "bn_span": 1}, "bn_span=1"),
-    ],
-)
-def test_mix_senseless_settings_are_named(setting, name):
-    with pytest.raises(ValueError, match=naming(name)):
-        Mix(**({"seed": 0, "num_classes": 2, "bn_span": 4} | setting))
-
-
 def test_mix_a_broken_ghost_batch_is_refused():
     images, labels, indices = batch(2)
     with pytest.raises(ValueError, match=naming("6 samples", "bn_span 4")):

@@ -1,11 +1,11 @@
-"""What the first batches say of data.mean and data.std: against numpy's own figures, and once."""
+"""Normalisation against its formula, and what the first batches say of data.mean and data.std, once."""
 
 import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from bigbatch.trainer.input.prepare_batch import FIRST_BATCHES, InputStatistics
+from bigbatch.trainer.input.prepare_batch import FIRST_BATCHES, InputStatistics, Normalize
 
 
 def batches(
@@ -57,3 +57,13 @@ def test_before_the_first_batches_are_seen_nothing_is_said_and_later_ones_do_not
     assert hint_of(batches(mean=9.0, std=1.0, count=FIRST_BATCHES - 1)) is None
     later = batches(mean=99.0, std=1.0)
     assert hint_of([*batches(mean=0.0, std=1.0), *later]) is None
+
+
+def test_normalize_is_the_formula() -> None:
+    images_BCHW = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8).to(memory_format=torch.channels_last)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    normalized = Normalize(mean=mean, std=std, device=torch.device("cpu"), dtype=torch.float32)(images_BCHW)
+    for c in range(3):
+        expected = (images_BCHW[:, c].double() / 255 - mean[c]) / std[c]
+        assert torch.allclose(normalized[:, c].double(), expected, atol=1e-6)
+    assert normalized.is_contiguous(memory_format=torch.channels_last)
