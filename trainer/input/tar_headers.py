@@ -89,12 +89,14 @@ def read_members(
         size = _stated_bytes(block, path=path, offset=offset)
         if kind == FOLDER:  # some writers state a size, though no bytes follow
             size = 0
+        elif kind in FILES and (text := stated.get("size")) is not None:
+            size = int(text) if text.isascii() and text.isdigit() and len(text) < 16 else _ANY_BYTES
         offset = data_offset + -(-size // BLOCK_BYTES) * BLOCK_BYTES
         full_name = stated.get("path") or _name(block)
         name = full_name.rstrip("/")
         end = "/" if kind == FOLDER or name != full_name else ""
         if offset > most:
-            raise DataError(f"{path}: member {shortened(name)} is cut off; fetch the tar again")
+            raise DataError(f"{path}: member {shortened(name)} is cut off: its size is {size:,}; fetch the tar again")
         if kind in EXTENSIONS:
             where = f"{path}: member {shortened(name)}"
             if size > MAX_HEADER_BYTES:
@@ -168,6 +170,5 @@ def _problem(name: str, stated: dict[str, str]) -> str | None:
         "leads out of the archive": ".." in name.split("/"),
         "has an unprintable name": not name.isprintable(),
         "is a sparse file": any(key.startswith("GNU.sparse") for key in stated),
-        "states a size in a header of its own": "size" in stated,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)

@@ -172,6 +172,15 @@ def test_read_members_headers_do_not_fill_the_memory(tmp_path, case):
         tracemalloc.stop()
 
 
+def test_read_members_a_size_in_a_header_of_its_own_counts_as_in_tarfile(tmp_path):
+    path = tmp_path / "archive.tar"
+    stated = extension(tarfile.XHDTYPE, pax(b"size", b"700"))
+    path.write_bytes(stated + MEMBER + b"1" * 700 + bytes(324) + raw(tarfile.TarInfo("y")) + bytes(1024))
+    with tarfile.open(path) as oracle:
+        assert {member.name: member.size for member in oracle} == {"x": 700, "y": 0}
+    assert read_all(path) == {"x": b"1" * 700, "y": b""}
+
+
 def test_read_members_a_folder_that_states_a_size_has_no_bytes(tmp_path):
     folder = special("a", tarfile.DIRTYPE)
     folder.size = 700
