@@ -3,9 +3,7 @@
 import errno
 import gzip
 import hashlib
-import io
 import os
-import socket
 import tarfile
 import threading
 import tracemalloc
@@ -17,7 +15,6 @@ import pytest
 from archive_writer import HOSTILE, files_below, sized, special, tar_of
 from error_texts import naming
 
-from bigbatch import files
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets import archives
 from bigbatch.trainer.datasets.archives import Archive, check_md5, download, find_archive, read_members
@@ -56,13 +53,6 @@ def test_read_members_what_is_no_whole_tar_is_named(tmp_path, data):
     path.write_bytes(data)
     with pytest.raises(DataError, match=naming(path, "damaged", "again")):
         read_all(path)
-
-
-def test_read_members_an_archive_within_an_archive_is_read_in_place(tmp_path):
-    path = tmp_path / "outer.tar"
-    path.write_bytes(tar_of({"x.tar": tar_of(FILES), "y.tar": tar_of({"b": b"2"})}))
-    found = {str(outer.path): {str(i.path): i.read() for i in read_members(outer)} for outer in read_members(path)}
-    assert found == {"x.tar": FILES, "y.tar": {"b": b"2"}}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -189,41 +179,6 @@ def test_read_members_a_folder_that_states_a_size_has_no_bytes(tmp_path):
     assert read_all(path) == {"x": b""}
 
 
-def test_read_members_more_members_than_any_data_set_has_are_refused(tmp_path):
-    path = tmp_path / "archive.tar"
-    path.write_bytes(tar_of(FILES))
-    with pytest.raises(DataError, match=naming(path, "more than 2 members")):
-        list(read_members(path, max_members=2))
-
-
-def test_read_members_a_damaged_header_in_an_inner_archive_is_not_taken_for_its_end(tmp_path):
-    inner = bytearray(tar_of({"one": b"1" * 512, "two": b"2" * 512, "three": b"3" * 512}))
-    inner[2 * 512 + 150] ^= 255  # the checksum in the header of "two"
-    with tarfile.open(fileobj=io.BytesIO(inner)) as peer:
-        assert peer.getnames() == ["one"]  # why this needs a check of our own
-    path = tmp_path / "outer.tar"
-    path.write_bytes(tar_of({"class.tar": bytes(inner)}))
-    with pytest.raises(DataError, match=naming(path, "'class.tar'", "damaged", "byte 1,024")):
-        [list(read_members(member)) for member in read_members(path)]
-
-
-def test_read_members_a_member_that_claims_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "MAX_MEMBER_BYTES", 699)
-    path = tmp_path / "archive.tar"
-    path.write_bytes(tar_of(FILES))
-    with pytest.raises(DataError, match=naming(path, "'a/one.JPEG'", "700 bytes")):
-        read_all(path)
-
-
-def test_find_archive_takes_any_of_its_names_and_compares_the_length(tmp_path):
-    with pytest.raises(DataError, match=naming(tmp_path, "x.tar", "y.tar", "--archives")):
-        find_archive(tmp_path, Archive(names=("x.tar", "y.tar")))
-    (tmp_path / "y.tar").write_bytes(b"12345")
-    assert find_archive(tmp_path, Archive(names=("x.tar", "y.tar"), num_bytes=5)) == tmp_path / "y.tar"
-    with pytest.raises(DataError, match=naming(tmp_path / "y.tar", "5 of 1,234 bytes", "download")):
-        find_archive(tmp_path, Archive(names=("y.tar",), num_bytes=1234))
-
-
 def refuse(number):
     def refusing(*_, **__):
         raise OSError(number, os.strerror(number))
@@ -252,20 +207,6 @@ def test_read_members_what_the_system_refuses_is_no_damage(tmp_path, monkeypatch
         patch.setattr(archives.Window, "at", refuse(number))
         with pytest.raises(DataError, match=naming(path, "'a/one.JPEG'", *reason)):
             member.read()
-
-
-def test_check_md5_compares(tmp_path):
-    path, data, seen = tmp_path / "x.tar", b"abc" * 3_000_000, []
-    path.write_bytes(data)
-    good = Archive(names=("x.tar",), md5=hashlib.md5(data).hexdigest())
-    check_md5(path, good, on_progress=lambda *state: seen.append(state))
-    assert seen == [("checking x.tar", done, 9_000_000) for done in (1 << 22, 2 << 22, 9_000_000)]
-    bad = Archive(names=("x.tar",), md5="0" * 32)
-    with pytest.raises(DataError, match=naming(path, good.md5, bad.md5, "download")):
-        check_md5(path, bad, on_progress=lambda *_: None)
-    check_md5(path, Archive(names=("x.tar",)), on_progress=lambda *_: None)  # none was published
-    with pytest.raises(DataError, match=naming(f"{tmp_path}:", os.strerror(errno.EISDIR))):
-        check_md5(tmp_path, good, on_progress=lambda *_: None)
 
 
 WHOLE = b"whole archive"
@@ -369,23 +310,3 @@ def test_download_that_fails_is_one_line_with_a_way_out_and_leaves_nothing(serve
     http.answer = answer_with(WHOLE)
     download(tmp_path, archive, on_progress=lambda *_: None)
     assert files_below(tmp_path) == {"x.tgz": WHOLE}
-
-
-def test_download_a_server_that_does_not_answer_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}/x.tgz"
-    with pytest.raises(DataError, match=naming(url, os.strerror(errno.ECONNREFUSED), "--archives")):
-        download(tmp_path, Archive(names=("x.tgz",), md5="0" * 32, url=url), on_progress=lambda *_: None)
-
-
-def test_download_a_disk_that_is_full_is_named(server, tmp_path, monkeypatch):
-    _, archive = server
-
-    def full(path, mode):
-        return open("/dev/full", "wb")
-
-    monkeypatch.setattr(files, "open", full, raising=False)
-    with pytest.raises(DataError, match=naming(archive.url, tmp_path / "x.tgz", os.strerror(errno.ENOSPC))):
-        download(tmp_path, archive, on_progress=lambda *_: None)
-    assert files_below(tmp_path) == {}

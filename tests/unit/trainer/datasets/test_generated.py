@@ -126,13 +126,6 @@ def test_generated_foreign_folder_and_plain_file_stay_untouched(tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "keep"
 
 
-def test_generated_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    root = tmp_path / "file" / "sub" / "set"
-    with pytest.raises(DataError, match=naming("file/sub/set", os.strerror(errno.ENOTDIR))):
-        write_dataset(root, **SMALL)
-
-
 def test_generated_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     def save(self, path, *args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

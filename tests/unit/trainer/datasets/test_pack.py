@@ -258,29 +258,6 @@ def test_pack_images_of_any_name_are_packed_and_verified(tmp_path):
     assert verify(tmp_path / "packed") == 5
 
 
-def test_pack_missing_and_cut_shards_are_made_anew(source, tmp_path):
-    pack(source, tmp_path / "packed", recipe=RECIPE)
-    train, whole = tmp_path / "packed/train", contents(tmp_path / "packed")
-    before = identities(train)
-    (train / "shard-000000.tar").unlink()
-    os.truncate(train / "shard-000001.tar", 600)
-    assert pack(source, tmp_path / "packed", recipe=RECIPE).num_packed < 13
-    assert contents(tmp_path / "packed") == whole
-    changed = {name for name, identity in identities(train).items() if identity != before[name]}
-    assert changed == {"shard-000000.tar", "shard-000001.tar"}
-    assert verify(tmp_path / "packed") == 15
-
-
-@pytest.mark.parametrize("name", ["index.json", "index.npy"])
-def test_pack_an_index_that_is_gone_or_broken_is_made_anew(source, tmp_path, name):
-    pack(source, tmp_path / "packed", recipe=RECIPE)
-    whole = contents(tmp_path / "packed")
-    for damage in (Path.unlink, lambda path: path.write_bytes(b"?")):
-        damage(tmp_path / "packed/train" / name)
-        pack(source, tmp_path / "packed", recipe=RECIPE)
-        assert contents(tmp_path / "packed") == whole
-
-
 def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
     """Leaves the source as it was, but for the time of that image."""
     (source / "train/b/8.JPEG").write_bytes(b"<html>")
@@ -290,26 +267,31 @@ def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
         (source / "train/b/8.JPEG").write_bytes(FILES["train/b/8.JPEG"])
 
 
+DAMAGE = {
+    "gone": Path.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-5000]),
+    "overwritten": lambda path: path.write_bytes(b"?" * path.stat().st_size),
+    "the first again": lambda path: path.write_bytes(path.with_name("shard-000000.tar").read_bytes()),
+}
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-5000]),
-        lambda path: path.write_bytes(b"?" * path.stat().st_size),
-        lambda path: path.write_bytes(path.with_name("shard-000000.tar").read_bytes()),
-    ],
-    ids=["cut", "overwritten", "the first again"],
+    ("damage", "index"),
+    [("gone", "whole"), ("cut", "whole"), *((kind, index) for kind in DAMAGE for index in ("gone", "broken"))],
 )
-def test_pack_a_shard_that_was_damaged_before_the_end_is_packed_again(source, tmp_path, damage):
+def test_pack_a_damaged_shard_is_packed_again(source, tmp_path, damage, index):
     """After a kill index.json is missing, so only the shard itself shows the damage."""
     pack(source, tmp_path / "packed", recipe=RECIPE)
     train, whole = tmp_path / "packed/train", contents(tmp_path / "packed")
-    (train / "index.json").unlink()
-    damage(train / "shard-000001.tar")
     before = identities(train)
     assert len(before) > 2
+    if index == "broken":
+        (train / "index.npy").write_bytes(b"?")
+    elif index == "gone":
+        (train / "index.json").unlink()
+    DAMAGE[damage](train / "shard-000001.tar")
     pack(source, tmp_path / "packed", recipe=RECIPE)
-    changed = {name for name, identity in before.items() if identities(train)[name] != identity}
-    assert changed == {"shard-000001.tar"}
+    assert {name for name, identity in identities(train).items() if before[name] != identity} == {"shard-000001.tar"}
     assert contents(tmp_path / "packed") == whole
 
 

@@ -5,7 +5,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -104,17 +103,6 @@ def test_prepare_what_is_complete_stays_untouched_and_needs_no_archives(tmp_path
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "root").rglob("*")} == before
 
 
-def test_prepare_a_split_that_is_missing_is_added(tmp_path, official):
-    root = tmp_path / "root"
-    run(root, official)
-    for path in sorted((root / "val").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    inode = (root / "train").stat().st_ino
-    assert run(root, official) == ["val"]  # the folder itself is still there, empty
-    assert images_below(root) == EXPECTED
-    assert (root / "train").stat().st_ino == inode
-
-
 @pytest.mark.parametrize("stop_at", [1, 6, 9, 10, 14])
 def test_prepare_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at):
     root, calls = tmp_path / "root", []
@@ -134,23 +122,6 @@ def test_prepare_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at)
     assert images_below(root) == EXPECTED
     now = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*.JPEG")}
     assert all(now[path.name] == state for path, state in done.items()), "an image was written twice"
-
-
-def with_holes(data):
-    """A download of the full length in which the image of the first class is missing."""
-    return data.replace(content("n01440764_1.JPEG"), bytes(len(content("n01440764_1.JPEG"))))
-
-
-@pytest.mark.parametrize("stop_at", [3, 9])
-def test_prepare_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_path, official, stop_at):
-    root = tmp_path / "root"
-    (official / TRAIN).write_bytes(with_holes((official / TRAIN).read_bytes()))
-    os.utime(official / TRAIN, ns=(0, 0))
-    with pytest.raises(KeyboardInterrupt):
-        run(root, official, on_progress=raising_at(stop_at, KeyboardInterrupt), num_threads=1)
-    write_official(official)
-    assert run(root, official) == ["train", "val"]
-    assert images_below(root) == EXPECTED
 
 
 def test_prepare_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, monkeypatch):
@@ -199,11 +170,14 @@ def test_prepare_only_the_archives_of_missing_splits_are_needed(tmp_path, offici
     root, seen = tmp_path / "root", []
     run(root, official)
     shutil.rmtree(root / missing)
+    (root / missing).mkdir()  # empty is as good as missing
+    inode = (root / ("train" if missing == "val" else "val")).stat().st_ino
     (official / done).unlink()
     found = run(root, official, data_set=checked, with_md5=True, on_progress=lambda *s: seen.append(s[0]))
     assert found == [missing]
     assert list(dict.fromkeys(seen)) == [f"checking {needed}", f"checking {KIT}", f"writing {missing}"]
     assert images_below(root) == EXPECTED
+    assert (root / ("train" if missing == "val" else "val")).stat().st_ino == inode
 
 
 def published(sums, sizes=(None, None, None)):
@@ -392,12 +366,10 @@ def test_prepare_what_is_not_as_published_makes_no_split(tmp_path, official, cas
     assert_heals(root, official)
 
 
-@pytest.mark.parametrize(
-    ("case", "place"),
-    [*((case, "class") for case in HOSTILE), *(("parent", place) for place in ("train", "val", "devkit"))],
-)
-def test_prepare_hostile_archives_write_nothing_outside(tmp_path, official, case, place):
-    files, parts = HOSTILE[case]
+@pytest.mark.parametrize("place", ["train", "class", "val", "devkit"])
+def test_prepare_hostile_archives_write_nothing_outside(tmp_path, official, place):
+    """One kind in each place; test_read_members_hostile_members_are_refused_in_one_line has all kinds."""
+    files, parts = HOSTILE["parent"]
     hostile = {
         "train": lambda: (TRAIN, tar_of(files)),
         "class": lambda: (TRAIN, tar_of({"n01440764.tar": tar_of(files)})),
@@ -406,11 +378,8 @@ def test_prepare_hostile_archives_write_nothing_outside(tmp_path, official, case
     }
     name, data = hostile[place]()
     (official / name).write_bytes(data)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=naming(name, *parts)):
         run(tmp_path / "root", official)
-    if "twice" not in parts:  # the first of the two is none of the official names
-        assert re.search(naming(*parts), str(error.value))
-    assert name in str(error.value)
     assert not (tmp_path / "root/val").exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"official", "root"}
     assert {path.name for path in official.iterdir()} == {TRAIN, VAL, KIT}
@@ -427,20 +396,6 @@ def test_prepare_a_split_of_something_else_is_left_alone(tmp_path, official):
     (root / module.SOURCES).write_text("{")
     with pytest.raises(DataError, match=naming("root/prepared.json", "delete")):
         run(root, official)
-
-
-def test_prepare_a_folder_that_may_not_be_listed_is_named(tmp_path, official, monkeypatch):
-    (tmp_path / "root/train").mkdir(parents=True)
-    scandir = os.scandir
-
-    def refuse(path):  # as mode 0 does to all but root
-        if Path(path) == tmp_path / "root/train":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match=naming("root/train", "listed", os.strerror(errno.EACCES))):
-        run(tmp_path / "root", official)
 
 
 def test_prepare_a_file_in_the_way_is_named(tmp_path, official):

@@ -128,17 +128,6 @@ def test_prepare_without_archives_it_is_downloaded(tmp_path, monkeypatch):
     assert len(asked) == 1
 
 
-def test_prepare_a_replaced_archive_starts_anew(tmp_path):
-    go = imagenette(tmp_path / "official", {**imagenette_files(), "x/val/n01440764/too_many.JPEG": b"1"})
-    with pytest.raises(DataError, match=naming("unfinished/val", "4 of 3")):
-        go(tmp_path / "root")
-    imagenette(tmp_path / "official", imagenette_files())
-    assert go(tmp_path / "root") == ["val"]
-    expected = {k.partition("/")[2]: v for k, v in imagenette_files().items() if k.count("/") == 3}
-    assert images_below(tmp_path / "root") == expected
-    assert {path.name for path in (tmp_path / "root").iterdir()} == {"train", "val", "prepared.json"}
-
-
 def run_v2(tmp_path, files, wnids=WNIDS, **options):
     official = tmp_path / "official"
     official.mkdir(exist_ok=True)
