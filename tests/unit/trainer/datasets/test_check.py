@@ -2,13 +2,11 @@
 
 import csv
 import errno
-import hashlib
 import io
 import json
 import os
 import re
 import struct
-import tarfile
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,9 +35,9 @@ from bigbatch.trainer.datasets.check import (
 )
 from bigbatch.trainer.datasets.check_report import finding_lines, print_report, write_json
 from bigbatch.trainer.datasets.examine import TRAITS, examine
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.order import eval_requests, read_index
-from bigbatch.trainer.input.shards import ENTRY, FORMAT_VERSION, Shard, SplitIndex
 
 
 def image(seed, width=60, height=40):
@@ -365,55 +363,32 @@ def test_check_classes_with_two_spellings_are_a_problem(tmp_path):
     assert finding.cases == ("'A1' and 'a1'",)
 
 
-def pack(folder, images, *, classes):
-    """A packed split written by tarfile and numpy; images are (label, bytes)."""
-    folder.mkdir(parents=True)
-    entries_N = np.zeros(len(images), ENTRY)
-    with tarfile.open(folder / "shard-000000.tar", "w") as tar:
-        for position, (_, data) in enumerate(images):
-            member = tarfile.TarInfo(f"{position:08d}.jpg")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    with tarfile.open(folder / "shard-000000.tar") as tar:
-        for position, (member, (label, data)) in enumerate(zip(tar, images, strict=True)):
-            width, height = Image.open(io.BytesIO(data)).size
-            entries_N[position] = (0, member.offset_data, len(data), height, width, label)
-    np.save(folder / "index.npy", entries_N)
-    shard = Shard("shard-000000.tar", (folder / "shard-000000.tar").stat().st_size, "")
-    digest = hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest()
-    facts = SplitIndex(FORMAT_VERSION, tuple(classes), len(images), digest, (shard,), {})
-    (folder / "index.json").write_text(facts.to_json())
-
-
 def test_check_packed_images(tmp_path):
-    train = [(label, encoded(image(number))) for number, label in enumerate([0, 0, 1] * 40)]
-    train[5] = (1, with_bad_tables(train[5][1]))
-    train[7] = (0, encoded(image(7), "PNG"))
-    pack(tmp_path / "train", train, classes="ab")
-    pack(tmp_path / "val", [(0, train[0][1])], classes="ab")
-    (tmp_path / "val/notes.txt").write_text("stray")
-    report = check_dataset(tmp_path)
-    assert replace(check_dataset(tmp_path, num_workers=2), seconds=report.seconds) == report
+    """Damaged after they were packed: one inside, one altogether."""
+    files = {f"train/{'aab'[number % 3]}/{number:03}.jpg": encoded(image(number)) for number in range(120)}
+    files |= {"train/a/007.jpg": encoded(image(7), "PNG"), "train/a/006.jpg": encoded(image(206))}
+    files |= {"val/a/0.jpg": files["train/a/000.jpg"], "val/b/0.jpg": encoded(image(200))}
+    pack(write(tmp_path / "folder", files), tmp_path / "packed", recipe=PackRecipe())
+    path = tmp_path / "packed/train/shard-000000.tar"
+    content = path.read_bytes().replace(files["train/b/005.jpg"], with_bad_tables(files["train/b/005.jpg"]))
+    path.write_bytes(content.replace(files["train/a/006.jpg"], b"x" * len(files["train/a/006.jpg"])))
+    (tmp_path / "packed/val/notes.txt").write_text("stray")
+    report = check_dataset(tmp_path / "packed")
+    assert replace(check_dataset(tmp_path / "packed", num_workers=2), seconds=report.seconds) == report
     assert summary(report.problems) == [
-        ("val", "class without images", 1),
+        ("train", "unreadable file", 1),
         ("train", "damaged image", 1),
         ("train and val", "same image in train and val", 1),
     ]
-    assert report.problems[1].cases[0].startswith(f"{tmp_path}/train/shard-000000.tar: image 00000005: cannot be")
-    assert [finding.cases for finding in report.remarks] == [(f"{tmp_path}/val/notes.txt",)]
+    assert report.problems[0].cases[0].startswith(f"{path}: image 00000004: is not the image that index.npy")
+    assert report.problems[1].cases[0].startswith(f"{path}: image 00000081: cannot be decoded")
+    assert [finding.cases for finding in report.remarks] == [(f"{tmp_path}/packed/val/notes.txt",)]
     facts = report.splits["train"]
-    assert (facts.num_images, facts.per_class) == (120, Spread(40, 60.0, 80))
-    assert facts.forms == {"JPEG RGB": 118, "PNG RGB": 1}
-
-
-def test_check_a_packed_image_that_was_overwritten(tmp_path):
-    pack(tmp_path / "train", [(0, encoded(image(0)))], classes="a")
-    pack(tmp_path / "val", [(0, encoded(image(1)))], classes="a")
-    path = tmp_path / "val/shard-000000.tar"
-    path.write_bytes(b"x" * path.stat().st_size)
-    problems = check_dataset(tmp_path).problems
-    assert summary(problems) == [("val", "unreadable file", 1)]
-    assert "shard-000000.tar: image 00000000: " in problems[0].cases[0]
+    assert (facts.num_images, facts.per_class, facts.forms) == (
+        120,
+        Spread(40, 60.0, 80),
+        {"JPEG RGB": 117, "PNG RGB": 1},
+    )
 
 
 @dataclass(frozen=True)

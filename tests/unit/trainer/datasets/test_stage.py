@@ -285,21 +285,16 @@ def test_stage_a_damaged_source_is_named(source, target, damage, name, parts):
     assert not list(target.rglob("*.unfinished"))
 
 
-@pytest.mark.parametrize("where", ["start", "middle"])
-def test_stage_a_source_that_vanishes_while_it_is_copied_is_named(source, target, monkeypatch, where):
+def test_stage_a_source_that_vanishes_while_it_is_copied_is_named(source, target, monkeypatch):
     chunks = stage_module._chunks
 
     def vanish(path):
         if path.name == "shard-000001.tar":
-            if where == "start":
-                path.unlink()
-            else:
-                os.truncate(path, 700)
+            path.unlink()
         yield from chunks(path)
 
     monkeypatch.setattr(stage_module, "_chunks", vanish)
-    parts = {"start": (os.strerror(errno.ENOENT), "back"), "middle": ("bytes", "delete")}[where]
-    with pytest.raises(DataError, match=naming("shard-000001.tar", *parts)):
+    with pytest.raises(DataError, match=naming("shard-000001.tar", os.strerror(errno.ENOENT), "back")):
         stage(source, target)
     assert not looks_whole(target / "train")
     assert (target / "train/shard-000000.tar").exists(), "what was copied is kept"

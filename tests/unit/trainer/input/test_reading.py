@@ -404,16 +404,6 @@ class Watched:
         return getattr(self._index, name)
 
 
-def test_reading_a_file_that_does_not_open_is_named(make, clock, tmp_path, monkeypatch):
-    files = {f"train/a/{n}.jpg": encoded(smooth_image(n)) for n in range(4)}
-    index = read_index(write(tmp_path, files), "train")
-    silent, clock.silent = as_pipe(tmp_path / "train/a/2.jpg"), {2}
-    monkeypatch.setattr(order, "read_plain", lambda path: Path(path).read_bytes())  # which refuses a pipe
-    with pytest.raises(StorageError, match=naming(f"{silent}: ", "data.patience_seconds=0.1")):
-        list(make(Watched(index, clock), patience_seconds=0.1).load([ask(0, 1, 2, 3)]))
-    answer(silent)
-
-
 def test_reading_a_shard_that_does_not_open_is_named_and_blocks_no_close(make, clock, tmp_path):
     files = {f"{split}/a/{n}.jpg": encoded(smooth_image(n)) for split in ("train", "val") for n in range(4)}
     pack(write(tmp_path / "folder", files), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))

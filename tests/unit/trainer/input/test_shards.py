@@ -293,17 +293,6 @@ def test_shards_an_index_that_is_cut_after_opening_is_not_needed_any_more(own):
     assert [index.read(n) for n in range(len(index))] == [data for data, _ in stored(own / "train")]
 
 
-def test_shards_the_limit_of_open_files_is_named(packed, monkeypatch):
-    index = open_split(packed, "train")
-
-    def refuse(*_):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(DataError, match=naming("image 00000000: ", "`ulimit -n ")):
-        index.read(0)
-
-
 def test_shards_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make, packed, monkeypatch, capsys):
     index, opened, num_refused = open_split(packed, "train"), os.open, [0]
 

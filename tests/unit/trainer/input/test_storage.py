@@ -26,7 +26,6 @@ from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError, StorageError
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import storage, webdataset, webdataset_index
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
@@ -304,14 +303,6 @@ def test_storage_cache_of_another_size_is_left_to_the_job_that_uses_it(tmp_path)
     kept = storage.KeptBlocks(tmp_path, "images", "now", num_blocks=16).get(0)
     assert kept is not None
     assert kept.rstrip(b"\0") == b"kept"
-
-
-@pytest.mark.long
-def test_storage_data_check_reads_it_too(bucket):
-    report = check_dataset(bucket, decode=False)
-    assert {split: facts.num_images for split, facts in report.splits.items()} == {"train": 24, "val": 24}
-    assert not [finding for finding in report.problems if "same image" not in finding.kind]
-    assert report.root == f"s3://{bucket.name}"
 
 
 @pytest.mark.parametrize("name", ["nonesuch", "empty"])

@@ -23,7 +23,7 @@ from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
-from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
+from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.reading import ahead
 
 SIZE = 64
@@ -128,26 +128,6 @@ def test_loaders_real_images(make):
         assert apart_B.max() <= (0 if is_exact(loader) else 1.0)
         by_pillow = expected_images(index, request, size=224, decoded=lambda image: image)
         assert difference(batch, by_pillow).max() <= (0.25 if is_exact(loader) else 1.0)
-
-
-def test_loaders_many_threads_and_small_batches_keep_the_order(make, index):
-    stream = list(
-        train_requests(
-            seed=0,
-            num_samples=9,
-            global_batch_size=4,
-            microbatch_size=2,
-            microbatches=range(2),
-            start_step=0,
-            end_step=30,
-        )
-    )
-    loader = make(index, microbatch_size=2, num_threads=5, prefetch_batches=4)
-    batches = list(loader.load(stream))
-    assert len(batches) == len(stream) == 60
-    for request, batch in zip(stream, batches, strict=True):
-        assert batch.labels_B.tolist() == index.labels_N[request.indices_B].tolist()
-        assert difference(batch, expected_images(index, request)).max() <= 1.0
 
 
 @pytest.mark.parametrize("prefetch_batches", [1, 5])
