@@ -61,7 +61,7 @@ def expected(images, labels, indices, *, epoch, mixup_alpha=0.0, cutmix_alpha=0.
 
 @pytest.mark.parametrize("alphas", KINDS)
 def test_mix_images_and_targets_are_those_of_the_papers(alphas):
-    images, labels, indices = batch(8)
+    images, labels, indices = batch(40)
     before = images.clone()
     mixed, targets = make(**alphas)(images, labels, epoch=3, indices_B=indices)
     expected_mixed, expected_targets = expected(images, labels, indices, epoch=3, **alphas)
@@ -107,17 +107,6 @@ def test_mix_the_same_ghost_batches_in_other_microbatches_mix_alike(alphas):
     assert not torch.equal(other[0], whole[0])
     other = Mix(seed=12, num_classes=NUM_CLASSES, bn_span=SPAN, **alphas)(images, labels, epoch=1, indices_B=indices)
     assert not torch.equal(other[0], whole[0])
-
-
-def test_mix_both_are_taken_equally_often():
-    """A black ghost batch with one white image stays black and white under CutMix alone."""
-    count = 800
-    images = torch.zeros(count * 2, 1, 2, 2)
-    images[::2] = 1
-    mix = Mix(seed=0, num_classes=2, bn_span=2, mixup_alpha=1.0, cutmix_alpha=1.0)
-    mixed, _ = mix(images, torch.zeros(count * 2, dtype=torch.int64), epoch=0, indices_B=np.arange(count * 2))
-    is_cutmix = ((mixed == 0) | (mixed == 1)).all(dim=(1, 2, 3))[::2]
-    assert abs(is_cutmix.sum().item() - count / 2) < 5 * math.sqrt(count / 4)
 
 
 def beta_cdf(points, alpha, steps=200_000):

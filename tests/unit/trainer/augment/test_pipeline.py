@@ -1,7 +1,5 @@
 """Augmentation of microbatches, compared with torchvision sample by sample and with the papers' words."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -85,13 +83,6 @@ def test_color_jitter_is_torchvisions_with_the_same_factors_and_order(strength):
         assert torch.equal(ours, image)
 
 
-def test_color_jitter_takes_all_six_orders_equally():
-    draws = uniforms(seed=0, epoch=0, indices_B=np.arange(6000), num_draws=6, stream=1)
-    _, counts = np.unique(np.argsort(draws[:, 3:], axis=1), axis=0, return_counts=True)
-    assert len(counts) == 6
-    assert ((counts - 1000) ** 2 / 1000).sum() < 5 + 5 * math.sqrt(2 * 5)  # mean k, variance 2k
-
-
 # --- RandAugment and TrivialAugment
 
 
@@ -130,7 +121,7 @@ def test_apply_ops_every_magnitude_is_torchvisions(op, transform):
 
 
 def test_apply_ops_follow_each_other_as_drawn():
-    images = batch()
+    images = batch(60)
     draws = np.random.default_rng(4).random((len(images), 4))
     colours = [number for number, name in enumerate(TORCHVISION_OPS) if name not in GEOMETRIC]
     chosen = np.random.default_rng(5).choice(colours, (len(images), 2))
@@ -144,33 +135,9 @@ def test_apply_ops_follow_each_other_as_drawn():
         assert torch.equal(ours, image)
 
 
-def test_rand_augment_ops_and_signs_are_uniform_and_independent(monkeypatch):
-    rounds = []
-
-    def record(images_BCHW, drawn):
-        rounds.append((drawn.ops_B, drawn.signs_B))
-        return images_BCHW
-
-    monkeypatch.setattr(rand_augment, "apply_ops", record)
-    count = 14 * 14 * 4 * 40
-    augment = Augment(3, (rand_augment.RandAugment(2),))
-    augment(torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count))
-    assert len(rounds) == 2
-    assert {sign for _, signs in rounds for sign in signs.tolist()} == {-1.0, 1.0}
-    (first, first_signs), (second, second_signs) = rounds
-    assert_uniform([first, second, first_signs, second_signs], bins=(range(15), range(15), 2, 2))
-
-
-def assert_uniform(table, *, bins):
-    """Chi-square test with 40 expected draws a cell: mean k, variance 2k."""
-    cells = np.histogramdd(table, bins=bins)[0]
-    degrees = cells.size - 1
-    assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)
-
-
 def test_trivial_augment_is_torchvisions_with_each_images_own_draws():
     """All colours, at many magnitudes in one batch: equal to the bit."""
-    images = batch()
+    images = batch(60)
     draws = np.random.default_rng(7).random((len(images), 3))
     colours = [number for number, name in enumerate(TORCHVISION_OPS) if name not in GEOMETRIC]
     chosen = np.resize(colours, len(images))
@@ -181,21 +148,6 @@ def test_trivial_augment_is_torchvisions_with_each_images_own_draws():
         name = TORCHVISION_OPS[op]
         size = torchvision_magnitude(name, int(magnitude * 31), -1 if sign < 0.5 else 1, TrivialAugmentWide)
         assert torch.equal(ours, torchvisions(image, name, size, TrivialAugmentWide))
-
-
-def test_trivial_augment_draws_are_uniform_and_independent(monkeypatch):
-    rounds = []
-
-    def record(images_BCHW, drawn):
-        rounds.append(drawn)
-        return images_BCHW
-
-    monkeypatch.setattr(rand_augment, "apply_ops", record)
-    count = 14 * 31 * 2 * 40
-    augment = Augment(3, (rand_augment.TrivialAugment(),))
-    augment(torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count))
-    [drawn] = rounds
-    assert_uniform([drawn.ops_B, drawn.magnitudes_B, drawn.signs_B], bins=(range(15), range(32), 2))
 
 
 # --- cutout
@@ -251,20 +203,6 @@ def test_random_erasing_is_torchvisions_with_the_same_draws(monkeypatch):
     erased = draws[:, 0] < 0.75
     erased[3] = False
     assert changed == erased.tolist()
-
-
-def test_random_erasing_has_torchvisions_distribution_of_areas():
-    count = 1000
-    white = torch.full((1, 3, 32, 32), 255, dtype=torch.uint8)
-    augment = Augment(3, (cutout.RandomErasing(1.0, (0, 0, 0)),))
-    ours = augment(white.expand(count, 3, 32, 32), epoch=1, indices_B=np.arange(count))
-    torch.manual_seed(0)
-    boxes = [RandomErasing(p=1.0).make_params([white[0]]) for _ in range(count)]
-    theirs = np.sort([box["h"] * box["w"] for box in boxes])
-    areas = np.sort((ours[:, 0] == 0).sum((1, 2)).numpy())
-    grid = np.arange(0, 400)
-    apart = np.abs(np.searchsorted(areas, grid, "right") - np.searchsorted(theirs, grid, "right")).max() / count
-    assert apart < 1.95 * math.sqrt(2 / count)  # Kolmogorov and Smirnov, at 0.1%
 
 
 # --- all together

@@ -308,32 +308,8 @@ def test_pack_a_set_of_an_older_version_is_read_and_not_packed_into(source, tmp_
         pack(source, target, recipe=RECIPE)
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_pack_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
-    """With fewer images and another class in front: nothing of before fits, and the last shards are in excess."""
-    target, whole_replacing = tmp_path / "packed", pack_module.new_shard_file
-    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
-        pack_with_a_bad_image(source, target)
-    num_shards = len(identities(target / "train"))
-    for split in ("train", "val"):
-        (source / split / "a").rename(source / split / "0")
-    for path in (source / "train").glob("*/*"):
-        if path.name not in ("0.JPEG", "8.JPEG"):
-            path.unlink()
-    if is_killed:  # between the old shards and the new pack.json
-
-        def fail(path):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(pack_module, "new_shard_file", fail)
-        with pytest.raises(KeyboardInterrupt):
-            pack(source, target, recipe=RECIPE)
-        monkeypatch.setattr(pack_module, "new_shard_file", whole_replacing)
-    pack(source, target, recipe=RECIPE)
-    pack(source, tmp_path / "at-once", recipe=RECIPE)
-    assert contents(target) == contents(tmp_path / "at-once")
-    assert len(identities(target / "train")) < num_shards
-    assert verify(target) == 4
+def raise_interrupt(path):
+    raise KeyboardInterrupt
 
 
 def replace_bad_image(source):
@@ -353,15 +329,38 @@ def insert_image(source):
     (source / "train/a/00.jpg").write_bytes(encoded(51, 1, 1, mode="L"))
 
 
+def remove_most(source):
+    """With another class in front: nothing of before fits, and the last shards are in excess."""
+    for split in ("train", "val"):
+        (source / split / "a").rename(source / split / "0")
+    for path in (source / "train").glob("*/*"):
+        if path.name not in ("0.JPEG", "8.JPEG"):
+            path.unlink()
+
+
 @pytest.mark.parametrize(
-    ("change", "shard_bytes"), [(replace_bad_image, 12_000), (insert_class, 1), (insert_image, 11_000)]
+    ("change", "shard_bytes", "is_killed"),
+    [
+        (replace_bad_image, 12_000, False),
+        (insert_class, 1, False),
+        (insert_image, 11_000, False),
+        (remove_most, 12_000, False),
+        (remove_most, 12_000, True),
+    ],
 )
-def test_pack_images_that_stay_but_get_another_label_or_number_are_packed_again(source, tmp_path, change, shard_bytes):
+def test_pack_a_source_that_changed_before_the_end_is_packed_as_it_is(
+    source, tmp_path, monkeypatch, change, shard_bytes, is_killed
+):
     target, recipe = tmp_path / "packed", PackRecipe(shard_bytes=shard_bytes)
     with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
         pack_with_a_bad_image(source, target, recipe=recipe)
     assert len(identities(target)) > 2
     change(source)
+    if is_killed:  # between the old shards and the new pack.json
+        with monkeypatch.context() as patch:
+            patch.setattr(pack_module, "new_shard_file", raise_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pack(source, target, recipe=recipe)
     pack(source, target, recipe=recipe)
     assert verify(target) == len(list(source.rglob("*.*")))
     pack(source, tmp_path / "at-once", recipe=recipe)

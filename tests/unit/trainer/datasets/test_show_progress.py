@@ -18,14 +18,6 @@ def test_show_progress_a_line_at_every_tenth_without_a_terminal(capsys: pytest.C
     assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in lines))
 
 
-def test_show_each_kind_of_work_has_its_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with show_each() as report:
-        for done in range(1, 21):
-            report("writing train", done, 20)
-            report("writing val", 1, 20)
-    assert capsys.readouterr().err.splitlines() == [f"writing train: {done} of 20" for done in range(2, 21, 2)]
-
-
 def test_show_progress_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rate leaves out what was done before the first call: by an earlier process."""
     monkeypatch.setattr(Console, "is_terminal", True)

@@ -169,28 +169,6 @@ class Slow:
         return self.index.read(position)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("prefetch_batches", [1, 4])
-def test_bad_images_no_request_is_lost_or_served_twice(make, tmp_path, prefetch_batches):
-    """Several in one batch and in batches read ahead: each stops the decoder with another lead of the reader."""
-    bad = {9: UNDECODABLE, 10: UNDECODABLE, 13: UNDECODABLE, 19: UNDECODABLE}
-    index = split(tmp_path, bad, num_images=24)
-    asked = [ask(*range(n, n + 4)) for n in range(0, 24, 4)] * 2
-    runs = []
-    for lag in (0.0, 0.03):  # of the consumer: time for the reader to get ahead
-        loader = make(Slow(index, 0.004), max_skipped=4, prefetch_batches=prefetch_batches)
-        found = []
-        for batch in loader.load(iter(asked)):
-            time.sleep(lag)
-            check(loader, index, batch, bad)
-            found.append((batch.request, batch.images_BCHW.clone(), batch.replaced))
-        runs.append(found)
-        assert [request for request, _, _ in found] == asked
-    for one, other in zip(*runs, strict=True):
-        assert torch.equal(one[1], other[1])
-        assert one[2] == other[2]
-
-
 def test_bad_images_what_is_known_to_be_bad_is_not_read_again(make, tmp_path):
     bad = {1: b"", 6: UNDECODABLE}
     source = Slow(split(tmp_path, bad))

@@ -149,40 +149,12 @@ def test_stream_skipped_images_are_told_at_the_report() -> None:
     assert told == [(1, ["train/12", "train/3"])], "each once"
 
 
-def test_stream_too_many_skipped_images_end_the_run_with_a_checkpoint() -> None:
-    recorder, batches = Recorder(), make_batches()
-    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3, 12)
-    with pytest.raises(DataError, match="2 images are bad"):
-        train(STEPS, make_parts(), recorder, iter(batches), max_skipped=1)
-    assert [event[:2] for event in recorder.events] == [("report", 1), ("report", 2), ("skipped", 2), ("save", 2)]
-
-
 def test_stream_too_many_skipped_images_before_a_failure_save_once() -> None:
     recorder, batches = Recorder(), make_batches(ACCUMULATION)
     batches[0] = with_bad(batches[0], 3, 12)
     with pytest.raises(DataError, match="2 images are bad"):
         train(replace(STEPS, log_every_steps=2), make_parts(), recorder, failing(batches), max_skipped=1)
     assert [event[:2] for event in recorder.events] == [("skipped", 1), ("save", 1)]
-
-
-def test_stream_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() -> None:
-    parts = make_parts()
-    recorder = StateRecorder(parts)
-
-    def evaluate_two(done: int, **_: object) -> dict[str, Any]:
-        return evaluate(
-            parts.model,
-            failing(make_batches(1)),
-            normalize=parts.normalize,
-            communicator=parts.communicator,
-            num_samples=2 * SPAN,
-        )
-
-    recorder.evaluate = evaluate_two  # type: ignore[method-assign]
-    with pytest.raises(DataError, match=naming(LOST)):
-        train(replace(STEPS, eval_every_steps=2), parts, recorder, iter(make_batches()))
-    assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
-    assert recorder.states[2] == undisturbed("fp32", "sgd")[2]
 
 
 def test_stream_last_batch_comes_again_after_a_failure() -> None:
