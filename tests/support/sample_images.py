@@ -59,6 +59,11 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
+def touch(root: Path, *names: str) -> Path:
+    """Write empty files below root; returns root."""
+    return write(root, dict.fromkeys(names, b""))
+
+
 def resized_crop(image_CHW: Tensor, box: list[int], *, size: int) -> Tensor:
     """torchvision's resized_crop of (top, left, height, width) by torch's integer kernel, in uint8, on any CPU.
 

@@ -106,7 +106,7 @@ def check_dataset(
     """
     start = time.monotonic()
     data = DataRoot(root)
-    listings = {split: open_listing(data, split) for split in SPLITS if data.has(split)}
+    listings = {split: open_listing(data, split) for split in SPLITS if data.classes(split) is not None}
     if not listings:
         what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of images"
         hint = "name the folder that contains train/ and val/, or the list that `bigbatch init` wrote"

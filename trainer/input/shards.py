@@ -214,12 +214,6 @@ class DataRoot:
             require_same_classes(self.name, found=found.classes, expected=classes)
         return found
 
-    def has(self, split: str) -> bool:
-        """Return whether there is such a split. Raises: DataError."""
-        if self._storage:
-            return self.classes(split) is not None
-        return self.path.is_file() or (self.path / split).is_dir() or split in self.shards
-
     def classes(self, split: str) -> tuple[str, ...] | None:
         """Return sorted class names of a split; None if there is no such split. Lists no images. Raises: DataError."""
         if self._storage:

@@ -140,16 +140,6 @@ def test_prepare_a_name_is_given_after_everything_reached_the_disk(tmp_path, off
     ]
 
 
-def test_prepare_a_second_run_is_refused(tmp_path, official):
-    root = tmp_path / "root"
-    with (
-        module._only_run(root, TINY),
-        pytest.raises(DataError, match=naming("root/.imagenet.unfinished", "another", "wait")),
-    ):
-        run(root, official)
-    assert_heals(root, official)
-
-
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
 def test_prepare_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, number):
     def refuse(descriptor, operation):

@@ -3,15 +3,9 @@
 from pathlib import Path
 
 import pytest
+from sample_images import touch
 
 from bigbatch.trainer.input.image_files import UNREAD_SUFFIXES, is_image, list_below, list_split, spelled_twice
-
-
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    return root
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.JPEG", "b.jfif", "b.JPE", "b.jif", "c.b.png", "d.WebP"])

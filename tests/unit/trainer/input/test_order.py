@@ -2,13 +2,13 @@
 
 import errno
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 from error_texts import naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_images import touch
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.batch import Division
@@ -110,13 +110,6 @@ def test_order_evaluation_counts_each_image_once(num_samples, microbatch_size, w
     counted = np.concatenate([request.indices_B[request.valid_B] for request in requests])
     assert sorted(counted.tolist()) == list(range(num_samples))
     assert all((request.indices_B < num_samples).all() for request in requests)
-
-
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    return root
 
 
 def test_read_index_takes_nested_images_and_counts_what_it_leaves_out(tmp_path):
