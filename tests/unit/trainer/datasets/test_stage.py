@@ -191,17 +191,6 @@ def test_stage_a_copy_by_other_means_is_read_once_and_kept(source, target, read,
     assert read == []
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 600)])
-def test_stage_missing_and_cut_files_are_copied_anew(source, target, read, damage):
-    stage(source, target)
-    for name in ("train/shard-000000.tar", "train/index.npy"):
-        damage(target / name)
-    read.clear()
-    stage(source, target)
-    assert sorted(read) == ["train/index.npy", "train/shard-000000.tar"]
-    assert staged(target) == staged(source)
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path

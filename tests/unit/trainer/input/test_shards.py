@@ -23,7 +23,7 @@ from PIL import Image
 from sample_images import exif, write
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
+from bigbatch.trainer.augment.crops import padded_crop, random_resized_crop
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import ImageIndex, eval_requests, read_index, train_requests
@@ -118,18 +118,6 @@ def test_shards_training_batches_are_those_of_the_folder(make, folder, packed):
         ours = make(open_split(packed, "train"), microbatch_size=2)
         theirs = make(read_index(folder, "train"), microbatch_size=2)
         assert_same_batches(ours.load(stream), theirs.load(stream), num_batches=6)
-
-
-def test_shards_evaluation_batches_are_those_of_the_folder(make, folder, packed):
-    asked = list(eval_requests(num_samples=len(files()), microbatch_size=4, rank=0, world_size=1))
-    changed = {"microbatch_size": 4, "crop": center_crop()}
-    ours = make(open_split(packed, "val"), **changed)
-    theirs = make(read_index(folder, "val"), **changed)
-    assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=3)
-    assert open_shards(packed)
-    ours.close()
-    assert not open_shards(packed)
-    assert len(list(ours.load(asked))) == 3  # a closed loader may be used again
 
 
 def test_shards_resident_images_are_those_of_the_folder(tmp_path):

@@ -309,18 +309,6 @@ def test_loaders_closing_ahead_ends_its_source():
     assert not bigbatch_threads() - before
 
 
-def test_loaders_ahead_raises_in_its_place():
-    def source():
-        yield 1
-        yield 2
-        raise KeyError("third")
-
-    items = ahead(source(), depth=5)
-    assert [next(items), next(items)] == [1, 2]
-    with pytest.raises(KeyError, match="third"):
-        next(items)
-
-
 @pytest.fixture(scope="module")
 def small_index(tmp_path_factory):
     files = {f"train/{n % 2}/{n}.png": encoded(smooth_image(n, 32, 32), "PNG") for n in range(7)}
