@@ -6,12 +6,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, examine_all
+from bigbatch.trainer.datasets.examine import IMAGE, PART_IMAGES, TRAITS, examine_part
+from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, list_below, list_split, spelled_twice
@@ -116,7 +118,13 @@ def check_dataset(
     # an empty part first, so that a split without images can be concatenated, too
     rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
     faults: dict[str, dict[str, list[str]]] = {split: {} for split in splits}
-    for split, rows_N, found in examine_all(splits, decode=decode, num_workers=num_workers, max_pixels=max_pixels):
+    tasks = [
+        (split, range(first, min(first + PART_IMAGES, len(images))))
+        for split, images in splits.items()
+        for first in range(0, len(images), PART_IMAGES)
+    ]
+    work = partial(examine_part, splits, decode, max_pixels)
+    for split, rows_N, found in in_parallel(work, tasks, num_workers=num_workers):
         rows[split].append(rows_N)
         for kind, reason in found:
             faults[split].setdefault(kind, []).append(reason)
@@ -167,20 +175,6 @@ def list_folder(folder: Path) -> Listing:
     )
 
 
-def list_packed(folder: Path) -> Listing:
-    """Open a packed split and list all else that lies there. Raises: DataError."""
-    index = read_packed(folder)
-    expected = {FACTS, ENTRIES, SETTINGS, *(shard.name for shard in index.facts.shards)}
-    found = list_below(folder)
-    beside = tuple(f"{folder}/{path}" for path in (*found.images, *found.unread))
-    return Listing(
-        index,
-        left_out={"in no shard": beside} if beside else {},
-        strays=tuple(f"{folder}/{path}" for path in sorted({*found.hidden, *found.others} - expected)),
-        unlisted=tuple(found.unlisted),
-    )
-
-
 def open_listing(data: DataRoot, split: str) -> Listing:
     """List the images of a split, whatever its form, and in a folder all else that lies there.
 
@@ -188,7 +182,16 @@ def open_listing(data: DataRoot, split: str) -> Listing:
     """
     folder = data.path / split
     if is_packed(folder):
-        return list_packed(folder)
+        index = read_packed(folder)
+        expected = {FACTS, ENTRIES, SETTINGS, *(shard.name for shard in index.facts.shards)}
+        found = list_below(folder)
+        beside = tuple(f"{folder}/{path}" for path in (*found.images, *found.unread))
+        return Listing(
+            index,
+            left_out={"in no shard": beside} if beside else {},
+            strays=tuple(f"{folder}/{path}" for path in sorted({*found.hidden, *found.others} - expected)),
+            unlisted=tuple(found.unlisted),
+        )
     if folder.is_dir() and not data.shards:
         return list_folder(folder)
     images = data.open(split)

@@ -3,14 +3,12 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
 from PIL import Image
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import (
     PNG_END,
@@ -108,7 +106,7 @@ def _is_rotated(image: Image.Image) -> bool:
         return False
 
 
-def _examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: int, task: tuple[str, range]) -> Part:
+def examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: int, task: tuple[str, range]) -> Part:
     """Read and examine the images at the positions of a split; a bad one becomes a fault."""
     split, positions = task
     images, rows_N = splits[split], np.zeros(len(positions), IMAGE)
@@ -141,18 +139,3 @@ def reason_of(path: str, error: Exception) -> str:
     cause = error.__cause__ if is_there else error
     what = (isinstance(cause, OSError) and cause.strerror) or " ".join(str(cause).split())
     return f"{path}: cannot be used ({what}); replace or remove it"
-
-
-def examine_all(
-    splits: Mapping[str, ImageSource], *, decode: bool, num_workers: int, max_pixels: int
-) -> Iterator[Part]:
-    """Yield parts of all splits, in order, each as soon as it is there; in this process if one is enough.
-
-    Raises: ConfigError for an impossible num_workers; DataError if a process dies.
-    """
-    tasks = [
-        (split, range(first, min(first + PART_IMAGES, len(images))))
-        for split, images in splits.items()
-        for first in range(0, len(images), PART_IMAGES)
-    ]
-    return in_parallel(partial(_examine_part, splits, decode, max_pixels), tasks, num_workers=num_workers)

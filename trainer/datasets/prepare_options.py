@@ -4,7 +4,6 @@ import argparse
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigbatch.errors import DataError, print_line
@@ -148,8 +147,12 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
             num_threads=arguments.threads,
             on_progress=on_progress,
         )
-    for line in summary(data_set, arguments.root, written=written, seconds=time.monotonic() - start):
-        print_line(line)
+    counts = " and ".join(f"{number:,} in {split}" for split, number in data_set.num_images.items())
+    how = f"written in {time.monotonic() - start:.1f} s ({', '.join(written)})" if written else "complete already"
+    print_line(f"{arguments.root}: {data_set.num_classes:,} classes, images: {counts}; {how}")
+    if "train" not in data_set.num_images:
+        print_line(f"evaluation reads the class names from {arguments.root}/train: link ImageNet's there")
+    print_line(f"in the config: data.root: {arguments.root}, data.num_classes: {data_set.num_classes}")
     return 0
 
 
@@ -162,14 +165,3 @@ def _find(name: str, arguments: argparse.Namespace) -> "DataSet":
     if name == "imagenette":
         return known.IMAGENETTE[arguments.size]
     return known.IMAGENET if name == "imagenet" else known.CIFAR[int(name.removeprefix("cifar"))]
-
-
-def summary(data_set: "DataSet", root: Path, *, written: list[str], seconds: float) -> list[str]:
-    """Return lines on the prepared data set, and how to train on it."""
-    counts = " and ".join(f"{number:,} in {split}" for split, number in data_set.num_images.items())
-    how = f"written in {seconds:.1f} s ({', '.join(written)})" if written else "complete already"
-    lines = [f"{root}: {data_set.num_classes:,} classes, images: {counts}; {how}"]
-    if "train" not in data_set.num_images:
-        lines.append(f"evaluation reads the class names from {root}/train: link ImageNet's there")
-    lines.append(f"in the config: data.root: {root}, data.num_classes: {data_set.num_classes}")
-    return lines
