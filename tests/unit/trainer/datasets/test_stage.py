@@ -289,27 +289,13 @@ def test_stage_a_source_that_vanishes_while_it_is_copied_is_named(source, target
     assert (target / "train/shard-000000.tar").exists(), "what was copied is kept"
 
 
-class Full:
-    """A file on a disk that has no room for it."""
-
-    def __init__(self, path, mode):
-        self.file = open(path, mode)  # noqa: SIM115
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
-    def write(self, data):
-        self.file.write(data[:500])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("name", ["shard-000001.tar", "index.json"])
 def test_stage_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, monkeypatch, name):
     def open_there(path, mode="r", **options):
-        return Full(path, mode) if name in path.name and mode == "xb" else open(path, mode, **options)
+        if name not in path.name or mode != "xb":
+            return open(path, mode, **options)
+        path.write_bytes(b"half")
+        return open("/dev/full", "wb")
 
     monkeypatch.setattr(files, "open", open_there, raising=False)
     with pytest.raises(DataError, match=naming(f"staged/train/{name}", os.strerror(errno.ENOSPC))):

@@ -2,7 +2,7 @@
 
 import errno
 import os
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,18 +17,33 @@ from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.input import order
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
 from bigbatch.trainer.input.shards import open_split
-from tests.unit.trainer.input.loaders.test_loaders import BAD
 
 SIZE = 48
 CROP = random_resized_crop(seed=3)
 SETTINGS = COMMON_SETTINGS | {"crop": CROP, "image_size": SIZE}
 UNDECODABLE = with_bad_tables(encoded(smooth_image(50)))
+
+
+BAD = {
+    "text": (b"<html>not found</html>", ("image", "replace")),
+    "empty": (b"", ("image", "replace")),
+    "cut off": (encoded(smooth_image(0))[:-300], ("decoded",)),
+    "without its end": (encoded(smooth_image(0))[:-2], ("decoded",)),
+    "cut off png": (encoded(smooth_image(0), "PNG")[:-900], ("decoded",)),
+    "png without its end": (encoded(smooth_image(0), "PNG")[:-12], ("end mark", "replace")),
+    "png with a bad end": (encoded(smooth_image(0), "PNG")[:-1] + b"?", ("end mark", "replace")),
+    "cut off webp": (encoded(smooth_image(0), "WEBP")[:-100], ("image", "replace")),
+    "gif": (encoded(smooth_image(0), "GIF"), ("not an image in JPEG, PNG or WebP", "replace")),
+    "16 bits": (encoded(Image.new("I;16", (50, 50)), "PNG"), ("PNG in mode I;16", "8-bit JPEG, PNG or WebP")),
+    "bad tables": (with_bad_tables(encoded(smooth_image(1))), ("decoded",)),
+}
 
 
 def whole(number):
@@ -81,7 +96,7 @@ def check(loader, index, batch, bad):
         assert "\n" not in replaced.reason
 
 
-@pytest.mark.parametrize("kind", ["text", "cut off", "bad tables", "16 bits"])
+@pytest.mark.parametrize("kind", BAD)
 def test_bad_images_the_next_image_stands_in(make, tmp_path, kind):
     """3 is the last of its class: label, size and pixels come from the next class."""
     data, parts = BAD[kind]
@@ -152,37 +167,18 @@ def test_bad_images_any_split_of_the_batch_gives_the_same(
         assert found[position][1] == label
 
 
-class Slow:
-    """A source that takes its time and counts."""
-
-    def __init__(self, index, seconds=0.0):
-        self.index, self.seconds, self.num_reads = index, seconds, [0] * len(index)
-        self.classes, self.labels_N = index.classes, index.labels_N
-        self.name, self.sizes, self.close = index.name, index.sizes, index.close
-
-    def __len__(self):
-        return len(self.index)
-
-    def read(self, position):
-        self.num_reads[position] += 1
-        time.sleep(self.seconds)
-        return self.index.read(position)
-
-
-def test_bad_images_what_is_known_to_be_bad_is_not_read_again(make, tmp_path):
-    bad = {1: b"", 6: UNDECODABLE}
-    source = Slow(split(tmp_path, bad))
-    loader = make(source, max_skipped=2)
-    first = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
-    assert len(list(loader.load(first))) == 2
-    assert source.num_reads[1] == 1
-    assert source.num_reads[6] == 1
+def test_bad_images_what_is_known_to_be_bad_is_not_read_again(make, tmp_path, monkeypatch):
+    bad, read = {1: b"", 6: UNDECODABLE}, []
+    index = split(tmp_path, bad)
+    monkeypatch.setattr(order, "read_file", lambda path: read.append(path) or Path(path).read_bytes())
+    loader = make(index, max_skipped=2)
+    assert len(list(loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)]))) == 2
     later = [ask(3, 1, 6, 0, epoch=1), ask(6, 1, 5, 4, epoch=2)]
     for batch in loader.load(later):
-        check(loader, source.index, batch, bad)
+        check(loader, index, batch, bad)
     loader.close()
     assert len(list(loader.load(later))) == 2
-    assert (source.num_reads[1], source.num_reads[6]) == (1, 1)
+    assert [read.count(index.name(position)) for position in bad] == [1, 1]
 
 
 @pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])

@@ -11,7 +11,7 @@ import torch
 from error_texts import naming
 from image_loaders import COMMON_SETTINGS, bigbatch_threads
 from PIL import Image
-from sample_images import REAL_DATA, encoded, exif, resized_crop, smooth_image, with_bad_tables, write
+from sample_images import REAL_DATA, encoded, exif, resized_crop, smooth_image, write
 from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import ConfigError, DataError
@@ -157,34 +157,6 @@ def test_loaders_a_loader_serves_load_after_load(make, index, prefetch_batches):
 def test_loaders_requests_of_another_size_are_refused(make, index):
     with pytest.raises(ValueError, match=naming("3 samples", "microbatch_size is 4")):
         list(make(index).load(requests(index, microbatch_size=3)))
-
-
-BAD = {
-    "text": (b"<html>not found</html>", ("image", "replace")),
-    "empty": (b"", ("image", "replace")),
-    "cut off": (encoded(smooth_image(0))[:-300], ("decoded",)),
-    "without its end": (encoded(smooth_image(0))[:-2], ("decoded",)),
-    "cut off png": (encoded(smooth_image(0), "PNG")[:-900], ("decoded",)),
-    "png without its end": (encoded(smooth_image(0), "PNG")[:-12], ("end mark", "replace")),
-    "png with a bad end": (encoded(smooth_image(0), "PNG")[:-1] + b"?", ("end mark", "replace")),
-    "cut off webp": (encoded(smooth_image(0), "WEBP")[:-100], ("image", "replace")),
-    "gif": (encoded(smooth_image(0), "GIF"), ("not an image in JPEG, PNG or WebP", "replace")),
-    "16 bits": (encoded(Image.new("I;16", (50, 50)), "PNG"), ("PNG in mode I;16", "8-bit JPEG, PNG or WebP")),
-    "bad tables": (with_bad_tables(encoded(smooth_image(1))), ("decoded",)),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_loaders_a_bad_image_is_named(make, tmp_path, kind):
-    data, parts = BAD[kind]
-    good = encoded(smooth_image(0))
-    index = read_index(write(tmp_path, {"train/a/0.jpg": good, "train/a/1.jpg": data}), "train")
-    loader = make(index, microbatch_size=1)
-    with pytest.raises(DataError, match=naming("train/a/1.jpg: ", *parts)) as caught:
-        list(loader.load(requests(index, microbatch_size=1)))
-    assert "\n" not in str(caught.value)
-    first = requests(index, microbatch_size=1)[:1]
-    assert len(list(loader.load(first))) == 1  # usable afterwards
 
 
 def test_loaders_a_part_of_a_png_that_pillow_chokes_on_is_named():
