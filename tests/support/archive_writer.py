@@ -68,6 +68,8 @@ HOSTILE = {
     "pipe": ({"x": special("x", tarfile.FIFOTYPE)}, ("'x'", "device", "pipe")),
     "unknown type": ({"x": special("x", b"Z")}, ("'x'", "file")),
     "endless": ({"x": sized("9" * 20)}, ("'x'", "size")),
+    "larger than any file": ({"x": sized(str(1 << 50))}, ("'x'", "size")),
+    "negative": ({"x": sized("-1024")}, ("'x'", "size")),
     "sparse": ({"x": special("x", tarfile.GNUTYPE_SPARSE)}, ("'x'", "sparse")),
     "parent folder": ({"../x": special("../x", tarfile.DIRTYPE)}, ("'../x'", "out")),
     "duplicate": ({"a/x": b"1", "./a/x": b"2"}, ("'./a/x'", "twice")),

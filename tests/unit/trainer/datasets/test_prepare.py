@@ -253,20 +253,6 @@ def test_prepare_a_name_that_cannot_be_given_is_named(tmp_path, official, monkey
     assert_heals(tmp_path / "root", official)
 
 
-@pytest.mark.parametrize("name", [TRAIN, VAL, KIT])
-def test_prepare_a_cut_archive_never_makes_a_split(tmp_path, official, name):
-    whole = (official / name).read_bytes()
-    step = 1600 if name != KIT else 150
-    for num_bytes in range(0, len(whole) - 10_240 if name != KIT else len(whole), step):
-        root = tmp_path / f"cut-{num_bytes}"
-        (official / name).write_bytes(whole[:num_bytes])
-        with pytest.raises(DataError, match=naming(name, "again")) as error:
-            run(root, official)
-        assert "\n" not in str(error.value)
-        assert not (root / ("val" if name == VAL else "train")).exists()
-        assert_heals(root, official)
-
-
 def damaged_class():
     """tarfile alone takes the second header for the end of the archive."""
     tars = class_tars()

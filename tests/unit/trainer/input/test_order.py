@@ -67,25 +67,6 @@ def test_order_every_world_size_sees_the_same_global_batches(world_size, microba
         assert all(request[0] == epoch and request[2] for part in parts for request in part)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ranks_per_ghost", "microbatch_size"),
-    [(2, 2, 2), (4, 2, 1), (4, 4, 3), (6, 2, 2), (6, 3, 1), (12, 4, 1)],
-)
-def test_order_ranks_that_share_a_ghost_batch_hold_its_parts(world_size, ranks_per_ghost, microbatch_size):
-    """Microbatch k of a group's ranks, side by side, is the group's k-th ghost batch; groups follow each other."""
-    count, span = 24 // world_size // microbatch_size, microbatch_size * ranks_per_ghost
-    division = Division(24 // microbatch_size, world_size, ranks_per_ghost)
-    ranks = [train_indices(division=division, rank=rank, microbatch_size=microbatch_size) for rank in range(world_size)]
-    for step in range(10):
-        epoch, step_in_epoch = divmod(step, 4)
-        order = epoch_order(seed=5, epoch=epoch, num_samples=100).tolist()[step_in_epoch * 24 :]
-        for rank, requests in enumerate(ranks):
-            group, part = divmod(rank, ranks_per_ghost)
-            for k in range(count):
-                first = (group * count + k) * span + part * microbatch_size
-                assert requests[step * count + k][1] == order[first : first + microbatch_size]
-
-
 @pytest.mark.parametrize("start_step", [0, 1, 3, 4, 9, 10])
 def test_order_resume_is_the_tail(start_step):
     whole = train_indices(division=Division(12, 5), rank=1)
