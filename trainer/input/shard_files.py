@@ -61,18 +61,13 @@ def stamp_of(facts: os.stat_result) -> Stamp:
 class ShardFiles:
     """ShardReader of local files."""
 
-    def __init__(
-        self, paths: Sequence[str], *, stamps: Sequence[Stamp] | None = None, max_open: int | None = None
-    ) -> None:
-        """Open no shard yet. max_open: most open shards, by default a third of the process's limit.
-
-        stamps: those at which a shard may be opened, if only those.
-        """
+    def __init__(self, paths: Sequence[str], *, stamps: Sequence[Stamp] | None = None) -> None:
+        """Open no shard yet. stamps: those at which a shard may be opened, if only those."""
         self._paths, self._stamps = paths, stamps
         # a third of the limit: training has two splits, and sockets and libraries need the rest
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
-        self._open = lru_cache(max_open or most)(lambda shard, _: self._new(shard))
+        self._open = lru_cache(most)(lambda shard, _: self._new(shard))
         self._errors: Counter[int] = Counter()
         """Read errors of each shard: after one it is opened again, and the others stay open."""
 

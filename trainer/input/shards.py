@@ -99,7 +99,11 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
 
     Raises: DataError naming the file that is missing, cut, edited or does not fit the others.
     """
-    facts, entries_N = read_entries(folder)
+    facts, path = read_facts(folder), folder / ENTRIES
+    try:
+        entries_N = parse_entries(path.read_bytes(), facts, path=path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
     if classes is not None:
         require_same_classes(folder, found=facts.classes, expected=classes)
     for shard in facts.shards:
@@ -111,15 +115,6 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
         if found != shard.num_bytes:
             raise DataError(f"{path}: has {found} bytes, {FACTS} states {shard.num_bytes}: cut or edited; {AGAIN}")
     return PackedIndex(folder, facts=facts, entries_N=entries_N)
-
-
-def read_entries(folder: Path) -> tuple[SplitIndex, np.ndarray]:
-    """Read the index of a packed split, whether its shards exist or not. Raises: DataError."""
-    facts, path = read_facts(folder), folder / ENTRIES
-    try:
-        return facts, parse_entries(path.read_bytes(), facts, path=path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
 
 
 def parse_entries(data: bytes, facts: SplitIndex, *, path: Path | str) -> np.ndarray:
@@ -271,21 +266,17 @@ class PackedIndex:
         *,
         facts: SplitIndex,
         entries_N: np.ndarray,
-        max_open: int | None = None,
         files: ShardReader | None = None,
         reopen: Callable[[], ImageSource] | None = None,
     ) -> None:
-        """Open no shard yet. max_open: most open shards, as of ShardFiles, if files are not given.
-
-        reopen: opens the split in another process, if not read_packed.
-        """
+        """Open no shard yet. reopen: opens the split in another process, if not read_packed."""
         self._reopen = reopen or partial(read_packed, Path(folder))
         self.facts = facts
         self.classes = facts.classes
         self.labels_N = entries_N["label"].astype(np.int64)
         self.entries_N = entries_N
         self._paths = [f"{folder}/{shard.name}" for shard in facts.shards]
-        self._files = files or ShardFiles(self._paths, max_open=max_open)
+        self._files = files or ShardFiles(self._paths)
 
     def __len__(self) -> int:
         return len(self.entries_N)

@@ -27,7 +27,7 @@ from bigbatch.trainer.augment.crops import padded_crop, random_resized_crop
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import ImageIndex, eval_requests, read_index, train_requests
-from bigbatch.trainer.input.shards import PackedIndex, open_split, read_entries
+from bigbatch.trainer.input.shards import PackedIndex, open_split, read_packed
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
 
@@ -311,18 +311,19 @@ def test_shards_a_handle_that_went_stale_is_opened_anew(packed):
     index.close()
 
 
-def test_shards_are_opened_when_needed_bounded_and_released(packed):
-    facts, entries_N = read_entries(packed / "train")
-    index = PackedIndex(packed / "train", facts=facts, entries_N=entries_N, max_open=2)
+def test_shards_are_opened_when_needed_bounded_and_released(packed, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (6, 4096))  # a third of it
+    index = read_packed(packed / "train")
+    shards = index.facts.shards
     assert open_shards(packed) == set()
     index.read(0)
     assert open_shards(packed) == {str(packed / "train/shard-000000.tar")}
     for position in range(len(index)):
         index.read(position)
-    assert open_shards(packed) == {str(packed / f"train/{shard.name}") for shard in facts.shards[-2:]}
-    index.read(in_shard(index, number=len(facts.shards) - 2))
+    assert open_shards(packed) == {str(packed / f"train/{shard.name}") for shard in shards[-2:]}
+    index.read(in_shard(index, number=len(shards) - 2))
     index.read(0)  # makes room by closing what was not used for longest: the last shard
-    assert open_shards(packed) == {str(packed / "train" / facts.shards[n].name) for n in (-2, 0)}
+    assert open_shards(packed) == {str(packed / "train" / shards[n].name) for n in (-2, 0)}
     index.close()
     index.close()
     assert open_shards(packed) == set()
@@ -330,9 +331,9 @@ def test_shards_are_opened_when_needed_bounded_and_released(packed):
     index.close()
 
 
-def test_shards_threads_read_right_while_shards_are_closed_under_them(packed):
-    facts, entries_N = read_entries(packed / "train")
-    index = PackedIndex(packed / "train", facts=facts, entries_N=entries_N, max_open=1)
+def test_shards_threads_read_right_while_shards_are_closed_under_them(packed, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (3, 4096))  # one shard
+    index = read_packed(packed / "train")
     expected = [data for data, _ in stored(packed / "train")]
 
     def read(seed):
@@ -378,14 +379,8 @@ def test_shards_two_splits_of_many_shards_share_what_may_be_open(tmp_path):
     subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "packed"], env=from_checkout(), check=True)
 
 
-def test_shards_a_third_of_the_files_that_may_be_open_is_for_a_split(packed, monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda _: (6, 4096))
-    index = open_split(packed, "train")
-    for position in range(len(index)):
-        index.read(position)
-    assert len(open_shards(packed)) == 2
-    index.close()
-    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))  # no limit
+def test_shards_all_stay_open_where_nothing_limits_open_files(packed, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
     index = open_split(packed, "train")
     for position in range(len(index)):
         index.read(position)
