@@ -151,7 +151,7 @@ def _wait(
                 may_join = code != LOST and not (has_finished or has_to_join(number)) and left - ended.keys()
                 starts = may_join and start_again(number)
                 goes_on = "; it starts again, to join the others" if starts else "; the others may go on"
-                tell(f"{names[number]} {_how(code)}{'' if has_finished else goes_on}")
+                tell(f"{names[number]} {how_it_ended(code)}{'' if has_finished else goes_on}")
                 continue
             # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:
@@ -159,7 +159,7 @@ def _wait(
                 # a single process has reported its failure itself, except for a signal
                 if names[number] and failed != INTERRUPTED and (running or code < 0):
                     others = "; ending the others" if running else ""
-                    tell(f"{names[number]} {_how(code)}{others}")
+                    tell(f"{names[number]} {how_it_ended(code)}{others}")
                 _send(running, signal.SIGTERM)
         if is_stuck and running and failed is None and since_end > GRACE_SECONDS:
             failed, since_end = LOST, 0.0
@@ -175,7 +175,8 @@ def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
     return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _how(returncode: int) -> str:
+def how_it_ended(returncode: int) -> str:
+    """Return the end of a process in words, by Popen's code: negative for a signal."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     known = {number.value: number.name for number in signal.Signals}  # a real-time signal has no name

@@ -19,6 +19,9 @@ from bigbatch.orphans import ending_orphans
 ASKS_TO_STOP = signal.SIGTERM
 """Signal that torchrun passes on, and waits 30 s for the ranks; SIGUSR1 would end torchrun without its ranks."""
 
+AGENT = "bigbatch.launch.launchers.torchrun_agent"
+"""The module that runs torchrun; it takes torchrun's arguments."""
+
 REFUSED = {
     **dict.fromkeys(SCHEDULED, "torchrun has no queue: use bigbatch launch slurm, or run torchrun inside a job"),
     **dict.fromkeys(("image", "mounts", "container"), "start bigbatch launch torchrun inside the container"),
@@ -32,7 +35,7 @@ REFUSED = {
 def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> list[str]:
     """Return torchrun's command line with one process per rank of this host; pure.
 
-    torchrun runs as a module, in this Python. port: rendezvous on one host; torchrun's --standalone would listen on all
+    It runs in this Python. port: rendezvous on one host; torchrun's --standalone would listen on all
     interfaces and unpickle data from any client. log_dir: for the ranks' error files; without it torchrun leaves a
     temporary folder.
     Raises: LaunchOptionError for unsupported options, a job that heals in place, and for several nodes without
@@ -42,7 +45,7 @@ def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> lis
     refuse_healing(job, launcher="torchrun")
     node_rank, (address, port) = find_node(job, port=port)
     return [
-        *(*python_argv(), "-m", "torch.distributed.run"),
+        *(*python_argv(), "-m", AGENT),
         *(f"--nnodes={job.num_nodes or 1}", f"--node-rank={node_rank}"),
         *(f"--master-addr={address}", f"--master-port={port}"),
         f"--nproc-per-node={job.ranks_per_node}",

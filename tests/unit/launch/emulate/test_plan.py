@@ -28,6 +28,7 @@ from bigbatch.launch.emulate.plan import (
 from bigbatch.launch.emulate.programs import build_commands, shape_commands
 from bigbatch.launch.emulate.switch import TIME, VNET_HEADER_BYTES, age_ns, destinations
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers import torchrun
 
 UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
 JOB = JobSpec(("train", "--config", "quickstart"), 8)
@@ -178,7 +179,7 @@ def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> No
     starts = torchrun_starts(JobSpec(("script.py", "--", "a b"), 8, is_python=True), UNEVEN, SITE)
     assert [start.node for start in starts] == [0, 1, 2, 3]
     assert list(starts[3].argv) == [
-        *(*python_argv(), "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--master-addr=10.77.0.1"),
+        *(*python_argv(), "-m", torchrun.AGENT, "--nnodes=4", "--node-rank=3", "--master-addr=10.77.0.1"),
         *("--master-port=20000", "--nproc-per-node=1", "--log-dir=torchrun", "script.py", "--", "--", "a b"),
     ]
     assert "--nproc-per-node=3" in starts[0].argv

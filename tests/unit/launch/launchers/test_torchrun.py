@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.registry import LAUNCHERS
-from bigbatch.launch.launchers.torchrun import torchrun_argv
+from bigbatch.launch.launchers.torchrun import AGENT, torchrun_argv
 
 TRAIN = ("train", "--config", "quickstart")
 
@@ -20,7 +20,7 @@ TRAIN = ("train", "--config", "quickstart")
 def test_torchrun_hands_on_every_word_of_a_script(name: tuple[str, ...], words: tuple[str, ...]) -> None:
     """The words are parsed by torchrun's own parser."""
     argv = torchrun_argv(JobSpec((*name, *words), 2, is_python=True), port=1)
-    read = get_args_parser().parse_args(argv[argv.index("torch.distributed.run") + 1 :])
+    read = get_args_parser().parse_args(argv[argv.index(AGENT) + 1 :])
     assert (read.training_script, tuple(read.training_script_args), read.module) == (name[-1], words, len(name) == 2)
 
 
@@ -44,6 +44,28 @@ def test_ranks_of_a_host_share_its_cores(
     said = capfd.readouterr()
     assert said.out.split() == [threads] * ranks
     assert "OMP_NUM_THREADS" not in said.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("code", "words", "is_python", "told"),
+    [
+        (1, ("train", "--config", "quickstart", "--data.root", "/nowhere"), False, "bigbatch: /nowhere/train: no such"),
+        (137, ("import os; os.kill(os.getpid(), 9)",), True, "bigbatch: rank 0 was ended by SIGKILL"),
+        (3, ("raise SystemExit(3)",), True, "bigbatch: rank 0 ended with exit code 3"),
+    ],
+)
+def test_torchrun_adds_nothing_to_a_ranks_own_error(
+    code: int, words: tuple[str, ...], is_python: bool, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and the rank's own exit code; torchrun itself prints a traceback and a table, and exits with 1."""
+    if is_python:
+        (tmp_path / "rank.py").write_text(words[0])
+        words = (str(tmp_path / "rank.py"),)
+    job = JobSpec(words, 1, is_python=is_python)
+    assert LAUNCHERS["torchrun"].start(job, environ=os.environ, options=argparse.Namespace()) == code
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(told)
 
 
 @pytest.mark.long

@@ -1,0 +1,42 @@
+"""torchrun without its traceback and table: the failed rank has told what happened, and its exit code is the job's.
+
+The only module of launch that imports torch: `launch torchrun` starts it in a process of its own.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from bigbatch.errors import tell
+from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.launch.jobs.foreground import shell_code
+from bigbatch.launch.jobs.together import how_it_ended
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run torchrun with these arguments; return the exit code of the rank that failed first, or 0.
+
+    That rank is named if it was ended by a signal or runs a user's script: any other has told its failure itself.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    arguments = torchrun.parse_args(list(argv))
+    if not arguments.max_restarts:  # with restarts they name the rank that failed before each
+        logging.disable(logging.ERROR)
+    try:
+        torchrun.run(arguments)
+    except SignalException:
+        return FAILED  # its ranks have saved and stopped, or were ended
+    except ChildFailedError as error:
+        # a rank that ends because another one was lost is not the cause
+        rank, failure = min(error.failures.items(), key=lambda each: (each[1].exitcode == LOST, each[1].timestamp))
+        if failure.exitcode < 0 or arguments.training_script != "bigbatch":
+            tell(f"rank {rank} {how_it_ended(failure.exitcode)}")
+        return shell_code(failure.exitcode)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
