@@ -2,7 +2,6 @@
 
 import pytest
 
-from bigbatch.launch.start import main
 from bigbatch.numbers import NumberError, decimal, whole
 
 
@@ -20,13 +19,3 @@ def test_numbers_are_what_is_written(text: str, number: float) -> None:
     assert decimal(text) == number
     if isinstance(number, int):
         assert whole(text) == number
-
-
-@pytest.mark.parametrize("words", [("--ranks", "1_0"), ("--env", "PET_STANDALONE=1"), ("--env", "HOROVOD_RANK=1")])
-def test_launch_refuses_what_would_start_other_ranks(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises((SystemExit, ValueError)) as raised:
-        main(["local", *words, "--dry-run", "--", "train", "--config", "quickstart"])
-    said = f"{raised.value}{capsys.readouterr().err}"
-    assert words[1].partition("=")[0] in said

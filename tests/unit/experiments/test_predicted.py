@@ -1,11 +1,10 @@
 """`bigbatch sweep --predict`: the simulator's prediction of each point, next to the measurement."""
 
 import json
-from pathlib import Path
 
 import pytest
-import yaml
 from error_texts import naming
+from small_sweep import SWEEP, write
 
 from bigbatch.cli import main
 from bigbatch.errors import SimulationError
@@ -14,34 +13,12 @@ from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.predicted import predicted_table
 
-SWEEP = {
-    "name": "small",
-    "config": "quickstart",
-    "options": {
-        "data.loader": "synthetic",
-        "schedule.warmup_epochs": 0,
-        "batch.microbatch_size": 32,
-        "batch.bn_span": 16,
-    },
-    "steps": 10,
-    "where": "local",
-    "launch": {},
-    "ranks_per_node": 2,
-    "grid": {"scaling": ["weak"], "ranks": [1, 2, 4]},
-    "seeds": 1,
-    "timeout_minutes": 5,
-}
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "sweep.yaml"
-    path.write_text(yaml.safe_dump(SWEEP))
-    return path
+OPTIONS = {key: value for key, value in SWEEP["options"].items() if key != "batch.global_batch_size"}
+GRID = {"scaling": ["weak"], "ranks": [1, 2, 4]}
 
 
 def test_done_point_gives_the_speed_of_the_others(file, tmp_path):
-    sweep = read_plan(file)
+    sweep = read_plan(write(file, options=OPTIONS, grid=GRID))
     folder = SweepFolder(tmp_path / "out")
     points = make_points(sweep, folder=folder.path)
     folder.prepare(sweep, points)
@@ -72,6 +49,7 @@ def test_done_point_gives_the_speed_of_the_others(file, tmp_path):
 
 
 def test_dry_run_predicts_by_the_cluster_s_rates(file, tmp_path, capsys):
+    write(file, options=OPTIONS, grid=GRID)
     assert main(["sweep", str(file), "--folder", str(tmp_path / "out"), "--dry-run", "--predict", "dgx_a100"]) == 0
     shown = capsys.readouterr().out
     assert "Predicted and measured" in shown

@@ -109,7 +109,7 @@ def test_launch_keeps_what_a_user_passes_on_by_name_but_no_rank(
     monkeypatch.setenv("RANK", "0")
     assert main(["torchrun", "--env", "MASTER_ADDR", "--env", "MASTER_PORT=29500", "--python", "--", "own.py"]) == 0
     assert (started[0][1]["MASTER_ADDR"], started[0][1]["MASTER_PORT"]) == ("n0", "29500")
-    for words in ("RANK", "WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=1"):
+    for words in ("RANK", "WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=1", "PET_STANDALONE=1", "HOROVOD_RANK=1"):
         with pytest.raises(JobRefused, match=naming(f"--env {words.partition('=')[0]}", "leave it out")):
             main(["local", "--ranks", "2", "--env", words, "--python", "--", "own.py"])
 

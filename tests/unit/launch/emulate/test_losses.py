@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 
-from bigbatch.errors import JobRefused, LaunchOptionError
+from bigbatch.errors import JobRefused
 from bigbatch.launch.emulate import losses
 from bigbatch.launch.emulate.losses import Loss, Rehearsal, parse_losses
 from bigbatch.launch.emulate.plan import ClusterPlan
@@ -30,25 +30,13 @@ def test_losses_come_in_the_order_of_their_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("n4@step=5", ("--kill 'n4'", "n0 to n3")),
-        ("n1", ("--kill 'n1'", "--kill n1@step=50")),
-        ("n1@step=0", ("--kill 'n1@step=0'", "--kill n1@step=50")),
-        ("n1@5", ("--kill 'n1@5'", "--kill n1@step=50")),
-    ],
-)
-def test_wrong_losses_are_refused(text: str, parts: tuple[str, ...]) -> None:
-    with pytest.raises(LaunchOptionError, match=naming(*parts)):
-        parse_losses(stated(kill=[text]), num_nodes=4)
-
-
-@pytest.mark.parametrize(
     ("words", "parts"),
     [
         (("--stop", "n1@step=5"), ("--stop n1@step=5", "train")),
-        (("--kill", "n1"), ("--kill 'n1'",)),
-        (("--kill", "n9@step=5"), ("--kill 'n9'",)),
+        (("--kill", "n1"), ("--kill 'n1'", "--kill n1@step=50")),
+        (("--kill", "n1@step=0"), ("--kill 'n1@step=0'", "--kill n1@step=50")),
+        (("--kill", "n1@5"), ("--kill 'n1@5'", "--kill n1@step=50")),
+        (("--kill", "n9@step=5"), ("--kill 'n9'", "n0 to n1")),
         (("--link", "fast"), ("--link 'fast'",)),
         (("--name", "a/b"), ("--name 'a/b'",)),
     ],

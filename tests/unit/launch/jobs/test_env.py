@@ -5,13 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from error_texts import naming
 from slurm_stubs import Stubs
 
 from bigbatch.errors import JobRefused
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.k8s import manifest
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm_script import sbatch_script
 from bigbatch.launch.start import main
@@ -74,26 +72,6 @@ def test_env_of_a_written_script_is_its_owners_alone(tmp_path: Path, monkeypatch
         assert main(["slurm", "--output", name, "--force", *words]) == 0
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert f"STATED={VALUE}" in path.read_text()
-
-
-def test_env_of_kubernetes_is_a_reference_to_a_secret() -> None:
-    taken = (("TOKEN", None), ("OTHER", None), ("KEY", "vision.wandb"))
-    job = JobSpec(TRAIN, 2, image="i", environment=(("STATED", "a$(b)"),), taken=taken, stop_seconds=0)
-    text = manifest(job, name="a-b")
-    head, pods = text.split("apiVersion", 1)
-    assert "TOKEN, OTHER" in head
-    assert "create secret generic bigbatch " in head
-    assert "create secret generic vision.wandb " in head
-    replicated = yaml.safe_load("apiVersion" + pods)["spec"]["replicatedJobs"][0]
-    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
-    assert container["env"] == [
-        {"name": "PYTHONSAFEPATH", "value": "1"},
-        {"name": "STATED", "value": "a$$(b)"},
-        *(
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
-            for name, secret in (("TOKEN", "bigbatch"), ("OTHER", "bigbatch"), ("KEY", "vision.wandb"))
-        ),
-    ]
 
 
 @pytest.mark.parametrize("launcher", sorted(LAUNCHERS.keys() - {"k8s"}))

@@ -136,17 +136,3 @@ def ready(process: "subprocess.Popen[str]") -> int:
     word, number = process.stdout.readline().split()
     assert word == "ready"
     return int(number)
-
-
-def test_foreground_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:
-    """The whole process group gets SIGINT, as from a terminal; the child must get SIGUSR1, then SIGTERM."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    ready(process)
-    assert process.stdout is not None
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.stdout.readline() == "SIGUSR1\n"
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.stdout.readline() == "SIGTERM\n"
-    assert process.wait(timeout=200) == 5

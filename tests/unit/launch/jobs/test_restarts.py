@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 
-from bigbatch.errors import ConfigError, LaunchOptionError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.fit_hosts import on_hosts_left
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.restarts import describe_restarts, may_go_on, run_healing
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.start import main
 
 TRAIN = ("train", "--config", "quickstart")
 
@@ -146,22 +145,6 @@ def test_hosts_left_that_cannot_share_the_batch_are_said(options: tuple[str, ...
     job = JobSpec((*TRAIN, *options), 2, hosts=(("n0", 1), ("n1", 1)))
     with pytest.raises(LaunchOptionError, match=naming("n0")):
         on_hosts_left(job, answers=lambda host: bool(options) and host == "n1")
-
-
-# --- what is asked for ---
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("local", "--restarts", "-1", "--", *TRAIN), "--restarts -1"),
-        (("mpirun", "--restarts", "1", "--", *TRAIN, "--run.resume", "never"), "--run.resume never"),
-        (("emulate", "run", "--nodes", "2", "--restarts", "1", "--", *TRAIN, "--run.resume", "never"), "--run.resume"),
-    ],
-)
-def test_restarts_that_cannot_be_are_refused_before_anything_starts(words: tuple[str, ...], told: str) -> None:
-    with pytest.raises((LaunchOptionError, ConfigError), match=naming(told)):
-        main(words)
 
 
 @pytest.mark.parametrize(

@@ -180,9 +180,11 @@ def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Pat
 
 PARENT = """
 import os, signal, sys
+from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.together import NodeProcess, run_together
-starts = [NodeProcess(0, (sys.executable, "-c", sys.argv[1]))]
-sys.exit(run_together(starts, environ=os.environ, asks_to_stop=signal.SIGUSR1).code)
+argv, how = [sys.executable, "-c", sys.argv[1]], {"environ": os.environ, "asks_to_stop": signal.SIGUSR1}
+ended = run_in_foreground(argv, **how) if sys.argv[2] == "alone" else run_together([NodeProcess(0, tuple(argv))], **how)
+sys.exit(ended.code)
 """
 CHILD = """
 import os, signal, time
@@ -196,9 +198,11 @@ while True:
 """
 
 
-def test_run_together_asks_then_insists_then_kills_by_ctrl_c() -> None:
+@pytest.mark.parametrize("how", ["alone", "together"])
+def test_run_together_asks_then_insists_then_kills_by_ctrl_c(how: str) -> None:
+    """The whole process group gets SIGINT, as from a terminal; also of a launcher that runs alone in the foreground."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", PARENT, CHILD, how], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
     for said in ("ready", "SIGUSR1", "SIGTERM"):

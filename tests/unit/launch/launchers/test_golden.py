@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.interpreter import python_argv
+from bigbatch.launch.emulate.state import state_root
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import mpirun_argv
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[4]
 GOLDEN = ROOT / "tests/golden"
 TRAIN = ("--", "train", "--config", "quickstart")
 SCRIPT = ("--python", "--", "my train.py", "--rate", "3")
+UNEVEN = ("--ranks-per-node", "3,2,2,1")
 NODES = ("--nodes", "4", "--ranks-per-node", "8")
 POD_MOUNTS = ("--mount", "/data:/data:ro", "--mount", "runs-claim:/runs")
 POD_TRAIN = (*TRAIN, "--data.root", "/data/shapes", "--run.directory", "/runs/quickstart")
@@ -26,6 +28,7 @@ POD_OPTIONS = (
     *(*NODES, "--name", "resnet50-32k", "--image", "registry.example/bigbatch:1", "--time", "90", *POD_MOUNTS),
     *("--exclude", "n3,n[10-12]", "--gpus-per-node", "8", "--cpus-per-rank", "12", "--memory", "400G"),
     *("--env", "NOTE=it's; $(here)", "--env", "TEXT=no", "--env", "NUMBER=1e3", "--env", "HEX=0x10", "--env", "TOKEN"),
+    *("--env", "KEY@vision.wandb"),
     *("--interface", "eth0", "--stop-seconds", "300", "--restarts", "5"),
     *("--namespace", "vision", "--queue", "research"),
     *("--priority", "high", "--node-selector", "gpu=h200", "--node-selector", "example.org/fast=1"),
@@ -73,17 +76,30 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "flux-python.txt": ("flux", "--nodes", "2", *SCRIPT),
     "local.txt": ("local", "--ranks", "2", *TRAIN),
+    "emulate-up.txt": ("emulate", "up", "--nodes", "2", "--delay", "500us"),
+    "emulate-slurm.txt": ("emulate", "up", "--ranks-per-node", "3,1", "--link", "1gbit", "--slurm"),
+    "emulate-torchrun.txt": ("emulate", "run", *UNEVEN, "--launcher", "torchrun", *SCRIPT, "--", "a b"),
+    "emulate-plain.txt": ("emulate", "run", *UNEVEN, "--launcher", "plain", "--place", "cyclic", "--", "comm", "bench"),
 }
+
+
+MPI_VARIABLES = (
+    *("NCCL_DEBUG", "NCCL_ALGO", "HOME", "PATH", "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_PROVIDER"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR"),  # the last one is a folder of this host
+)
 
 
 def dry_run(words: tuple[str, ...]) -> str:
     """What `bigbatch launch` prints, with stand-ins for this Python's path, and for the port on this host."""
     output = io.StringIO()
     with redirect_stdout(output):
-        assert main([words[0], "--dry-run", *words[1:]]) == 0
+        at = 2 if words[0] == "emulate" else 1
+        assert main([*words[:at], "--dry-run", *words[at:]]) == 0
     # drawn again: a name's end, and a port that was free
     text = re.sub(r"(bigbatch|resnet50-32k)-[a-z0-9]{5}(?=$|[ .:'-])", r"\1-DRAWN", output.getvalue(), flags=re.M)
-    text = re.sub(r"(MASTER_PORT|127\.0\.0\.1 --master-port)=\d+", r"\1=PORT", text)
+    text = re.sub(r"(MASTER_PORT|(127\.0\.0|10\.77\.0)\.1 --master-port)=\d+", r"\1=PORT", text)
+    # those of this process
+    text = re.sub(rf"{re.escape(str(state_root()))}/(run-\d+|box)", "CLUSTER", text)
     return text.replace(" ".join(python_argv()), "PYTHON").replace(sys.executable, "PYTHON")
 
 
@@ -97,7 +113,7 @@ def mpirun_lines(command: tuple[str, ...] = TRAIN[1:], *, is_python: bool = Fals
         interface="eth0",
         environment=(("NOTE", "it's; $(here)"), ("NCCL_DEBUG", "INFO")),
     )
-    words = mpirun_argv(job, variables=("NCCL_DEBUG", "NCCL_ALGO", "HOME"))
+    words = mpirun_argv(job, variables=MPI_VARIABLES)
     return "\n".join(words).replace(sys.executable, "PYTHON") + "\n"
 
 

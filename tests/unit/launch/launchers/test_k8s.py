@@ -197,9 +197,11 @@ def test_k8s_takes_words_of_its_own_only(
     assert all(word in said for word in named), said
 
 
-def test_k8s_needs_an_image() -> None:
+def test_k8s_needs_an_image_and_heals_nothing() -> None:
     with pytest.raises(LaunchOptionError, match="--image"):
         k8s.manifest(JobSpec(TRAIN, 1), name="a-b")
+    with pytest.raises(LaunchOptionError, match="in_place: a job of k8s"):
+        jobset(command=(*TRAIN, "--run.heal", "in_place"))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
 """Ranks that `bigbatch launch local` starts, as real processes."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from error_texts import naming
 
-from bigbatch.errors import JobRefused
-from bigbatch.launch.start import main
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.local import local_starts, own_environment
 
 RANK = """
 import os, pathlib, sys, time
@@ -53,43 +51,13 @@ def test_local_opens_no_door_and_ends_with_the_code_of_the_rank_that_failed(tmp_
         assert (tmp_path / f"{rank}.txt").read_text() == f"{rank} of 2 at 127.0.0.1: []"
 
 
-PART = """
-import os, pathlib, sys, time
-rank = os.environ["RANK"]
-names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "BIGBATCH_SECRET")
-pathlib.Path(f"{rank}.aside").write_text(" ".join(os.environ[name] for name in names))
-os.rename(f"{rank}.aside", f"{rank}.txt")
-if rank == "3":
-    while not os.path.exists("2.txt"):
-        time.sleep(0.01)
-    sys.exit(int(sys.argv[1]))
-"""
-
-
-def test_local_starts_one_nodes_part_of_a_job(tmp_path: Path) -> None:
-    """It uses the secret that all nodes were given, and exits with the code of its own ranks."""
-    (tmp_path / "part.py").write_text(PART)
-    for node, code in ((0, 0), (1, 6)):
-        argv = [sys.executable, "-m", "bigbatch", "launch", "local", "--nodes", "2", "--node-rank", str(node)]
-        argv += ["--master", "pod-0:29500", "--ranks-per-node", "2", "--python", "--", "part.py", "6"]
-        environ = os.environ | {"BIGBATCH_SECRET": "shared"}
-        done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=140, check=False)
-        assert done.returncode == code, done.stderr
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(4)] == [
-        f"4 {local} 2 {node} pod-0 29500 shared" for node in range(2) for local in range(2)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--nodes", "2"), ("--nodes 2", "--master HOST:PORT", "--node-rank")),
-        (("--nodes", "2", "--master", "n0:1"), ("--nodes 2", "--node-rank", "0 to 1")),
-        (("--nodes", "2", "--master", "n0:1", "--node-rank", "-1"), ("--node-rank -1",)),
-        (("--nodes", "2", "--master", "n0:1", "--node-rank", "2"), ("--node-rank 2", "--nodes 2")),
-        (("--nodes", "2", "--master", "n0:1", "--node-rank", "0", "--restarts", "1"), ("--restarts", "mpirun")),
-    ],
-)
-def test_local_part_of_a_job_knows_its_place(words: tuple[str, ...], named: tuple[str, ...]) -> None:
-    with pytest.raises(JobRefused, match=naming(*named)):
-        main(["local", *words, "--ranks-per-node", "1", "--dry-run", "--", "train", "--config", "quickstart"])
+def test_local_starts_one_nodes_part_of_a_job() -> None:
+    """It uses the secret that all nodes were given."""
+    for node in (0, 1):
+        job = JobSpec(("own.py",), 4, num_nodes=2, node_rank=node, master=("pod-0", 29500), is_python=True)
+        places = [dict(start.variables) for start in local_starts(job, port=1)]
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+        assert [" ".join(place[name] for name in names) for place in places] == [
+            f"{2 * node + local} 4 {local} 2 {node} pod-0 29500" for local in range(2)
+        ]
+        assert own_environment(job, {"BIGBATCH_SECRET": "shared"}) == {"BIGBATCH_SECRET": "shared"}

@@ -123,9 +123,8 @@ def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: 
         {"mounts": ("/a",)},
         {"mounts": ("/a:/b,/c:/d",)},
         {"command": ("train", "a\rb")},
-        {"gpus_per_node": -1},
+        *({name: -1} for name in ("gpus_per_node", "stop_seconds", "node_rank", "restarts")),
         {"cpus_per_rank": 0},
-        {"stop_seconds": -1},
         *({"exclude": nodes} for nodes in ("n1;x", "n[3-1]", "n[1-2", "", "n1 n2", "$(id)", "-n1", "n1\nn2")),
     ],
 )
