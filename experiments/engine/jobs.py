@@ -134,7 +134,8 @@ def _check(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> Non
             link=options.link,
             delay=options.delay,
         )
-        emulated.NODE_LAUNCHERS[options.launcher].starts(job, nodes, emulated.Site(order=options.place))
+        make_starts, _ = emulated.NODE_LAUNCHERS[options.launcher]
+        make_starts(job, nodes, emulated.Site(order=options.place))
     else:
         job = _job(_size(plan, first) | plan.launch, plan, command)
         LAUNCHERS[plan.where].dry_run(job, {})

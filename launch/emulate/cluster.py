@@ -7,16 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bigbatch.errors import EmulationError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.counters import LinkBytes, parse_counters
-from bigbatch.launch.emulate.plan import ClusterPlan
+from bigbatch.launch.emulate.plan import ClusterPlan, host
 from bigbatch.launch.emulate.programs import port, shape_commands
 from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save
 from bigbatch.locks import try_lock
@@ -32,6 +31,22 @@ WHY_NOT = (
     "(user.max_user_namespaces; Debian: kernel.unprivileged_userns_clone=1; Ubuntu: "
     "kernel.apparmor_restrict_unprivileged_userns=0)"
 )
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes that a node sent and received over its link, with Ethernet and IP headers of TCP's large packets."""
+
+    host: str
+    sent_bytes: int
+    received_bytes: int
+
+
+def parse_counters(text: str, *, num_nodes: int) -> tuple[LinkBytes, ...]:
+    """Parse /proc/net/dev of the switch: its port receives what the node sends. Raises: KeyError without a port."""
+    rows = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in text.splitlines())}
+    ports = [rows[port(node)] for node in range(num_nodes)]
+    return tuple(LinkBytes(host(node), int(row[0]), int(row[8])) for node, row in enumerate(ports))
 
 
 def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: int | None = None) -> EmulatedCluster:
@@ -157,6 +172,12 @@ def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:
             text = Path(f"/proc/{cluster.keeper}/net/dev").read_text()
             return parse_counters(text, num_nodes=cluster.plan.num_nodes)
     return None
+
+
+def format_table(counted: Sequence[LinkBytes]) -> str:
+    """Return the counts as a text table; MB is 1e6 bytes."""
+    rows = [f"{each.host:6}{each.sent_bytes / 1e6:15.3f}{each.received_bytes / 1e6:15.3f}" for each in counted]
+    return "\n".join([f"{'node':6}{'sent MB':>15}{'received MB':>15}", *rows])
 
 
 @contextmanager

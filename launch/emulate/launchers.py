@@ -40,6 +40,10 @@ class Site:
     """Names of the variables that are set here."""
 
 
+MakeStarts = Callable[[JobSpec, ClusterPlan, Site], tuple[NodeProcess, ...]]
+"""Returns the processes to start in existing nodes; pure. Raises: LaunchOptionError for a job that it cannot start."""
+
+
 def plain_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return the ranks themselves, with torchrun's variables."""
     shared = {
@@ -106,21 +110,12 @@ def mpirun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProc
     return (NodeProcess(0, tuple(argv), job.variables),)
 
 
-@dataclass(frozen=True)
-class NodeLauncher:
-    """A launcher that can start a job in existing nodes."""
-
-    starts: Callable[[JobSpec, ClusterPlan, Site], tuple[NodeProcess, ...]]
-    """Returns the processes to start; pure. Raises: LaunchOptionError for a job that it cannot start."""
-    asks_to_stop: signal.Signals
-    """Signal that makes the processes pass on a request to save a checkpoint and stop."""
-
-
-NODE_LAUNCHERS = {
-    "mpirun": NodeLauncher(mpirun_starts, mpirun.ASKS_TO_STOP),
-    "torchrun": NodeLauncher(torchrun_starts, torchrun.ASKS_TO_STOP),
-    "plain": NodeLauncher(plain_starts, signal.SIGTERM),
+NODE_LAUNCHERS: dict[str, tuple[MakeStarts, signal.Signals]] = {
+    "mpirun": (mpirun_starts, mpirun.ASKS_TO_STOP),
+    "torchrun": (torchrun_starts, torchrun.ASKS_TO_STOP),
+    "plain": (plain_starts, signal.SIGTERM),
 }
+"""Function that makes the processes, and signal by which they pass on a request to save a checkpoint and stop."""
 
 RUN_OPTIONS = (
     Option("link", "rate of each node's link, each way, such as 200mbit (default: none = unlimited)"),

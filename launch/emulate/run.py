@@ -1,5 +1,6 @@
 """Run one job on an emulated cluster and count the bytes that it sends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from bigbatch.comm.rendezvous.environ import with_secret
 from bigbatch.errors import EmulationError, print_lines, tell
 from bigbatch.files import write_named
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
-from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table
+from bigbatch.launch.emulate.cluster import LinkBytes, count, format_table, join, only_job, reaching
+from bigbatch.launch.emulate.plan import format_rate
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.together import NodeProcess, run_together
@@ -69,11 +71,25 @@ def run_job(
     print_lines(format_table(counted), file=sys.stderr)
     if counters:
         try:
-            text = format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=ended.code)
-            write_named(counters, text.encode())
+            facts = {
+                "ranks_per_node": cluster.plan.ranks_per_node,
+                "link": format_rate(cluster.plan.rate),
+                "delay_us": cluster.plan.delay_us,
+                "seconds": seconds,
+                "exit_code": ended.code,
+                "nodes": [asdict(each) for each in counted],
+            }
+            write_named(counters, (json.dumps(facts, indent=1) + "\n").encode())
         except OSError as error:  # the job is done, and its exit code says more
             tell(f"--counters {counters}: {error.strerror}")
     return ended
+
+
+def difference(after: Sequence[LinkBytes], before: Sequence[LinkBytes]) -> list[LinkBytes]:
+    return [
+        LinkBytes(new.host, new.sent_bytes - old.sent_bytes, new.received_bytes - old.received_bytes)
+        for new, old in zip(after, before, strict=True)
+    ]
 
 
 def _count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...]:

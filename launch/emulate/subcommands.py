@@ -13,7 +13,6 @@ from types import FrameType
 from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns, without_identity
 from bigbatch.errors import LaunchOptionError, print_line, print_lines, tell
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.counters import format_table
 from bigbatch.launch.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, Site
 from bigbatch.launch.emulate.losses import KINDS, Rehearsal, parse_losses
 from bigbatch.launch.emulate.plan import (
@@ -28,8 +27,14 @@ from bigbatch.launch.emulate.plan import (
 )
 from bigbatch.launch.emulate.programs import build_commands
 from bigbatch.launch.emulate.run import run_job
-from bigbatch.launch.emulate.slurm import describe_start, slurm_folder
-from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, run_on_login_node, start_slurm
+from bigbatch.launch.emulate.slurm import (
+    describe_nodes,
+    describe_start,
+    require_slurm,
+    run_on_login_node,
+    slurm_folder,
+    start_slurm,
+)
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, exit_path, telling
@@ -191,7 +196,7 @@ def _checked_job(command: tuple[str, ...], plan: ClusterPlan, arguments: argpars
 def _run_on(
     cluster: EmulatedCluster, arguments: argparse.Namespace, job: JobSpec, *, root: Path, environ: Mapping[str, str]
 ) -> int:
-    launcher = NODE_LAUNCHERS[arguments.launcher]
+    make_starts, asks_to_stop = NODE_LAUNCHERS[arguments.launcher]
     rehearsal = refusing(_rehearsal, arguments, job, cluster, environ=environ)
     site = Site(
         order=arguments.place,
@@ -202,7 +207,7 @@ def _run_on(
         variables=tuple(environ),
     )
     if arguments.dry_run:
-        for each in launcher.starts(job, cluster.plan, site):
+        for each in make_starts(job, cluster.plan, site):
             variables = [f"{name}={value}" for name, value in each.variables]
             print_line(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
@@ -213,11 +218,11 @@ def _run_on(
         # the exit codes of other launchers are those of their ranks, which end with 0 where there is a file for it
         with exit_file(exit_path(site.folder)) if is_mpirun else nullcontext() as path:
             ended = run_job(
-                launcher.starts(replace(job, environment=telling(path)), cluster.plan, site),
+                make_starts(replace(job, environment=telling(path)), cluster.plan, site),
                 cluster=cluster,
                 root=root,
                 environ={"OMP_NUM_THREADS": "1", **environ},
-                asks_to_stop=launcher.asks_to_stop,
+                asks_to_stop=asks_to_stop,
                 counters=arguments.counters,
                 # the others end a job that has lost a rank themselves
                 heals=has_begun(job) if heals and is_plain else None,
@@ -274,7 +279,7 @@ def _status(root: Path, environ: Mapping[str, str]) -> int:
             print_line(f"{name}: ended; to remove what is left: bigbatch launch emulate down --name {name}")
             continue
         print_lines(_describe(cluster.plan))
-        print_lines(format_table(counted))
+        print_lines(clusters.format_table(counted))
         if cluster.plan.slurm:
             print_lines(describe_nodes(cluster, root=root, environ=environ))
     return 0

@@ -21,8 +21,7 @@ from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.namespaces import node_fd
-from bigbatch.launch.emulate.slurm import slurm_folder
-from bigbatch.launch.emulate.slurm_start import require_slurm
+from bigbatch.launch.emulate.slurm import require_slurm, slurm_folder
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset

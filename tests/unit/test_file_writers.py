@@ -19,7 +19,7 @@ ALLOWED = {
     "comm/rendezvous/last_words.py": "a temporary file under a new name",
     "launch/emulate/keeper.py": "/dev/null",
     "launch/emulate/namespaces.py": "the kernel's /proc/self",
-    "launch/emulate/slurm_start.py": "a key, with its mode, in a folder that is new and private",
+    "launch/emulate/slurm.py": "a key, with its mode, in a folder that is new and private",
     "launch/jobs/exit_file.py": "a new file",
     "trainer/inference/formats.py": "the hidden file of replacing, by its name",
     "trainer/run/loggers.py": "TensorBoard's own files, in a folder that is not a link; names have time and process",

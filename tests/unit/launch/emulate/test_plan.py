@@ -1,4 +1,4 @@
-"""The emulated cluster as text: plans, argument lists, counters, the switch's decisions."""
+"""The emulated cluster as text: plans, counters, the switch's decisions; argument lists are in tests/golden, too."""
 
 import errno
 import os
@@ -13,8 +13,8 @@ from error_texts import naming
 from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import agent
-from bigbatch.launch.emulate.counters import LinkBytes, difference, parse_counters
-from bigbatch.launch.emulate.launchers import Site, mpirun_starts, plain_starts, torchrun_starts
+from bigbatch.launch.emulate.cluster import LinkBytes, parse_counters
+from bigbatch.launch.emulate.launchers import Site, mpirun_starts
 from bigbatch.launch.emulate.namespaces import enter_cluster
 from bigbatch.launch.emulate.plan import (
     ClusterPlan,
@@ -25,17 +25,12 @@ from bigbatch.launch.emulate.plan import (
     parse_ranks,
     parse_rate,
 )
-from bigbatch.launch.emulate.programs import build_commands, shape_commands
+from bigbatch.launch.emulate.run import difference
 from bigbatch.launch.emulate.switch import TIME, VNET_HEADER_BYTES, age_ns, destinations
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers import torchrun
 
 UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
 JOB = JobSpec(("train", "--config", "quickstart"), 8)
-SITE = Site(master_port=20_000)
-CYCLIC = Site(order="cyclic", master_port=20_000)
-
-
 # --- plan ---
 
 
@@ -61,9 +56,6 @@ def test_emulated_ranks_per_node() -> None:
 def test_emulated_nodes_that_cannot_be_are_refused(text: str, nodes: int | None, named: tuple[str, ...]) -> None:
     with pytest.raises(LaunchOptionError, match=naming(*named)):
         parse_ranks(text, nodes=nodes)
-
-
-# --- commands ---
 
 
 @pytest.mark.parametrize(
@@ -93,47 +85,6 @@ def test_emulated_words_that_are_none_are_refused(
     for text in texts:
         with pytest.raises(LaunchOptionError, match=option):
             parse(text)
-
-
-def test_emulated_network_commands_for_two_nodes() -> None:
-    commands = [f"{place}: {' '.join(argv)}" for place, argv in build_commands(ClusterPlan("box", (1, 1), 10**9))]
-    bucket = "tbf rate 1000000000bit burst 125000b latency 20ms"
-    first_node = [
-        "n0: ip link set dev lo up",
-        "n0: ip link add name eth0 address 02:62:62:00:00:01 type veth peer name p0 netns 1",
-        "n0: ip link set dev eth0 addrgenmode none",
-        "n0: ip address add 10.77.0.1/24 dev eth0",
-        "n0: ip link set dev eth0 up",
-        "n0: ip link set dev eth0 gso_max_size 62500",
-        f"n0: tc qdisc replace dev eth0 root {bucket}",
-        "switch: ip link set dev p0 addrgenmode none",
-        "switch: ip link set dev p0 master sw0",
-        "switch: ip link set dev p0 up",
-        "switch: ip link set dev p0 gso_max_size 62500",
-        f"switch: tc qdisc replace dev p0 root {bucket}",
-    ]
-    assert commands[:3] == [
-        "switch: ip link add name sw0 type bridge mcast_snooping 0",
-        "switch: ip link set dev sw0 addrgenmode none",
-        "switch: ip link set dev sw0 up",
-    ]
-    assert commands[3:15] == first_node
-    assert commands[15:] == [
-        line.replace("n0:", "n1:").replace("p0", "p1").replace("0.1/", "0.2/").replace("00:01", "00:02")
-        for line in first_node
-    ]
-
-
-def test_emulated_delay_takes_the_place_of_the_bridge() -> None:
-    commands = build_commands(ClusterPlan("box", (1, 1), None, delay_us=500))
-    assert not [argv for _, argv in commands if "bridge" in argv or "master" in argv]
-
-
-def test_emulated_link_without_a_rate_has_no_bucket() -> None:
-    assert shape_commands("eth0", None) == [
-        ["ip", "link", "set", "dev", "eth0", "gso_max_size", "65536"],
-        ["tc", "qdisc", "replace", "dev", "eth0", "root", "noqueue"],
-    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
@@ -172,33 +123,7 @@ def test_mpirun_starts_from_the_first_emulated_node() -> None:
 def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", path)
     with pytest.raises(LaunchOptionError, match=naming(repr(path), "--launcher torchrun", "plain")):
-        mpirun_starts(JOB, UNEVEN, SITE)
-
-
-def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> None:
-    starts = torchrun_starts(JobSpec(("script.py", "--", "a b"), 8, is_python=True), UNEVEN, SITE)
-    assert [start.node for start in starts] == [0, 1, 2, 3]
-    assert list(starts[3].argv) == [
-        *(*python_argv(), "-m", torchrun.AGENT, "--nnodes=4", "--node-rank=3", "--master-addr=10.77.0.1"),
-        *("--master-port=20000", "--nproc-per-node=1", "--log-dir=torchrun", "script.py", "--", "--", "a b"),
-    ]
-    assert "--nproc-per-node=3" in starts[0].argv
-
-
-def test_plain_ranks_get_torchruns_variables() -> None:
-    starts = plain_starts(JOB, UNEVEN, CYCLIC)
-    assert [start.node for start in starts] == [0, 1, 2, 3, 0, 1, 2, 0]
-    assert starts[4].argv == (sys.executable, "-m", "bigbatch", *JOB.command)
-    assert dict(starts[4].variables) == {
-        "RANK": "4",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "3",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": "20000",
-        "PYTHONSAFEPATH": "1",
-    }
+        mpirun_starts(JOB, UNEVEN, Site())
 
 
 def test_agent_takes_its_words_as_ssh_does() -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.start import main
 
 UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
+
+
+def alive() -> EmulatedCluster:
+    """A cluster whose keeper is this process."""
+    return EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
 
 
 # --- state ---
@@ -62,11 +68,10 @@ def test_emulate_state_that_is_no_cluster_is_none(text: str, tmp_path: Path) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_keeper_is_no_other_process_with_the_same_number() -> None:
-    now = start_ticks(os.getpid())
-    assert now is not None
-    assert is_alive(EmulatedCluster(UNEVEN, os.getpid(), now, boot_id()))
-    assert not is_alive(EmulatedCluster(UNEVEN, os.getpid(), now - 1, boot_id()))
-    assert not is_alive(EmulatedCluster(UNEVEN, os.getpid(), now, "another boot")), "ticks count from boot"
+    found = alive()
+    assert is_alive(found)
+    assert not is_alive(replace(found, start_ticks=found.start_ticks - 1))
+    assert not is_alive(replace(found, boot_id="another boot")), "ticks count from boot"
     child = subprocess.Popen(["true"])
     while start_ticks(child.pid) is not None:  # ended, but not waited for
         time.sleep(0.01)
@@ -85,15 +90,6 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_emulate_run_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--launcher", "plain", "--place", "cyclic", "--python", "--dry-run")
-    assert emulate("run", "--ranks-per-node", "1,2", *options, "--", "script.py", "$(touch x)") == 0
-    first, _, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("n0: WORLD_SIZE=3 MASTER_ADDR=10.77.0.1 MASTER_PORT=")
-    assert last.startswith("n1: ")
-    assert last.endswith(f"RANK=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 {sys.executable} script.py '$(touch x)'")
-
-
 def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -104,8 +100,7 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     assert "-x NCCL_DEBUG" in line
     assert "MASTER" not in line
     given: dict[str, str] = {}
-    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
-    monkeypatch.setattr(cluster, "find", lambda name, root: found)
+    monkeypatch.setattr(cluster, "find", lambda name, root: alive())
     monkeypatch.setattr(
         subcommands, "run_job", lambda starts, environ, **_: given.update(environ) or Ended(0, was_asked=False)
     )
@@ -120,8 +115,7 @@ def test_emulate_run_ends_with_the_code_of_a_stopped_rank(
 ) -> None:
     """With a file for its code, as under mpirun, a rank that was asked to stop exits with 0."""
     given: list[object] = []
-    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
-    monkeypatch.setattr(cluster, "find", lambda name, root: found)
+    monkeypatch.setattr(cluster, "find", lambda name, root: alive())
     monkeypatch.setattr(subcommands, "state_root", lambda environ: tmp_path)
     monkeypatch.setattr(subcommands, "run_job", lambda starts, **_: given.append(starts) or Ended(130, was_asked=True))
     (tmp_path / UNEVEN.name).mkdir()
@@ -177,7 +171,7 @@ def vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedCluster
         pytest.skip("clusters need Linux")
     folder = state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box"
     folder.mkdir()
-    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    found = alive()
     save(folder, found)
     monkeypatch.setattr(cluster, "_require_tools", lambda environ: os.defpath)
     return found
