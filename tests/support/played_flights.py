@@ -128,7 +128,9 @@ class PlayedRank:
         )
 
 
-def play(num_ranks: int, groups: dict[str, list[int]] | None = None, *, version: str = "2.10") -> list[PlayedRank]:
-    """Return the recorders of ranks in group 0, that of all, and others."""
+def play(
+    num_ranks: int, groups: dict[str, list[int]] | None = None, *, calls: int = 0, version: str = "2.10"
+) -> list[PlayedRank]:
+    """Return the recorders of ranks in group 0, that of all, and others, after some collectives of all."""
     told = {"0": list(range(num_ranks)), **(groups or {})}
-    return [PlayedRank(rank, told, version=version) for rank in range(num_ranks)]
+    return [PlayedRank(rank, told, version=version).call(times=calls) for rank in range(num_ranks)]

@@ -54,6 +54,12 @@ def slurm(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return stubs
 
 
+def finish(folder: SweepFolder) -> None:
+    """Leave the summary of point 0."""
+    folder.run(0).path.mkdir()
+    folder.run(0).summary.write_text(json.dumps({"images_per_second": 1234.5}))
+
+
 @pytest.mark.long
 def test_sweep_points_go_through_the_slurm_queue(file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", str(file), "--folder", "f"]
@@ -66,8 +72,7 @@ def test_sweep_points_go_through_the_slurm_queue(file: Path, slurm: Path, capsys
     assert "2 points are in Slurm's queue (scancel 7 would end them)" in capsys.readouterr().out
     assert queueing.queued(["7"]) == {("7", 0), ("7", 1)}
     (slurm / "queue").write_text("")
-    folder.run(0).path.mkdir()
-    folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
+    finish(folder)
     log = folder.path / folder.read_state(1)["log"]
     name = folder.read_state(1)["job_name"]
     assert f"#SBATCH --job-name={name}\n" in script
@@ -151,8 +156,7 @@ def test_sweep_array_that_slurm_refuses_fails_alone_and_in_its_words(
     reason = "sbatch: error: Node count specification invalid"
     assert re.search(rf"point 1 \(ranks=4\): failed: .*{reason}", capsys.readouterr().out)
     (slurm / "queue").write_text("")
-    folder.run(0).path.mkdir()
-    folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
+    finish(folder)
     assert main(command) == 3
     assert states(folder) == ["done", "failed"]
     assert folder.read_state(1)["reason"].count(reason) == 1
@@ -191,8 +195,7 @@ def test_sweep_takes_a_slurm_queue_that_does_not_answer_for_no_end_of_jobs(
         if now[0] == 180:
             (slurm / "down").unlink()
             (slurm / "queue").write_text("7_1\n")
-            folder.run(0).path.mkdir()
-            folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
+            finish(folder)
         if now[0] == 240:
             (slurm / "down").write_text("slurm_load_jobs error: Unable to contact slurm controller")
 
@@ -221,8 +224,7 @@ def test_sweep_without_waiting_collects_points_that_left_the_slurm_queue(
     command, folder = ["sweep", str(file), "--folder", "f", "--no-wait"], SweepFolder(Path("f"))
     assert main(command) == 0
     (slurm / "queue").write_text("7_1\n")
-    folder.run(0).path.mkdir()
-    folder.run(0).summary.write_text(json.dumps({"images_per_second": 1234.5}))
+    finish(folder)
     capsys.readouterr()
     assert main(command) == 0
     assert states(folder) == ["done", "submitted"]

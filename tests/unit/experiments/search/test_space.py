@@ -4,7 +4,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import ConfigError
-from bigbatch.experiments.search.space import SearchRange, ValueList, parse_axis, parse_space, shrink
+from bigbatch.experiments.search.space import SearchRange, ValueList, parse_axis, parse_space
 from bigbatch.trainer.config.file import load_config
 
 
@@ -78,10 +78,7 @@ def test_space_needs_an_axis_and_names_each_key_once():
     ],
 )
 def test_log_range_shrinks_to_a_third(best, low, high):
-    (shrunk,) = shrink(
-        (SearchRange("schedule.base_lr", 1, 100, is_log=True, is_int=False),), {"schedule.base_lr": best}
-    )
-    assert isinstance(shrunk, SearchRange)
+    shrunk = SearchRange("schedule.base_lr", 1, 100, is_log=True, is_int=False).shrunk(best)
     assert (shrunk.low, shrunk.high) == pytest.approx((low, high))
     assert shrunk.is_log
 

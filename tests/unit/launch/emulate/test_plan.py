@@ -34,11 +34,6 @@ JOB = JobSpec(("train", "--config", "quickstart"), 8)
 # --- plan ---
 
 
-def test_emulated_ranks_per_node() -> None:
-    assert parse_ranks("2", nodes=4) == (2, 2, 2, 2)
-    assert parse_ranks("3,2,2,1", nodes=None) == parse_ranks("3,2,2,1", nodes=4) == (3, 2, 2, 1)
-
-
 @pytest.mark.parametrize(
     ("text", "nodes", "named"),
     [

@@ -77,14 +77,12 @@ def test_of_several_ranks_behind_the_furthest_is_named(explain: Explain, version
         for entry in (entry for each in ranks for entry in each.entries):
             entry["seq_id"] = entry.pop("collective_seq_id")
             del entry["is_p2p"], entry["p2p_seq_id"], entry["input_dtypes"], entry["output_dtypes"]
-    said = explain(ranks)
-    assert said.headline.startswith("rank 3 has not begun collective 10 (nccl:all_reduce [1024]")
+    assert explain(ranks).headline.startswith("rank 3 has not begun collective 10 (nccl:all_reduce [1024]")
 
 
 def test_several_ranks_equally_behind_are_all_named(explain: Explain) -> None:
-    ranks = play(64)
+    ranks = play(64, calls=3)
     for each in ranks:
-        each.call(times=3)
         if each.rank not in (5, 40):
             each.call(state="started")
     assert explain(ranks).headline.startswith("rank 5 and rank 40 have not begun collective 4")
@@ -104,15 +102,13 @@ def test_several_ranks_equally_behind_are_all_named(explain: Explain) -> None:
 def test_rank_that_calls_another_collective_is_named(
     explain: Explain, name: str, size: int, dtype: str, does: str
 ) -> None:
-    ranks = play(4)
+    ranks = play(4, calls=2)
     for each in ranks:
-        each.call(times=2)
         if each.rank == 1:
             each.call(name, "started", size=size, dtype=dtype)
         else:
             each.call(state="started")
-    said = explain(ranks)
-    assert said.headline == (
+    assert explain(ranks).headline == (
         f"rank 1 calls {does} as number 3 of process group 0 (default_pg, 4 ranks), where 3 of the others call "
         "nccl:all_reduce [1024] Float"
     )
@@ -122,8 +118,7 @@ def test_first_mismatch_is_named_where_it_ended_and_a_later_collective_hangs(exp
     ranks = play(3)
     for each in ranks:
         each.call(times=2).call("broadcast" if each.rank == 2 else "all_reduce").call(state="started")
-    said = explain(ranks)
-    assert said.headline.startswith("rank 2 calls nccl:broadcast [1024] Float as number 3")
+    assert explain(ranks).headline.startswith("rank 2 calls nccl:broadcast [1024] Float as number 3")
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -135,8 +130,7 @@ def test_of_two_ranks_that_differ_groups_of_the_same_kind_say_who_is_wrong(expla
         group = str(each.rank // 2 + 1)
         each.call(group=group).call("reduce" if each.rank == 3 else "all_gather", group=group, size=64)
         each.call(state="completed" if is_over else "started", group=group if is_over else "0")
-    said = explain(ranks)
-    assert said.headline == (
+    assert explain(ranks).headline == (
         "rank 3 calls nccl:reduce [64] Float as number 2 of process group 2 (mesh_tp, 2 ranks), where 1 of the others "
         "call nccl:all_gather [64] Float"
     )
@@ -176,9 +170,7 @@ def test_gpu_that_has_not_started_a_collective_is_named(explain: Explain) -> Non
 
 
 def test_message_without_its_counterpart_names_the_peer(explain: Explain) -> None:
-    ranks = play(3)
-    for each in ranks:
-        each.call()
+    ranks = play(3, calls=1)
     ranks[0].message("send", 1).message("send", 1, "started")
     ranks[1].message("recv", 0)
     said = explain(ranks)
@@ -262,9 +254,8 @@ def test_chain_over_groups_ends_at_its_last_rank(explain: Explain, is_member: bo
 
 def test_of_two_groups_that_wait_for_a_rank_that_comes_first_which_one_waits_in_first(explain: Explain) -> None:
     """Rank 2 has queued both, that of the small group before that of all."""
-    ranks = play(6, {"1": [2, 5]})
+    ranks = play(6, {"1": [2, 5]}, calls=3)
     for each in ranks:
-        each.call(times=3)
         if each.rank == 2:
             each.call(state="started", group="1")
         if each.rank != 5:
@@ -274,9 +265,8 @@ def test_of_two_groups_that_wait_for_a_rank_that_comes_first_which_one_waits_in_
 
 def test_gpu_late_for_a_rank_behind_in_another_group(explain: Explain) -> None:
     """All have queued the collective of all; rank 2's GPU is still in one of its other group, for rank 5."""
-    ranks = play(6, {"1": [2, 4, 5], "2": [0, 1, 2, 3]})
+    ranks = play(6, {"1": [2, 4, 5], "2": [0, 1, 2, 3]}, calls=3)
     for each in ranks:
-        each.call(times=3)
         if each.rank in (2, 4):
             each.call(state="started", group="1")
         if each.rank < 4:
@@ -306,9 +296,8 @@ def test_messages_of_two_ranks(explain: Explain) -> None:
 
 def test_group_whose_ranks_are_not_told_has_those_that_used_it(explain: Explain) -> None:
     """In gloo's dumps operations have no state, and are retired as they end."""
-    ranks = play(4, {"1": [0, 1]})
+    ranks = play(4, {"1": [0, 1]}, calls=3)
     for each in ranks:
-        each.call(times=3)
         if each.rank < 2:
             each.call(group="1", times=2 - each.rank)
         each.groups = {**each.groups, "0": [], "1": []}
@@ -318,15 +307,12 @@ def test_group_whose_ranks_are_not_told_has_those_that_used_it(explain: Explain)
     ranks[0].entries[-1]["retired"] = False
     assert explain(ranks).headline.startswith("rank 1 has not begun collective 2 (gloo:all_reduce [1024] Float) of")
     ranks[1].entries.pop()
-    said = explain(ranks)
-    assert said.headline.endswith("(of_1, 1 rank), and no other rank is known to be of it")
+    assert explain(ranks).headline.endswith("(of_1, 1 rank), and no other rank is known to be of it")
 
 
 def test_groups_that_are_queued_in_another_order_are_a_circle(explain: Explain) -> None:
     """All have begun all, as hosts run ahead of their GPUs, which do one after the other."""
-    ranks = play(3, {"1": [0, 1], "2": [0, 1]})
-    for each in ranks:
-        each.call(times=3)
+    ranks = play(3, {"1": [0, 1], "2": [0, 1]}, calls=3)
     for each, order in zip(ranks, ("12", "21"), strict=False):
         for group in order:
             each.call(state="scheduled", group=group)
@@ -340,9 +326,8 @@ def test_groups_that_are_queued_in_another_order_are_a_circle(explain: Explain) 
 
 def test_circle_is_shown_if_a_rank_has_not_begun(explain: Explain) -> None:
     """Rank 2 has left out its part of a pair, and goes on to messages around a ring, in which all others wait, too."""
-    ranks = play(4, {"1": [0, 1], "2": [2, 3]})
+    ranks = play(4, {"1": [0, 1], "2": [2, 3]}, calls=3)
     for each in ranks:
-        each.call(times=3)
         if each.rank != 2:
             each.call("reduce", "scheduled" if each.rank == 3 else "completed", group=str(each.rank // 2 + 1))
         each.batch(("send", (each.rank + 1) % 4), ("recv", (each.rank - 1) % 4), state="scheduled")
@@ -353,9 +338,7 @@ def test_circle_is_shown_if_a_rank_has_not_begun(explain: Explain) -> None:
 
 def test_rank_that_waits_first_for_another_is_followed(explain: Explain) -> None:
     """Both of a pair have queued its collective; one of them waits for rank 2 in what it has queued before."""
-    ranks = play(3, {"1": [0, 1], "2": [0, 2]})
-    for each in ranks:
-        each.call(times=3)
+    ranks = play(3, {"1": [0, 1], "2": [0, 2]}, calls=3)
     ranks[0].call("broadcast", "scheduled", group="2").call("all_gather", "scheduled", group="1")
     ranks[1].call("all_gather", "scheduled", group="1")
     said = explain(ranks)
@@ -366,9 +349,7 @@ def test_rank_that_waits_first_for_another_is_followed(explain: Explain) -> None
 
 
 def test_gpu_that_has_not_started_a_message_is_named(explain: Explain) -> None:
-    ranks = play(4)
-    for each in ranks:
-        each.call()
+    ranks = play(4, calls=1)
     ranks[0].message("send", 1, "started")
     ranks[1].message("recv", 0, "scheduled")
     what = "message 1 (nccl:{} [8] Float) of process group 0 (default_pg, 4 ranks)"
@@ -385,8 +366,7 @@ def test_peer_whose_gpu_has_something_else_first_is_followed(explain: Explain) -
     ranks[2].call("reduce", "scheduled", group="1")
     ranks[0].message("send", 1, "started")
     ranks[1].message("recv", 0, "scheduled")
-    said = explain(ranks)
-    assert said.headline.startswith("no rank is behind: both ranks have begun collective 1 (nccl:reduce")
+    assert explain(ranks).headline.startswith("no rank is behind: both ranks have begun collective 1 (nccl:reduce")
 
 
 def test_ring_that_ran_over(explain: Explain) -> None:
@@ -400,8 +380,7 @@ def test_ring_that_ran_over(explain: Explain) -> None:
     ranks[1].call(group="1", times=50)
     for each, count in zip(ranks, (41, 10, 30, 41), strict=True):
         each.forget(count)
-    said = explain(ranks)
-    assert said.headline.startswith("rank 3 has not begun collective 42 (nccl:all_reduce [1024] Float)")
+    assert explain(ranks).headline.startswith("rank 3 has not begun collective 42 (nccl:all_reduce [1024] Float)")
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -420,12 +399,9 @@ def test_rank_still_in_what_others_completed_is_named(explain: Explain, forgets:
 
 
 def test_nothing_wrong_in_what_recorders_keep_is_said_so(explain: Explain) -> None:
-    ranks = play(2)
-    for each in ranks:
-        each.call(times=6)
+    ranks = play(2, calls=6)
     ranks[1].forget(2)
-    said = explain(ranks)
-    assert said.headline.endswith(
+    assert explain(ranks).headline.endswith(
         "the same, of what is kept: rank 1 began more than a recorder holds (TORCH_FR_BUFFER_SIZE)"
     )
 
@@ -447,14 +423,11 @@ def test_groups_of_one_name_are_told_apart_by_their_ranks(explain: Explain) -> N
         each.call(group="1", times=2)
         if each.rank != 3:
             each.call(state="started" if each.rank == 2 else "completed", group="1")
-    said = explain(ranks)
-    assert said.headline.startswith("rank 3 has not begun collective 3")
+    assert explain(ranks).headline.startswith("rank 3 has not begun collective 3")
 
 
 def test_json_for_machines(explain: Explain) -> None:
-    ranks = play(3)
-    for each in ranks:
-        each.call(times=2)
+    ranks = play(3, calls=2)
     for each in ranks[1:]:
         each.call(state="started")
     said = explain(ranks, "--json")

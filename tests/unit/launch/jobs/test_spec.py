@@ -12,9 +12,10 @@ from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.installed import count_gpus
-from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_master, read_hostfile
+from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_hosts, parse_master, read_hostfile
 from bigbatch.launch.jobs.words import UNLIMITED, format_minutes, parse_environment, parse_minutes, parse_taken
 from bigbatch.launch.launchers import slurm_script
+from bigbatch.launch.launchers.local import local_starts
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.start import main
 
@@ -138,9 +139,13 @@ def test_job_words_that_are_legal_in_slurm_reach_it(field: str, value: Any, line
     assert line in _slurm(replace(BASES["slurm"], **{field: value})).splitlines()
 
 
+NOTHING_STATED: dict[str, Any] = {"num_ranks": None, "hosts": (), "num_cores": 2}
+TOO_MANY = ("are more than any job has: state 1000000 or fewer",)
+
+
 def test_job_ranks_are_nodes_times_ranks_per_node() -> None:
     def ranks(**stated: Any) -> int:
-        return make_job(TRAIN, num_ranks=stated.pop("num_ranks", None), hosts=(), num_cores=2, **stated).num_ranks
+        return make_job(TRAIN, **{**NOTHING_STATED, **stated}).num_ranks
 
     assert ranks(num_nodes=4, ranks_per_node=8) == 32
     assert ranks(num_nodes=4) == 4
@@ -148,6 +153,8 @@ def test_job_ranks_are_nodes_times_ranks_per_node() -> None:
     assert ranks(num_nodes=4, gpus_per_node=8, ranks_per_node=2) == 8
     assert ranks(num_nodes=4, num_ranks=32) == 32
     assert ranks(default_ranks=3) == 3
+    assert ranks(hosts=(("n0", 8), ("n1", 4))) == 12
+    assert ranks() == 1
 
 
 @pytest.mark.parametrize(
@@ -158,11 +165,36 @@ def test_job_ranks_are_nodes_times_ranks_per_node() -> None:
         ({"num_nodes": 0}, ("--nodes 0",)),
         ({"ranks_per_node": -1}, ("--ranks-per-node -1",)),
         ({"num_nodes": 2, "hosts": (("n0", 1),)}, ("--hosts", "--nodes", "--ranks-per-node")),
+        *(({"num_ranks": ranks}, ("--ranks",)) for ranks in (0, -1)),
+        ({"num_ranks": 9, "hosts": (("n0", 8),)}, ("--ranks",)),
+        ({"command": ()}, ("-- train --config quickstart",)),
+        # more than any cluster has, before memory is taken for each
+        ({"num_ranks": 5_000_000}, TOO_MANY),
+        ({"num_nodes": 10**9}, TOO_MANY),
+        ({"hosts": (("n0", 10**8),)}, TOO_MANY),
+        ({"ranks_per_node": 10**7}, TOO_MANY),
     ],
 )
 def test_job_numbers_that_contradict_each_other_are_refused(stated: dict[str, Any], named: tuple[str, ...]) -> None:
     with pytest.raises(LaunchOptionError, match=naming(*named)):
-        make_job(TRAIN, **{"num_ranks": None, "hosts": (), "num_cores": 2, **stated})
+        make_job(**{"command": TRAIN, **NOTHING_STATED, **stated})
+
+
+def test_job_ranks_beyond_the_cores_share_them() -> None:
+    stated = ({"num_ranks": 3}, {"num_ranks": 2}, {"num_ranks": 8, "hosts": (("n0", 8),)})  # hosts state their slots
+    assert [make_job(TRAIN, **NOTHING_STATED | each).oversubscribe for each in stated] == [True, False, False]
+
+
+def test_job_of_more_ranks_than_a_host_can_run_is_refused_by_local() -> None:
+    with pytest.raises(LaunchOptionError, match=naming("900000 ranks", "4096 or fewer")):
+        local_starts(JobSpec(TRAIN, 900_000), port=29500)
+
+
+def test_job_hosts() -> None:
+    assert parse_hosts("n0:8,node-1.cluster:4,n2") == (("n0", 8), ("node-1.cluster", 4), ("n2", 1))
+    for text in ("", "n0:", "n0:0", "n0:x", "-x:1", "n0 n1", "n0;rm:1", "n0:1,", "$(id):1", "n\n:1"):
+        with pytest.raises(LaunchOptionError, match="HOST:RANKS"):
+            parse_hosts(text)
 
 
 def test_hostfile_names_the_line_that_it_cannot_read(tmp_path: Path) -> None:

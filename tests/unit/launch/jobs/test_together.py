@@ -24,10 +24,6 @@ def ended_with(*scripts: str) -> int:
     return run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code
 
 
-def test_run_together_ends_with_zero_where_all_is_good() -> None:
-    assert ended_with("pass", "import time; time.sleep(0.1)") == 0
-
-
 def test_run_together_ends_all_after_the_first_that_fails_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "GRACE_SECONDS", FOREVER)  # so that SIGTERM it was
     waits = f"import time; time.sleep({FOREVER})"
@@ -140,12 +136,6 @@ def test_run_together_kills_who_does_not_heed(tmp_path: Path, monkeypatch: pytes
     start = time.monotonic()
     assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code == 3
     assert time.monotonic() - start > 0.5
-
-
-def test_run_together_puts_variables_on_top_of_the_environment() -> None:
-    check = "import os; raise SystemExit(0 if os.environ['RANK'] == '4' and os.environ['PATH'] else 1)"
-    start = NodeProcess(0, (sys.executable, "-c", check), (("RANK", "4"),))
-    assert run_together([start], environ=os.environ, asks_to_stop=signal.SIGTERM).code == 0
 
 
 def test_run_together_ends_what_was_started_where_a_launcher_is_missing() -> None:

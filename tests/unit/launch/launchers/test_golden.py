@@ -131,8 +131,8 @@ FILES = {
     ROOT / "launch/scripts/train.sbatch": ready_script,
 }
 
-OF_OTHERS = {GOLDEN / "defaults.yaml", GOLDEN / "k8s-fields.yaml"}
-"""What other tests compare with: a config's defaults, and the fields that a JobSet and an MPIJob may have."""
+OF_OTHERS = {GOLDEN / name for name in ("defaults.yaml", "k8s-fields.yaml", "report.json", "report.md")}
+"""What other tests compare with: a config's defaults, the fields that a JobSet and an MPIJob may have, a report."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
