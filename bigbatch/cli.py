@@ -219,7 +219,6 @@ def find_unknown(command: Sequence[str]) -> str | None:
 
 
 def usage() -> str:
-    """Return what `bigbatch --help` prints."""
     lines = [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         (

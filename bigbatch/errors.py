@@ -104,7 +104,6 @@ class PeerLostError(CommError):
 
     exit_code = LOST
     lost_ranks: frozenset[int] = frozenset()
-    """The missing ranks."""
 
 
 class LaunchError(UserError, ValueError):

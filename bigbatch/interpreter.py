@@ -12,5 +12,4 @@ def python_argv() -> tuple[str, ...]:
 
 
 def bigbatch_argv() -> tuple[str, ...]:
-    """Return the command line of bigbatch."""
     return (*python_argv(), "-m", "bigbatch")

@@ -61,7 +61,6 @@ class SweepPlan:
     target_top1: float | None = None
     """Top-1 to reach: evaluates each epoch, and reports how long the training took."""
     where: Place = "local"
-    """The launcher."""
     launch: dict[str, Any] = field(default_factory=dict)
     """Options of bigbatch launch, such as partition; for emulated nodes also link and delay."""
     ranks: int = 1

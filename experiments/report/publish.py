@@ -18,7 +18,6 @@ from bigbatch.trainer.config.schema import KEYS, require_known
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print and write the report; return 0."""
     arguments = _parser().parse_args(argv)
     if arguments.target is not None and not 0 < arguments.target <= 1:
         raise LaunchOptionError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")

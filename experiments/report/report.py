@@ -59,7 +59,6 @@ class Report:
     by: tuple[str, ...] = ()
     """Keys by which all runs are grouped; empty: the values in which a sweep's points differ."""
     more: tuple[Table, ...] = ()
-    """Tables from other modules."""
 
     @property
     def efficiencies(self) -> list[tuple[SweepResults, list[Efficiency]]]:

@@ -162,7 +162,6 @@ def _efficiency(each: Efficiency) -> str:
 
 
 def unmeasured_table(results: Sequence[SweepResults]) -> Table:
-    """List points without figures."""
     rows = [(str(sweep.folder), *each) for sweep in results for each in sweep.unmeasured]
     return Table(NOT_MEASURED, ("sweep", "point", "why"), tuple(rows))
 

@@ -33,7 +33,7 @@ from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.launching import Launch
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.search.plot import draw_search
-from bigbatch.experiments.search.space import Axis, flags, parse_space, shrink
+from bigbatch.experiments.search.space import Axis, parse_space
 from bigbatch.experiments.search.study import Metric, Round, TrialRecord, best_record, import_optuna, show_result
 from bigbatch.experiments.show import Show
 from bigbatch.launch.jobs.installed import count_gpus
@@ -54,18 +54,15 @@ class Search:
     config: tuple[str, ...]
     """Words of `bigbatch train`: --config NAME and overrides."""
     space: tuple[str, ...]
-    """The text of each --space."""
     folder: Path
     trials: int
     """Trials of all rounds together."""
     rounds: int
     epochs: int
-    """Epochs of a trial."""
     metric: Metric
     prune: bool
     """Stop a trial that is worse than the median of the others."""
     parallel: int
-    """Trials at once."""
     launch: Launch
 
     @cached_property
@@ -111,7 +108,8 @@ class Search:
         """Load the experiment with these values; if the rate is searched, without the file of a range test."""
         is_searched = any(axis.key == RATE for axis in self.axes)
         without = [f"--{RANGE_TEST}=null"] if is_searched and RATE not in values else []
-        return load_config([*self.config, *without, *flags(values)], prog="bigbatch tune search")
+        tried = [f"--{key}={value}" for key, value in values.items()]
+        return load_config([*self.config, *without, *tried], prog="bigbatch tune search")
 
     def complete_config(self, values: dict[str, str]) -> Config:
         """Return the complete experiment with these values. Raises: ConfigError."""
@@ -204,7 +202,7 @@ def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRe
         records += study.ended()
         if best := best_record(records, metric=stated.metric):
             # around the best of all rounds so far, not only of the last one
-            axes = shrink(axes, best.values)
+            axes = tuple(axis.shrunk(best.values[axis.key]) for axis in axes)
     return records
 
 

@@ -135,14 +135,6 @@ def parse_axis(text: str) -> Axis:
     return SearchRange(key, low, high, is_log=kind == "log", is_int=is_int)
 
 
-def shrink(axes: tuple[Axis, ...], best: dict[str, str]) -> tuple[Axis, ...]:
-    return tuple(axis.shrunk(best[axis.key]) for axis in axes)
-
-
-def flags(values: dict[str, str]) -> list[str]:
-    return [word for key, value in values.items() for word in (f"--{key}", value)]
-
-
 def _choices(values: str, text: str) -> tuple[str, ...]:
     try:
         parsed = parse_yaml(f"[{values}]")

@@ -137,7 +137,6 @@ class Round:
             return bool(trial.should_prune())
 
     def tell(self, number: int, state: State, *, result: float | None = None, reason: str = "") -> None:
-        """Note how a trial ended."""
         trial, states = self._trials[number], self._optuna.trial.TrialState
         with writing(self._journal):
             trial.set_user_attr("state", state)

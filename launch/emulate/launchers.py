@@ -31,7 +31,6 @@ class Site:
     master_port: int = FIRST_JOB_PORT
     """Port at which the ranks meet in the first node."""
     mpirun: str = "mpirun"
-    """Path of mpirun."""
     folder: Path = Path()
     """Folder of the cluster for files of mpirun and torchrun: hosts of several clusters have the same names."""
     terminal_columns: int = 0

@@ -60,7 +60,6 @@ class Rehearsal:
     ) -> None:
         self._metrics, self._cluster, self._environ = metrics, cluster, environ
         self.left = list(losses)
-        """Losses that have not happened."""
         self._offset = _size(metrics)  # reports of an earlier start do not count
 
     def __call__(self) -> None:

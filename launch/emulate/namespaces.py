@@ -32,7 +32,8 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, *, kind: str | None = None, flags: int = 0) -> None:
     """Call mount(2). Raises: OSError."""
-    _call("mount", _bytes(source), _bytes(target), _bytes(kind), ctypes.c_ulong(flags), None)
+    words = (None if word is None else os.fsencode(word) for word in (source, target, kind))
+    _call("mount", *words, ctypes.c_ulong(flags), None)
 
 
 def enter(path: str) -> None:
@@ -78,10 +79,6 @@ def become_root() -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-
-
-def _bytes(text: str | None) -> bytes | None:
-    return None if text is None else os.fsencode(text)
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -54,7 +54,6 @@ def _owner(path: Path) -> int | None:
 
 
 def save(folder: Path, cluster: EmulatedCluster) -> None:
-    """Write the cluster's record, in one piece."""
     write_whole(folder / "cluster.json", json.dumps(asdict(cluster)).encode())
 
 

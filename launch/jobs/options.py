@@ -28,7 +28,6 @@ class Option:
     name: str
     help: str
     kind: Callable[[str], Any] = str
-    """Parses the word."""
     choices: tuple[str, ...] | None = None
     default: str | None = None
     metavar: str | None = None

@@ -44,7 +44,6 @@ def run_healing(
     job: JobSpec,
     *,
     refit: Callable[[JobSpec], JobSpec] = lambda job: job,
-    say: Callable[[str], None] = tell,
 ) -> Ended:
     """Start the job, restart it up to job.restarts times in a row without a newer checkpoint, and return its end.
 
@@ -60,7 +59,7 @@ def run_healing(
         # it saved and stopped, or did not handle signals yet
         if ended.was_recalled and not ended.was_asked and (goes_on or ended.code == INTERRUPTED):
             fit = refit(job)
-            say(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
+            tell(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
             continue
         if ended.was_asked or ended.code in FINAL:
             return ended
@@ -74,13 +73,13 @@ def run_healing(
         if left == 0:
             if restarts:
                 since = "" if folder is None else " that saved no newer checkpoint"
-                say(f"exit code {ended.code}: not started again after {restarts} restart(s){since}")
+                tell(f"exit code {ended.code}: not started again after {restarts} restart(s){since}")
             elif saved := _where_it_continues(job):
-                say(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does so by itself")
+                tell(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does so by itself")
             return ended
         left -= 1
         fit = left_over
-        say(f"exit code {ended.code}: {_again(fit, job, folder=folder, saved=saved)}")
+        tell(f"exit code {ended.code}: {_again(fit, job, folder=folder, saved=saved)}")
 
 
 def _where_it_continues(job: JobSpec) -> Path | None:

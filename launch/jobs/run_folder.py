@@ -25,7 +25,6 @@ happens while this process is stopped with its job."""
 LEAVE_SECONDS = 30
 """Time for the ranks to name a lost rank after comm.timeout_seconds; then the launcher ends them."""
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
-"""Figures of a report."""
 
 
 def first_words(job: JobSpec) -> tuple[str, ...]:

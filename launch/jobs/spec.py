@@ -36,7 +36,6 @@ class JobSpec:
     """Host and port at which torchrun's nodes meet."""
     name: str | None = None
     minutes: int | None = None
-    """Time limit."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -70,7 +69,6 @@ class JobSpec:
     device: str | None = None
     """cpu: all ranks use the CPU; None: GPUs if there are any."""
     logs: str | None = None
-    """Folder for the job's output."""
     array: str | None = None
     """Numbers of an array's jobs in Slurm's form: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
     preflight: str | None = None
@@ -87,7 +85,6 @@ class JobSpec:
     tolerations: tuple[str, ...] = ()
     """Taints that nodes may have, KEY[=VALUE][:EFFECT]."""
     pull_secrets: tuple[str, ...] = ()
-    """Secrets for pulling the image."""
     rdma: str | None = None
     """Resource for the node's RDMA cards, NAME[=NUMBER]."""
     user: str | None = None

@@ -42,7 +42,6 @@ class Queue:
 class Launcher:
     name: str
     help: str
-    """Line of help."""
     default_ranks: str
     """Default number of ranks, in words."""
     passes: str

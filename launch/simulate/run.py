@@ -46,7 +46,6 @@ class RunTime:
 
     @property
     def effective_share(self) -> float:
-        """Return the share of effective training time."""
         return 1 - self.failures / self.total
 
     def times(self, factor: float) -> "RunTime":

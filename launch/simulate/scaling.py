@@ -217,7 +217,6 @@ class Advice:
     half_wire_seconds: float | None
     """With fp16 on the wire; None if gradients are halves already."""
     half_wire_options: str
-    """Options for that."""
     plan: PlanChoice
     planned_seconds: float
 

@@ -83,7 +83,6 @@ def assumptions(question: Question) -> list[str]:
 
 
 def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> Table:
-    """Make a row for each number of devices."""
     columns = {
         "GPUs": [f"{point.num_devices:,}" for point in points],
         "nodes": [f"{point.num_nodes:,}" for point in points],
@@ -250,7 +249,6 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
 
 
 def as_json(question: Question, points: Sequence[PredictedPoint]) -> str:
-    """Write all figures: seconds, images, shares."""
     rows = [
         {
             "gpus": point.num_devices,
