@@ -98,16 +98,12 @@ def _bash() -> str:
     )
 
 
-def _zsh() -> str:
-    return ZSH.format() + _bash()
-
-
 def _fish() -> str:
     second = (f"      case {name}; string split ' ' \"{' '.join(words)}\"" for name, words in _second_words().items())
     return FISH.format(**_words(), keyed=" ".join(TAKE_KEYS), options=" ".join(TAKE_NAMES), second="\n".join(second))
 
 
-SHELLS: dict[str, Callable[[], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+SHELLS: dict[str, Callable[[], str]] = {"bash": _bash, "zsh": lambda: ZSH.format() + _bash(), "fish": _fish}
 
 
 def _words() -> dict[str, str]:

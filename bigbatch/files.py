@@ -184,14 +184,9 @@ def write_own(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def open_plain(path: str | Path, *, buffering: int = -1) -> BinaryIO:
+def open_plain(path: str | Path) -> BinaryIO:
     """Open a plain file to read. Raises: OSError, also for a pipe, a socket or a device, which may never end."""
-    return open(path, "rb", buffering, opener=_open_plain)
-
-
-def _open_plain(name: str, flags: int) -> int:
-    descriptor, _ = _open_plain_sized(name, flags)
-    return descriptor
+    return open(path, "rb", opener=lambda name, flags: _open_plain_sized(name, flags)[0])
 
 
 def _open_plain_sized(name: str | Path, flags: int) -> tuple[int, int]:

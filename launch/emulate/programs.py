@@ -24,14 +24,11 @@ def burst_bytes(rate: int) -> int:
     return max(MIN_BURST_BYTES, round(rate * BURST_SECONDS / 8))
 
 
-def gso_bytes(rate: int | None) -> int:
-    """Return the largest packet that TCP hands to the link: half a burst, as larger ones stall a small bucket."""
-    return MAX_GSO_BYTES if rate is None else min(MAX_GSO_BYTES, burst_bytes(rate) // 2)
-
-
 def shape_commands(device: str, rate: int | None) -> list[list[str]]:
     """Limit the rate out of a device. Both ends of a link are shaped, which makes it full duplex like a real one."""
-    gso = ["ip", "link", "set", "dev", device, "gso_max_size", str(gso_bytes(rate))]
+    # TCP hands the link packets of half a burst at most, as larger ones stall a small bucket
+    largest = MAX_GSO_BYTES if rate is None else min(MAX_GSO_BYTES, burst_bytes(rate) // 2)
+    gso = ["ip", "link", "set", "dev", device, "gso_max_size", str(largest)]
     if rate is None:
         return [gso, ["tc", "qdisc", "replace", "dev", device, "root", "noqueue"]]
     bucket = ["tbf", "rate", f"{rate}bit", "burst", f"{burst_bytes(rate)}b", "latency", f"{QUEUE_MS}ms"]

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.measure.cost_model import Backward, SecondsOf
@@ -17,8 +18,7 @@ LEAST_GAIN = 0.002
 """
 
 
-@dataclass(frozen=True)
-class PlannedTransfer:
+class PlannedTransfer(NamedTuple):
     """Time of one buffer on the wire, in seconds since backward's start."""
 
     num_bytes: int
@@ -33,28 +33,18 @@ def simulate(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> tup
     Ignores that computing and communicating may slow each other down.
     """
     transfers, free = [], 0.0
-    for num_bytes, ready in _loads(plan, backward):
+    for buffer in plan.buffers:
+        ready = max(backward.ready_seconds[tensor.name] for tensor in buffer.tensors)
         start = max(ready, free)
-        free = start + seconds_of(num_bytes)
-        transfers.append(PlannedTransfer(num_bytes, ready, start, free))
+        free = start + seconds_of(buffer.num_bytes)
+        transfers.append(PlannedTransfer(buffer.num_bytes, ready, start, free))
     return tuple(transfers)
-
-
-Load = tuple[int, float]
-"""Bytes of a buffer, and the seconds at which its last gradient is ready."""
-
-
-def _loads(plan: FusionPlan, backward: Backward) -> list[Load]:
-    ready_of = backward.ready_seconds
-    return [(each.num_bytes, max(ready_of[tensor.name] for tensor in each.tensors)) for each in plan.buffers]
 
 
 def exposed_seconds(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> float:
     """Return how long the update waits for communication after backward has ended."""
-    free = 0.0
-    for num_bytes, ready in _loads(plan, backward):
-        free = max(ready, free) + seconds_of(num_bytes)
-    return max(0.0, free - backward.seconds)
+    transfers = simulate(plan, backward, seconds_of)
+    return max(0.0, transfers[-1].end_seconds - backward.seconds) if transfers else 0.0
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,6 @@ class PredictedPoint:
     sent: SentPerStep
 
     @property
-    def is_extrapolated(self) -> bool:
-        return self.beyond_checked is not None
-
-    @property
     def images_per_second(self) -> float:
         return self.global_batch_size / self.step.seconds
 
