@@ -77,12 +77,21 @@ def _word(key: str, value: Any) -> str:
 
 @contextmanager
 def _process_as_before() -> Iterator[None]:
-    """Restore the handlers of stop signals and torch's deterministic mode after a run."""
+    """Restore the handlers of stop signals and torch's deterministic mode after a run.
+
+    Meanwhile gradients are computed and precisions are the config's, whatever modes of torch the caller is in.
+    """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        yield
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
     finally:
         torch.use_deterministic_algorithms(was_deterministic, warn_only=warns_only)
         for number, handler in before.items():

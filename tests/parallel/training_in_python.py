@@ -111,7 +111,8 @@ def notebook(root: str, out: str) -> int:
     assert diary.told.index(("step", 3)) < diary.told.index(("evaluation", 3, told["eval"][0]["top1"]))
 
     before = alive()
-    bigbatch.train("quickstart", settings(root, again), quiet=True)
+    with torch.autocast("cpu"), torch.inference_mode():  # of an earlier cell, for example
+        bigbatch.train("quickstart", settings(root, again), quiet=True)
     assert alive() - before == Counter(), "a run leaves these behind"
     assert same(again, first), "a second run in the same process is another"
     finished = Diary()
