@@ -21,10 +21,15 @@ def expand_path(text: str) -> str:
 
     An existing file of exactly this name is not expanded: a shell's * may have found it. Raises: PathError.
     """
+    try:
+        if b"\0" in os.fsencode(text):
+            raise ValueError
+    except ValueError:  # also a character that the file system's encoding lacks
+        raise PathError(f"{text}: no path on this system can hold this text; write another") from None
     if not (text.startswith("~") or "$" in text) or os.path.isfile(text):
         return text
     path = VARIABLE.sub(lambda found: os.path.expandvars(found[0]) or found[0], text)
-    if path.startswith("~") and "\0" not in path:
+    if path.startswith("~"):
         path = os.path.expanduser(path)
     if found := UNRESOLVED.match(path):
         raise PathError(f"{text}: {found[1] or found[0]} has no value here: set it, or write the path itself")

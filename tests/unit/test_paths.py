@@ -73,6 +73,13 @@ def test_path_without_a_value_is_refused_by_name(text: str, name: str) -> None:
     assert str(raised.value) == f"{text}: {name} has no value here: set it, or write the path itself"
 
 
+@pytest.mark.parametrize("text", ["a\0b", "~a\0b", "a\ud800"])
+def test_text_that_no_path_can_hold_is_refused(text: str) -> None:
+    """YAML can state such text; a folder of this name cannot be made."""
+    with pytest.raises(PathError, match="no path on this system can hold this text"):
+        expand_path(text)
+
+
 def test_file_of_this_name_stays(tmp_path: Path) -> None:
     (tmp_path / "~$a.jpg").touch()
     assert expand_path("~$a.jpg") == "~$a.jpg"

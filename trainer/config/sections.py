@@ -14,6 +14,7 @@ from bigbatch.trainer.config.fields import (
     PATH,
     POSITIVE,
     SHARE,
+    THREADS,
     OnlyFor,
 )
 
@@ -249,7 +250,7 @@ class ComputeConfig:
     """Keep images and weights in NHWC memory, which tensor cores and oneDNN read without a conversion."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms on each new shape and keep the fastest; no effect on a CPU."""
-    cpu_threads: Annotated[int | None, COUNT] = None
+    cpu_threads: Annotated[int | None, THREADS] = None
     """CPU threads per rank for computation; they determine how sums are rounded. null: the rank's share of the
     machine's cores, or 1 with run.reproducible."""
     recomputed_blocks: Annotated[int, NOT_NEGATIVE] = 0

@@ -137,6 +137,7 @@ def test_config_refuses_numbers_outside_of_the_range_of_each_key():
         ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
         ("run.target_top1", 76.1, "above 0 and at most 1"),
         ("optimizer.ema_decay", -0.1, "at least 0 and below 1"),
+        ("compute.cpu_threads", 100_000, "positive and at most 4096"),
         ("run.seed", 2**63, "0 or more, and below 2**63"),
     ],
 )
