@@ -27,7 +27,7 @@ def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bo
     name without a mark. sync flushes the bytes to the disk first, so that a power cut leaves the old file or the new
     one. Raises: OSError.
     """
-    aside = path.with_name(f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}")
+    aside = path.parent / f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}"
     file = open_anew(aside)
     try:
         with file:

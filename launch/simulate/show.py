@@ -184,7 +184,7 @@ def findings(points: Sequence[PredictedPoint], *, model: str, deadline_hours: fl
                 "first ones do."
             )
     if last.step.input >= WORTH_NAMING * last.step.seconds:
-        could = last.images_per_second * last.step.seconds / (last.step.seconds - last.step.input) / last.num_nodes
+        could = last.images_per_second * last.step.seconds / last.step.busy_seconds / last.num_nodes
         lines.append(
             f"Bound by input: at {last.num_devices:,} GPUs a step waits for images for "
             f"{percent(last.step.input / last.step.seconds)} of its time; to keep up, the loaders of a node must bring "

@@ -59,8 +59,13 @@ class SimulatedStep:
         return max(0.0, sum(each.end_seconds - each.start_seconds for each in self.transfers) - self.communication)
 
     @property
+    def busy_seconds(self) -> float:
+        """Return the seconds without the wait for images."""
+        return self.computing + self.communication + self.stragglers
+
+    @property
     def seconds(self) -> float:
-        return self.computing + self.communication + self.stragglers + self.input
+        return self.busy_seconds + self.input
 
 
 @dataclass(frozen=True)

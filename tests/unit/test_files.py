@@ -96,7 +96,7 @@ def test_files_what_lies_under_a_fixed_mark_is_removed_and_no_link_is_followed(t
     assert (foreign.read_bytes() if foreign.exists() else None) == (b"theirs" if left == "link" else None)
 
 
-def test_files_where_nothing_can_be_written_the_system_tells(tmp_path: Path) -> None:
+def test_files_where_nothing_can_be_written_the_system_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "no/a", b"")
     (tmp_path / "no").touch()
@@ -105,6 +105,9 @@ def test_files_where_nothing_can_be_written_the_system_tells(tmp_path: Path) -> 
     (tmp_path / "folder/x").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path / "folder", b"")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"'\.'"):
+        write_whole(Path(), b"")
     assert names(tmp_path) == ["folder", "no"]
 
 

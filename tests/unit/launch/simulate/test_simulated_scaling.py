@@ -369,6 +369,10 @@ def test_loaders_that_cannot_keep_up_set_the_pace(tmp_path):
     # two nodes' busy seconds, for which loaders must bring half of 65,536 images each
     needed = 65_536 / 2 / (two_nodes.step.seconds - two_nodes.step.input)
     assert any(line.startswith("Bound by input") and f"{needed:,.0f} images/s" in line for line in words)
+    # beside such a wait the rest of the step is lost to rounding
+    slow = simulate_point(ask(str(path), input_images_per_second=1e-300), 4)
+    words = show.findings([slow], model="resnet50", deadline_hours=None)
+    assert any(line.startswith("Bound by input") for line in words)
 
 
 def test_cores_times_their_rate_are_a_node_s_input(tmp_path):
