@@ -119,6 +119,7 @@ def open_image(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> Image
         image.load()
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{path}: cannot be decoded ({error}); {_ADVICE}") from error
+    image.info.pop("transparency", None)  # conversions to RGB drop it, and some of them warn
     if image.format == "PNG" and PNG_END not in data:  # Pillow does not mind, DALI does
         raise DataError(f"{path}: is cut off: its end mark is missing; {_ADVICE}")
     return image

@@ -57,6 +57,14 @@ def split(root, bad, *, num_images=8):
     return read_index(write(root, {name: bad.get(n, whole(n)) for n, name in enumerate(names)}), "train")
 
 
+@pytest.mark.parametrize(("mode", "marked"), [("P", bytes(200)), ("P", 3), ("L", 3), ("RGB", (1, 2, 3))])
+def test_transparent_colours_change_no_pixel_and_warn_of_nothing(mode, marked, recwarn):
+    image = smooth_image(0).convert(mode)
+    found = open_image(encoded(image, "PNG", transparency=marked), path="a").convert("RGB")
+    assert np.array_equal(np.asarray(found), np.asarray(image.convert("RGB")))
+    assert not recwarn.list
+
+
 def ask(*positions, epoch=0):
     return Request(epoch, np.array(positions), np.ones(len(positions), bool))
 
