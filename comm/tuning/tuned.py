@@ -13,7 +13,7 @@ from typing import Any
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.errors import TunedError
-from bigbatch.files import parse_json, write_whole
+from bigbatch.files import parse_json, read_plain, write_whole
 
 FORMAT = "bigbatch comm tune 1"
 
@@ -188,7 +188,7 @@ def read_tuned(path: Path) -> Tuned:
 def read_text(path: Path) -> str:
     """Read a file's text. Raises: TunedError for a file that cannot be read."""
     try:
-        return path.read_text()
+        return read_plain(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise TunedError(f"cannot read {path}: {reason}; bigbatch comm tune makes such a file") from error

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import parse_json, replacing
+from bigbatch.files import parse_json, read_plain, replacing
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.datasets.verify_shards import COLUMNS, ShardRecord, read_shard
 from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
@@ -236,7 +236,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sweep_unfinished(folder)
-        found = parse_json(path.read_text()) if path.exists() else None
+        found = parse_json(read_plain(path)) if path.exists() else None
         if found is None and any(folder.iterdir()):
             raise DataError(f"{folder}: holds something else than shards of `bigbatch data pack`; name another DST")
         if found == settings:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import replacing, sha256_of, write_whole
+from bigbatch.files import read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.input.listed import SPLITS
@@ -175,11 +175,11 @@ def _plan(source: Path, target: Path) -> _Split:
     try:
         if target.exists() and target.samefile(source):
             raise DataError(f"{target}: is the folder to copy from; name another DST")
-        index = path.read_bytes()
+        index = read_plain(path)
         facts = parse_facts(index.decode("utf-8", "replace"), path=path)
         entries = Shard(ENTRIES, (source / ENTRIES).stat().st_size, facts.entries_sha256)
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); {AGAIN}") from error
+        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror}); {AGAIN}") from error
     return _Split(source, target, index, facts, (*facts.shards, entries))
 
 

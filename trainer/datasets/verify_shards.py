@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError
-from bigbatch.files import sha256_of
+from bigbatch.files import open_plain, sha256_of
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.shard_files import is_packed
@@ -82,7 +82,7 @@ def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
 
 
 def _read_rows(path: Path, num_bytes: int) -> Iterator[tuple[int, ...]]:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         window = Window(lambda length, offset: os.pread(file.fileno(), length, offset))
         members = read_members(window, path=path.name, num_bytes=num_bytes, any_names=True)
         for image, label in zip(members, members, strict=True):  # each image is followed by its label

@@ -36,7 +36,7 @@ class _ShardFile:
     """File that closes after its last reader, so that no reader loses its descriptor or reads another file by it."""
 
     def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
 
     def stamp(self) -> Stamp:
         return stamp_of(os.fstat(self._descriptor))

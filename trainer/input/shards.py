@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.image_files import list_split
@@ -101,7 +101,7 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
     """
     facts, path = read_facts(folder), folder / ENTRIES
     try:
-        entries_N = parse_entries(path.read_bytes(), facts, path=path)
+        entries_N = parse_entries(read_plain(path), facts, path=path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
     if classes is not None:
@@ -135,7 +135,7 @@ def read_facts(folder: Path) -> SplitIndex:
     """Read what a packed split states about itself. Raises: DataError."""
     path = folder / FACTS
     try:
-        return parse_facts(path.read_text(encoding="utf-8"), path=path)
+        return parse_facts(read_plain(path).decode(), path=path)
     except FileNotFoundError as error:
         raise DataError(f"{folder}: packing has not finished, {FACTS} is missing; {AGAIN}") from error
     except (OSError, UnicodeError) as error:

@@ -17,7 +17,7 @@ import numpy as np
 
 from bigbatch.comm.rendezvous.environ import measured_folder
 from bigbatch.errors import DataError, StorageError, print_line, shortened
-from bigbatch.files import write_whole
+from bigbatch.files import read_plain, write_whole
 from bigbatch.locks import try_lock, wait_lock
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import list_split, require_one_spelling
@@ -72,7 +72,7 @@ def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
     if index is None:
         with _only_process(root):
             index = _kept(places, stamped) or _keep(make_index(root, stamped), root, places)
-    return _named(index, (root / NAMES).read_bytes, f"{root / NAMES}")
+    return _named(index, lambda: read_plain(root / NAMES), f"{root / NAMES}")
 
 
 def read_remote_webdataset(storage: Storage) -> Index:
@@ -138,7 +138,7 @@ def _kept(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, Stam
     """Return the index of exactly these shards, or None."""
     for place in places:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            index = parse_index(place.read_bytes())
+            index = parse_index(read_plain(place))
             if {split: list(each) for split, each in index.shards.items()} == dict(stamped):
                 return index
     return None

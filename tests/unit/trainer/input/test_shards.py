@@ -196,6 +196,10 @@ def save_objects(split):
     np.save(split / "index.npy", np.array([{}]), allow_pickle=True)
 
 
+def as_pipe(name):
+    return lambda split: ((split / name).unlink(), os.mkfifo(split / name))
+
+
 DAMAGE = {
     "no facts": (
         lambda split: (split / "index.json").unlink(),
@@ -205,6 +209,8 @@ DAMAGE = {
         lambda split: ((split / "index.json").unlink(), (split / "index.json").mkdir()),
         r"index.json: cannot be read",
     ),
+    "facts are a pipe": (as_pipe("index.json"), r"index.json: cannot be read .*not a regular file"),
+    "entries are a pipe": (as_pipe("index.npy"), r"index.npy: cannot be read .*not a regular file"),
     "facts are not text": (replace("index.json", b"\xff"), r"index.json: cannot be read"),
     "facts are not JSON": (replace("index.json", b"{"), r"index.json: is not an index of packed shards"),
     "facts are too deep": (replace("index.json", b"[" * 100_000), r"index.json: is not an index of packed shards"),
@@ -258,6 +264,7 @@ def in_shard(index, *, number):
     ("damage", "parts"),
     [
         (lambda shard: shard.unlink(), (os.strerror(errno.ENOENT), "moved")),
+        (lambda shard: (shard.unlink(), os.mkfifo(shard)), ("cannot be read",)),
         (lambda shard: os.truncate(shard, 700), ("cut", "`bigbatch data pack`")),
         (lambda shard: shard.write_bytes(b"x" * shard.stat().st_size), ("index.npy", "`bigbatch data pack`")),
         (lambda shard: shard.write_bytes((shard.parent / "shard-000001.tar").read_bytes()), ("`bigbatch data pack`",)),

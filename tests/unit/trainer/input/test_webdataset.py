@@ -409,6 +409,14 @@ def test_webdataset_names_of_numbered_classes(tmp_path):
     (root / "classnames.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=naming(root / "classnames.txt", "UTF-8")):
         open_split(root, "val")
+    (root / "classnames.txt").unlink()
+    os.mkfifo(root / "classnames.txt")
+    with pytest.raises(DataError, match=naming(root / "classnames.txt", "not a regular file")):
+        open_split(root, "val")
+    (root / "classnames.txt").unlink()
+    (root / "webdataset.index").unlink()
+    os.mkfifo(root / "webdataset.index")
+    assert open_split(root, "val").classes == ("0", "1")
 
 
 @pytest.mark.parametrize(
