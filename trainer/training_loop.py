@@ -208,6 +208,8 @@ class TrainingLoop:
     def save(self, done: int, top1: float | None) -> None:
         """Start to write a checkpoint of the current state, once the previous one is on disk. Raises: as the saver."""
         self.settle(wait=True)
+        # of the checkpoint's own step, like everything else in it: a run that starts after that step has not set it
+        self.parts.set_lr_(step=max(done - 1, 0))
         self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
         self.saved_step = done
 
@@ -267,7 +269,6 @@ class TrainingLoop:
         except (DataError, Stopped):
             # a second checkpoint of a step would lack the accuracy of the first
             if done > self.saved_step:
-                self.parts.set_lr_(step=done - 1)
                 self.save(done, None)
             self.settle(wait=True)
             # the first rank writes, and tells the others what to raise: none ends before all know

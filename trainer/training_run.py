@@ -356,7 +356,6 @@ class TrainingRun:
         if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
             return {}
         record = self.loop.evaluate(done)
-        self.parts.set_lr_(step=done - 1)  # the checkpoint's own step, like everything else in it
         self.loop.save(done, record["top1"])
         self.loop.settle(wait=True)  # otherwise it would disturb the next measurement
         return record

@@ -273,12 +273,13 @@ def steps(run: Path) -> list[int]:
 
 
 def final_state(run: Path) -> dict[str, Tensor]:
-    """Every tensor of the newest checkpoint, weights and optimizer state, by name."""
+    """Every tensor of the newest checkpoint, weights and optimizer state, and learning rates, by name."""
     state = load_checkpoint(list_checkpoints(run / "checkpoints")[-1].path)
     tensors = {f"model/{name}": value for name, value in state["model"].items()}
     for index, values in state["optimizer"]["state"].items():
         tensors.update({f"optimizer/{index}/{k}": v for k, v in values.items() if isinstance(v, Tensor)})
-    return tensors
+    groups = state["optimizer"]["param_groups"]
+    return tensors | {f"optimizer/lr of group {n}": torch.as_tensor(group["lr"]) for n, group in enumerate(groups)}
 
 
 def assert_identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

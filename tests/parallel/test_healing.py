@@ -215,13 +215,16 @@ def test_rank_that_stalls_before_it_has_the_state_does_not_end_the_only_one_that
     assert_identical(final_state(run), final_state(undisturbed))
 
 
-def test_loss_while_a_checkpoint_is_written(data: Path, tmp_path: Path) -> None:
-    """Over gloo, whose process group has to be released before the next one is made."""
+@pytest.mark.parametrize("lost", [2, 0])
+def test_loss_while_a_checkpoint_is_written(lost: int, data: Path, tmp_path: Path) -> None:
+    """Over gloo, whose process group has to be released before the next one is made; without rank 0 another writes."""
     settings = {"comm__backend": "gloo", "run__checkpoint_every_steps": 4, "run__keep_checkpoints": 9}
-    codes, said = lose(data, tmp_path / "run", deaths="2/5/forward", num_ranks=3, save_seconds=1, **settings)
-    assert codes == [0, 0, -signal.SIGKILL], said
+    codes, said = lose(data, tmp_path / "run", deaths=f"{lost}/5/forward", num_ranks=3, save_seconds=1, **settings)
+    assert codes == [-signal.SIGKILL if rank == lost else 0 for rank in range(3)], said
     saved = [int(path.name.removeprefix("step-")) for path in sorted((tmp_path / "run/checkpoints").glob("step-*"))]
     assert saved[:1] == [4]
+    groups = load_checkpoint(tmp_path / "run/checkpoints/step-00000004")["optimizer"]["param_groups"]
+    assert {group["lr"] for group in groups} == {r["lr"] for r in records(tmp_path / "run", "train") if r["step"] == 4}
 
 
 def test_ranks_that_cannot_share_the_batch_end_as_for_a_restart(data: Path, tmp_path: Path) -> None:
