@@ -33,6 +33,8 @@ VAL_SHARE = 0.1
 """Part of the cache for the validation split."""
 PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to read an index."""
+MOST_SECONDS = 60.0
+"""No further attempt begins later than this."""
 REFUSED = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
 """Errors on credentials: trying again does not help."""
 
@@ -145,12 +147,15 @@ class Storage:
 
 
 def _patiently(call: Callable[[], T]) -> T:
+    since = time.monotonic()
     for seconds in PAUSES:
         try:
             return call()
         except (FileNotFoundError, PermissionError):
             raise
         except OSError:
+            if time.monotonic() - since > MOST_SECONDS:  # a server that does not answer: an attempt takes minutes
+                raise
             time.sleep(seconds)
     return call()
 

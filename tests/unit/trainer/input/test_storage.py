@@ -450,6 +450,24 @@ def test_storage_an_index_without_an_end_is_refused(monkeypatch):
         open_split(Path(url), "train")
 
 
+@pytest.mark.parametrize(("seconds", "attempts"), [(0.0, 1 + len(storage.PAUSES)), (300.0, 1)])
+def test_storage_of_a_server_that_does_not_answer_is_not_asked_for_long(seconds, attempts, monkeypatch):
+    """The library gives up after 300 s; seven such attempts would be half an hour without a word."""
+    now, asked = [0.0], []
+
+    def time_out(*_):
+        now[0] += seconds
+        asked.append(now[0])
+        raise OSError
+
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(storage.time, "sleep", lambda _: None)
+    monkeypatch.setattr(storage.Storage, "read", time_out)
+    with pytest.raises(OSError):  # noqa: PT011
+        storage.Storage("http://nowhere").fetch("a")
+    assert len(asked) == attempts
+
+
 def test_storage_reads_no_more_of_a_range_than_it_has_asked_for(monkeypatch):
     monkeypatch.setattr(Endless, "sent_bytes", 0)
     with web_server(Endless) as url, pytest.raises(StorageError, match=naming("x.bin", "ranges")):
