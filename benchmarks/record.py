@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: the spread of repetitions, the conditions, the file of figures."""
+"""Shared parts of the benchmarks: command lines, the spread of repetitions, conditions, the file of figures."""
 
 import argparse
 import json
@@ -6,18 +6,37 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.comm.tuning.conditions import cpu_name, source_commit
+from bigbatch.errors import UserError
 from bigbatch.files import write_whole
 from bigbatch.trainer.run.folder import writing
 
 DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Make a type for argparse: whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, at least {least}")
+        return int(text)
+
+    return parse
+
+
+def run(main: Callable[[], None]) -> None:
+    """End the process with one line for a user's error."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -35,6 +54,11 @@ def show(name: str, values: Mapping[str, float], *, unit: str) -> str:
     """Write a spread in one line: median, smallest and largest."""
     shown = {key: f"{values[key]:,.4g}" if values[key] < 1000 else f"{values[key]:,.0f}" for key in values}
     return f"{name:32} {shown['median']:>10} {unit:18} ({shown['min']} to {shown['max']}, n = {values['n']})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,24 +92,12 @@ def without_place(value: Any) -> Any:
     return f"{option}{equals}{Path(path).name}" if is_elsewhere else value
 
 
-def cpu_name() -> str:
-    """Ask the kernel for the CPU's name, which is more exact than Python's."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.machine()
-
-
 def version_of(distribution: str) -> str | None:
     """Return an installed version; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def file_system(path: Path) -> str:
-    """Return the file system of path, such as ext2/ext3 (which is ext4, too), tmpfs or nfs."""
-    command = ["stat", "--file-system", "--format=%T", str(path)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
@@ -97,14 +109,6 @@ def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
-
-
-def write_record_and_table(path: Path | None, record: Mapping[str, Any], table: str) -> None:
-    """Write the record, and beside its file the table under the same name, in .md. Raises: RunFolderError."""
-    write_record(path, record)
-    if path is not None:
-        with writing(path.with_suffix(".md")):
-            path.with_suffix(".md").write_text(table)
 
 
 def show_record(record: Mapping[str, Any]) -> str:

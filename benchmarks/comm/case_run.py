@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comm import links, peers
-from benchmarks.comm.job import Job, join
-from benchmarks.record import cpu_name, version_of, write_record
+from benchmarks.comm import links
+from benchmarks.comm.job import Job, join, open_gloo, open_horovod
+from benchmarks.record import at_least, version_of, write_record
 from bigbatch.comm.backends.links import leave_bbr
-from bigbatch.comm.tuning.conditions import gather_conditions
+from bigbatch.comm.tuning.conditions import cpu_name, gather_conditions
 from bigbatch.errors import CommError
 
 GOODPUT_SECONDS = 5
@@ -62,7 +62,7 @@ def begin(options: argparse.Namespace) -> CaseRun:
     facts = gather_facts(job, options)
     goodput = links.find_goodput(job, options.goodput_mbit, seconds=GOODPUT_SECONDS)
     job.say(f"{job.communicator}; goodput {goodput and goodput / 1e6} Mbit/s")
-    peers.open_gloo(job)
+    open_gloo(job)
     return CaseRun(options, job, facts, [goodput])
 
 
@@ -71,7 +71,7 @@ def job_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
-    add("--repetitions", type=int, default=10, help="repetitions of each contestant (default: %(default)s)")
+    add("--repetitions", type=at_least(1), default=10, help="repetitions of each contestant (default: %(default)s)")
     add("--contestants", metavar="A,B", help="only these (default: all that can run)")
     add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
     add("--goodput-mbit", type=float, help="goodput of a link, for the limit (default: measured by iperf3)")
@@ -100,7 +100,7 @@ def choose_with_horovod(
 
     Raises: CommError for a name that cannot run here.
     """
-    horovod = peers.open_horovod(job)
+    horovod = open_horovod(job)
     left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
     job.say_left_out(left_out)
     available = [name for name in contestants if name not in left_out]

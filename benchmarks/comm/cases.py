@@ -78,15 +78,6 @@ CASES = (
         seconds=305,
     ),
     Case(
-        "gradients-alexnet_bn-1gbit-cyclic",
-        "gradients",
-        ("--model", "alexnet_bn", "--contestants", "ours tuned,ours fp16,ddp"),
-        link="1gbit",
-        place="cyclic",
-        seconds=220,
-        is_long=True,
-    ),
-    Case(
         "gradients-resnet50-200mbit",
         "gradients",
         ("--contestants", WITHOUT_HOOKS, "--tune-seconds", "15"),
@@ -97,40 +88,6 @@ CASES = (
     Case("exchange-2x4-1gbit", "exchange", SHORT, "4,4", "1gbit", seconds=90),
     Case("exchange-3+2+2+1-1gbit", "exchange", SHORT, "3,2,2,1", "1gbit", seconds=90),
     Case("reducer-overhead", "reducer_overhead", seconds=25),
-    Case(
-        "gradients-resnet50-200mbit-cyclic",
-        "gradients",
-        ("--contestants", WITHOUT_HOOKS),
-        link="200mbit",
-        place="cyclic",
-        seconds=520,
-        is_long=True,
-    ),
-    Case(
-        "gradients-alexnet_bn-200mbit",
-        "gradients",
-        ("--model", "alexnet_bn", "--contestants", WITHOUT_HOOKS),
-        link="200mbit",
-        seconds=1000,
-        is_long=True,
-    ),
-    Case(
-        "gradients-alexnet_bn-200mbit-cyclic",
-        "gradients",
-        ("--model", "alexnet_bn", "--contestants", "ours tuned,ours fp16,ddp"),
-        link="200mbit",
-        place="cyclic",
-        seconds=1000,
-        is_long=True,
-    ),
-    Case(
-        "exchange-4x2-200mbit-1e8",
-        "exchange",
-        ("--sizes", "1e8", "--seconds-per-size", "240", "--contestants", "hybrid,hierarchical,gloo"),
-        link="200mbit",
-        seconds=330,
-        is_long=True,
-    ),
     *(
         Case(
             f"scaling-{model}-{link}-{nodes}",
@@ -145,51 +102,13 @@ CASES = (
         for link in ("1gbit", "400mbit")
         for nodes in (2, 4)
     ),
-    *(
-        Case(f"exchange-{name}-200mbit", "exchange", SHORT, ranks, "200mbit", seconds=150, is_long=True)
-        for name, ranks in (("8x1", "1,1,1,1,1,1,1,1"), ("2x4", "4,4"), ("3+2+2+1", "3,2,2,1"))
-    ),
 )
 
-_FEW = ("--repetitions", "3", "--tune-seconds", "6")
-QUICK = (
-    Case(
-        "exchange-4x2-1gbit",
-        "exchange",
-        (*_FEW, "--sizes", "1e3,1e5,1e6,1e7", "--seconds-per-size", "8"),
-        link="1gbit",
-        seconds=50,
-    ),
-    Case(
-        "exchange-4x2-1gbit-500us",
-        "exchange",
-        (*_FEW, "--sizes", "1e3,1e5", "--contestants", "hybrid,doubling,gloo,mpi"),
-        link="1gbit",
-        delay="500us",
-        seconds=30,
-    ),
-    Case("gradients-resnet50-1gbit", "gradients", (*_FEW, "--contestants", WITHOUT_HOOKS), link="1gbit", seconds=70),
-    Case("reducer-overhead", "reducer_overhead", ("--repetitions", "5"), seconds=15),
-)
-"""Check that everything works; too few repetitions for a claim."""
 
-
-def choose_cases(*, quick: bool, long: bool, only: Sequence[str]) -> list[Case]:
+def choose_cases(*, long: bool, only: Sequence[str]) -> list[Case]:
     """Choose cases: named ones (by any part of the name), long ones included. Raises: ValueError if there is none."""
-    cases = QUICK if quick else CASES
-    chosen = [c for c in cases if (any(word in c.name for word in only) if only else long or not c.is_long)]
+    chosen = [c for c in CASES if (any(word in c.name for word in only) if only else long or not c.is_long)]
     if not chosen:
-        raise ValueError(
-            f"--only {','.join(only)}: no case has such a name; there are {', '.join(c.name for c in cases)}"
-        )
+        names = ", ".join(case.name for case in CASES)
+        raise ValueError(f"--only {','.join(only)}: no case has such a name; there are {names}")
     return chosen
-
-
-def record_path(folder: Path, case: Case, *, quick: bool) -> Path:
-    """Return the file of a case's record."""
-    return folder / f"{prefix(quick=quick)}{case.name}.json"
-
-
-def prefix(*, quick: bool) -> str:
-    """Return the prefix of record names, which distinguishes quick records from those that support a claim."""
-    return "comm-quick-" if quick else "comm-"

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.comm import peers
-from benchmarks.comm.job import Job
+from benchmarks.comm.job import HOROVOD_ROUND, Job, open_horovod, open_mpi
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect, make_wire
@@ -57,7 +56,7 @@ def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[
     entries["gloo"] = Entry(dist.all_reduce, "plain")
     allocators: dict[str, Allocate] = {"tcp": allocate_from(ours), "plain": torch.zeros}
     left_out: dict[str, str] = {}
-    if isinstance(world := peers.open_mpi(job), str):
+    if isinstance(world := open_mpi(job), str):
         left_out |= {"mpi": world, "hierarchical over mpi": world}
     else:
         entries["mpi"] = Entry(partial(sum_by_mpi, world), "plain")
@@ -70,7 +69,7 @@ def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[
         job.others.append(over_mpi)
         entries["hierarchical over mpi"] = ours_entry(over_mpi, memory="mpi")
         allocators["mpi"] = allocate_from(over_mpi)
-    horovod = peers.open_horovod(job)
+    horovod = open_horovod(job)
     if isinstance(horovod, str):
         left_out["horovod"] = horovod
     else:
@@ -114,4 +113,4 @@ def horovod_entry(horovod: Any) -> Entry:
         horovod.init()
         sum_(tensor_N)
 
-    return Entry(sum_, "plain", enter=enter, leave=horovod.shutdown, round=peers.HOROVOD_ROUND)
+    return Entry(sum_, "plain", enter=enter, leave=horovod.shutdown, round=HOROVOD_ROUND)

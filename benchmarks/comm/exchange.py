@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.arguments import require_at_least_one
-from benchmarks.comm import links, peers
+from benchmarks.comm import links
 from benchmarks.comm.case_run import begin, choose_contestants, job_parser
 from benchmarks.comm.entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
-from benchmarks.comm.job import Job, run_rank
+from benchmarks.comm.job import Job, close, run_rank
 from benchmarks.comm.tuning import DEFAULT_ALGORITHM, describe_times
 from benchmarks.comm.turns import Contestant, describe_repetitions, take_turns
 from bigbatch.comm.algorithms.hybrid import HybridTable, Times
@@ -39,7 +38,6 @@ HOPELESS_BYTES, HOPELESS_RATIO = 1_000_000, 2.0
 
 
 def main() -> None:
-    """Measure, and write the record."""
     run_rank(partial(run, parse()))
 
 
@@ -76,18 +74,15 @@ def run(options: argparse.Namespace) -> None:
             "rows": with_limit(rows, num_nodes=job.num_nodes, goodput=goodput),
         }
         case.write("exchange", results)
-    peers.close(job)
+    close(job)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = job_parser(__doc__)
     parser.add_argument("--sizes", type=parse_sizes, default=SIZES, help="bytes (default: %(default)s)")
     parser.add_argument("--seconds-per-size", type=float, default=110.0, help="for all contestants")
     parser.add_argument("--tune-seconds", type=float, default=40.0, help="for each table of hybrid's")
-    options = parser.parse_args(argv)
-    require_at_least_one(parser, options, "repetitions")
-    return options
+    return parser.parse_args(argv)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -156,13 +151,7 @@ def make_contestant(name: str, entry: Entry, part_N: Tensor, *, loops: int) -> C
         for _ in range(loops):
             entry.sum_(part_N)
 
-    def enter() -> None:
-        entry.enter(part_N)
-
-    def leave() -> None:
-        entry.leave()
-
-    return Contestant(name, work, enter=enter, leave=leave, round=entry.round)
+    return Contestant(name, work, enter=partial(entry.enter, part_N), leave=entry.leave, round=entry.round)
 
 
 def check(job: Job, name: str, entry: Entry, part_N: Tensor) -> tuple[float, int]:
@@ -217,7 +206,6 @@ def with_limit(
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Show one size in a line: milliseconds."""
     times = ", ".join(
         f"{row['contestant']} {1e3 * row['seconds']['median']:.4g}{'' if row['seconds']['n'] > 1 else ' (once)'}"
         for row in rows

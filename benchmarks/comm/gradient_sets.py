@@ -83,7 +83,7 @@ class CostlessModel(nn.Module):
     def forward(self, chain_1: Tensor) -> Tensor:
         """Compute a loss from any one number that requires a gradient."""
         for i, parameter in enumerate(self._ordered):
-            wait = partial(self._pace.wait_for, i) if self._pace else _go_on
+            wait = partial(self._pace.wait_for, i) if self._pace else lambda: None
             chain_1 = _Ready.apply(chain_1, parameter, float(gradient_value(i) * self._weight), wait)
         return chain_1.sum()
 
@@ -91,10 +91,6 @@ class CostlessModel(nn.Module):
         """Do a step's work before backward."""
         if self._pace:
             self._pace.begin()
-
-
-def _go_on() -> None:
-    """Return at once, without a pace."""
 
 
 def start() -> Tensor:
@@ -115,15 +111,12 @@ def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def make_values(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Make zeros that all contestants' parameters share; no code writes them, so they take no memory."""
-    return {name: _unwritten_zeros(shape) for name, shape in shapes.items()}
+    """Make zeros that all contestants' parameters share; no code writes them, so they take no memory.
 
-
-def _unwritten_zeros(shape: Sequence[int]) -> Tensor:
-    """Return fp32 zeros on pages that the system allocates at the first write; malloc's may be in use already."""
-    num_bytes = 4 * math.prod(shape)
-    pages = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.float32).view(tuple(shape))
+    They lie on pages that the system allocates at the first write; malloc's may be in use already.
+    """
+    pages = {name: mmap(-1, 4 * math.prod(each), flags=MAP_PRIVATE | MAP_ANONYMOUS) for name, each in shapes.items()}
+    return {name: torch.frombuffer(pages[name], dtype=torch.float32).view(tuple(shapes[name])) for name in shapes}
 
 
 def count_wrong(parameters: Iterable[nn.Parameter], *, expected: float) -> int:

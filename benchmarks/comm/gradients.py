@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.arguments import require_at_least_one
-from benchmarks.comm import links, peers
+from benchmarks.comm import links
 from benchmarks.comm.case_run import begin, choose_with_horovod, job_parser
 from benchmarks.comm.gradient_sets import CostlessModel, count_wrong, make_values, parameter_shapes, start
-from benchmarks.comm.job import Job, run_rank
+from benchmarks.comm.job import HOROVOD_ROUND, Job, close, run_rank
 from benchmarks.comm.tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
 from benchmarks.comm.turns import Contestant, describe_repetitions, nothing, take_turns
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
@@ -37,18 +36,14 @@ WIRES = {**TUNED_WIRES, "ddp fp16": "float16"}
 
 
 def main() -> None:
-    """Measure, and write the record."""
     run_rank(partial(run, parse()))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = job_parser(__doc__)
     parser.add_argument("--model", default="resnet50", help="model of the gradients (default: %(default)s)")
     parser.add_argument("--tune-seconds", type=float, default=25.0, help="for each tuned contestant's table and plan")
-    options = parser.parse_args(argv)
-    require_at_least_one(parser, options, "repetitions")
-    return options
+    return parser.parse_args(argv)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -94,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
                 f"{row['contestant']:20} {row['seconds']['median']:8.3f} s, n = {row['seconds']['n']}, "
                 f"{row['num_wrong']} wrong"
             )
-    peers.close(job)
+    close(job)
 
 
 def _limit(num_bytes: int, goodput: Sequence[float | None], *, num_nodes: int) -> float | None:
@@ -130,6 +125,14 @@ class Step:
         """Count parameters with a wrong gradient."""
         return count_wrong(self.parameters, expected=self.expected)
 
+    def contestant(self, name: str, wrong: dict[str, int]) -> Contestant:
+        """Make a contestant of it. Wrong gradients are counted in wrong[name]."""
+
+        def finish() -> None:
+            wrong[name] += self.count_wrong()
+
+        return Contestant(name, self.run, prepare=self.prepare, finish=finish)
+
 
 def make_contestant(
     job: Job,
@@ -146,14 +149,10 @@ def make_contestant(
     if name.startswith("ddp"):
         step = _ddp_step(job, name, model)
     elif name == "local":
-        step = _local_step(job, model)
+        step = Step(model, [*model.parameters()], nothing, model.zero_grad, job.rank + 1, model.begin)
     else:
         step = _ours_step(job, name, model, tuned.get(name))
-
-    def finish() -> None:
-        wrong[name] += step.count_wrong()
-
-    return Contestant(name, step.run, prepare=step.prepare, finish=finish)
+    return step.contestant(name, wrong)
 
 
 def _sum_of_weights(job: Job) -> float:
@@ -167,12 +166,6 @@ def _ours_step(job: Job, name: str, model: CostlessModel, tuned: TuneResults | N
     return Step(model, list(model.parameters()), reducer.wait, reducer.zero_grad, _sum_of_weights(job), model.begin)
 
 
-def _local_step(job: Job, model: CostlessModel) -> Step:
-    """Make the same step without communication."""
-    parameters = list(model.parameters())
-    return Step(model, parameters, nothing, partial(_drop_gradients, parameters), job.rank + 1, model.begin)
-
-
 def _ddp_step(job: Job, name: str, model: CostlessModel) -> Step:
     ddp = DistributedDataParallel(model, init_sync=False)  # all ranks have the same parameters: no code writes them
     if name == "ddp fp16":
@@ -180,7 +173,7 @@ def _ddp_step(job: Job, name: str, model: CostlessModel) -> Step:
     elif name == "ddp with our hook":
         ddp.register_comm_hook(None, ddp_comm_hook(job.communicator.with_algorithm(DEFAULT_ALGORITHM)))
     mean = _sum_of_weights(job) / job.communicator.world_size
-    return Step(ddp, list(model.parameters()), nothing, partial(ddp.zero_grad, set_to_none=True), mean, model.begin)
+    return Step(ddp, list(model.parameters()), nothing, ddp.zero_grad, mean, model.begin)
 
 
 def _horovod(job: Job, model: CostlessModel, horovod: Any, wrong: dict[str, int]) -> Contestant:
@@ -194,8 +187,7 @@ def _horovod(job: Job, model: CostlessModel, horovod: Any, wrong: dict[str, int]
                 torch.optim.SGD(parameters, lr=0.0), named_parameters=model.named_parameters()
             )
             mean = _sum_of_weights(job) / job.communicator.world_size
-            clear = partial(_drop_gradients, parameters)
-            made.append(Step(model, parameters, optimizer.synchronize, clear, mean, model.begin))
+            made.append(Step(model, parameters, optimizer.synchronize, model.zero_grad, mean, model.begin))
         return made[0]
 
     def enter() -> None:
@@ -213,13 +205,8 @@ def _horovod(job: Job, model: CostlessModel, horovod: Any, wrong: dict[str, int]
         finish=finish,
         enter=enter,
         leave=horovod.shutdown,
-        round=peers.HOROVOD_ROUND,
+        round=HOROVOD_ROUND,
     )
-
-
-def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ranks of one measurement: their meeting, messages and end."""
+"""The ranks of one measurement: their meeting, messages, peers and end; gloo, MPI and Horovod in the same processes."""
 
 import json
 import os
@@ -6,20 +6,28 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_end
+from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.errors import UserError
 
 TIMEOUT_SECONDS = 300.0
 """A silent peer ends the job after this: the largest sums on the slowest link take tens of seconds."""
+HOROVOD_ROUND = 5
+"""Repetitions of Horovod in a row. Its threads talk every millisecond even when idle, which slows all others down (seen
+once, 8 ranks on 2 busy cores: a short sum of ours took 12.5 ms instead of 1.5), so it runs only in its rounds."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,10 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.communicator.rank
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes."""
         return self.communicator.topology.num_nodes
 
     def meet(self) -> None:
@@ -74,6 +80,44 @@ def join(*, interface: str | None) -> Job:
         device=torch.device("cpu"),
     )
     return Job(communicator, communicator.allocate(1, torch.float32), interface)
+
+
+def open_gloo(job: Job) -> None:
+    """Make gloo's default process group of all ranks. Collective."""
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("benchmark/gloo", job.communicator.control.store.torch_store),
+        rank=job.rank,
+        world_size=job.communicator.world_size,
+        timeout=timedelta(minutes=10),
+    )
+
+
+def open_mpi(job: Job) -> Any:
+    """Return MPI's world, or the reason why there is none. Collective."""
+    env = job.communicator.env
+    if env.launcher not in MPI_LAUNCHERS:
+        return f"the job was started by {env.launcher}, not by mpirun"
+    return mpi_world(env)
+
+
+def open_horovod(job: Job) -> Any:
+    """Import horovod.torch, not yet initialised, or return the reason why there is none. Collective."""
+    if isinstance(world := open_mpi(job), str):  # MPI starts with our settings, and outlives Horovod's stop
+        return world
+    try:
+        import horovod.torch as horovod
+    except ImportError as error:
+        return f"Horovod is not installed ({error})"
+    return horovod if horovod.mpi_built() else "Horovod was built without MPI"
+
+
+def close(job: Job) -> None:
+    """End gloo and our connections. Collective."""
+    job.meet()
+    dist.destroy_process_group()
+    for communicator in (*job.others, job.communicator):
+        communicator.close()
 
 
 def run_rank(run: Callable[[], None]) -> None:

@@ -5,8 +5,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.comm.job import Job
 from bigbatch.comm.measure.cost_model import least_seconds
@@ -21,14 +22,12 @@ TRY_SECONDS = 0.1
 
 
 def read_sent_bytes(interface: str | None = None) -> int:
-    """Read the bytes that this node has sent over one interface, or over all but loopback, since it was made."""
-    return parse_sent_bytes(Path("/proc/net/dev").read_text(), interface=interface)
+    """Read the bytes that this node has sent over one interface, or over all but loopback, since it was made.
 
-
-def parse_sent_bytes(text: str, *, interface: str | None = None) -> int:
-    """Parse these bytes from /proc/net/dev. Raises: CommError for an interface that does not exist."""
-    rows = {name.strip(): values.split() for name, colon, values in (x.partition(":") for x in text.splitlines())}
-    sent = {name: int(row[8]) for name, row in rows.items() if len(row) == 16 and name != "lo"}
+    Raises: CommError for an interface that does not exist.
+    """
+    counters = psutil.net_io_counters(pernic=True, nowrap=False)
+    sent = {name: each.bytes_sent for name, each in counters.items() if name != "lo"}
     if interface is None:
         return sum(sent.values())
     if interface not in sent:
@@ -47,16 +46,13 @@ def best_goodput(goodput: Sequence[float | None]) -> float | None:
 
 
 def find_goodput(job: Job, given_mbit: float | None, *, seconds: float, control: str | None = None) -> float | None:
-    """Return the bits per second of a link: as given, else measured. Collective."""
-    return given_mbit * 1e6 if given_mbit else measure_goodput(job, seconds=seconds, control=control)
+    """Return the bits per second of a link as given, else of iperf3's stream from the second node to the first.
 
-
-def measure_goodput(job: Job, *, seconds: float, control: str | None) -> float | None:
-    """Measure the bits per second of one TCP stream of iperf3 from the second node to the first. Collective.
-
-    control: the stream's congestion control, None for the system's. None if there is one node. Raises: CommError
-    without iperf3, or if it fails repeatedly; on all ranks.
+    Collective. control: the stream's congestion control, None for the system's. None if there is one node. Raises:
+    CommError without iperf3, or if it fails repeatedly; on all ranks.
     """
+    if given_mbit:
+        return given_mbit * 1e6
     if job.num_nodes < 2:
         return None
     for _ in range(NUM_TESTS):

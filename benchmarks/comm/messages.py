@@ -12,10 +12,12 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.record import table
 from bigbatch.comm.algorithms import make_allreduce
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
@@ -58,28 +60,11 @@ class CountingBackend:
         self.groups.append(Group(tuple(next((each for each in families if self.rank in each), [self.rank]))))
         return self.groups[-1]
 
-    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Count it."""
-        self._count_collective(group)
+    def _count(self, *words: Any, **options: Any) -> None:
+        """Count a collective; its group is the last of the positional arguments."""
+        self.collectives += len(words[-1].ranks) > 1
 
-    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Count it."""
-        self._count_collective(group)
-
-    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Count it."""
-        self._count_collective(group)
-
-    def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Count it."""
-        self._count_collective(group)
-
-    def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """Count it."""
-        self._count_collective(group)
-
-    def _count_collective(self, group: Group) -> None:
-        self.collectives += len(group.ranks) > 1
+    all_reduce_ = reduce_ = broadcast_ = reduce_scatter = all_gather = _count
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
         """Count it."""
@@ -162,27 +147,26 @@ def cell(algorithm: str, plan: Iterable[BufferPlan], *, nodes: int, ranks_per_no
     return ", ".join(part for part in (collectives, told + others) if part)
 
 
-def table(recipes: Iterable[str], *, nodes: int, ranks_per_node: int) -> list[str]:
-    """Write the rows of a Markdown table."""
+def by_recipe(recipes: Iterable[str], *, nodes: int, ranks_per_node: int) -> str:
+    """Write a table in Markdown."""
     plans: dict[tuple[BufferPlan, ...], list[str]] = {}
     for recipe in recipes:
         plans.setdefault(plan_of(recipe), []).append(recipe.removeprefix("imagenet/"))
-    rows = [("recipes", "buffers", *COUNTED), ("---",) * (2 + len(COUNTED))]
+    rows = []
     for plan, names in plans.items():
         buffers = f"{len(plan)} of {sum(buffer.num_bytes for buffer in plan) / 1e6:,.1f} MB in all"
         cells = [cell(algorithm, plan, nodes=nodes, ranks_per_node=ranks_per_node) for algorithm in COUNTED]
         rows.append((", ".join(names), buffers, *cells))
-    return ["| " + " | ".join(row) + " |" for row in rows]
+    return table(("recipes", "buffers", *COUNTED), rows)
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=256)
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--recipes", nargs="+", default=[f"imagenet/{path.stem}" for path in RECIPES])
     options = parser.parse_args()
-    print("\n".join(table(options.recipes, nodes=options.nodes, ranks_per_node=options.ranks_per_node)))
+    print(by_recipe(options.recipes, nodes=options.nodes, ranks_per_node=options.ranks_per_node))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,17 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.arguments import require_at_least_one
 from benchmarks.gpu.suite.device import device_conditions
 from benchmarks.gpu.suite.job import seconds_of
 from benchmarks.largebatch.lars_step import captured
-from benchmarks.record import conditions, ratios, spread, write_record
+from benchmarks.record import at_least, conditions, ratios, spread, write_record
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -41,7 +38,6 @@ Step = Callable[[], object]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write the record."""
     options = parse(argv)
     device = torch.device(options.device)
     if options.threads:
@@ -55,9 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             captured(make_step(options, communicator=communicator)),
         )
     results = {}
-    for kind, seconds in measure(pairs, options=options).items():
-        results[kind] = describe(*seconds, steps=options.steps)
-        ratio = results[kind]["ratio"]
+    for kind, (plain, reducer) in measure(pairs, options=options).items():
+        ratio = spread(ratios(reducer, plain))
+        results[kind] = {
+            "plain_seconds": spread([each / options.steps for each in plain]),
+            "reducer_seconds": spread([each / options.steps for each in reducer]),
+            "ratio": ratio,
+        }
         print(
             f"{kind:12} {1e3 * results[kind]['plain_seconds']['median']:9.3f} ms a step without, "
             f"{1e3 * results[kind]['reducer_seconds']['median']:9.3f} ms with the reducer: ratio {ratio['median']:.4f} "
@@ -77,14 +77,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; sizes follow from the device where they are not given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add = parser.add_argument
+    add, count = parser.add_argument, at_least(1)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--model", help="default: resnet50 on a GPU, resnet18 else")
-    add("--batch", type=int, help="images; default: 128 on a GPU, 4 else")
-    add("--image-size", type=int, help="pixels; default: 224 on a GPU, 64 else")
+    add("--batch", type=count, help="images; default: 128 on a GPU, 4 else")
+    add("--image-size", type=count, help="pixels; default: 224 on a GPU, 64 else")
     add("--precision", choices=("float32", "bfloat16"), help="autocast; default: bfloat16 on a GPU, float32 else")
-    add("--steps", type=int, default=5, help="per repetition (default: %(default)s)")
-    add("--repetitions", type=int, default=30, help="(default: %(default)s)")
+    add("--steps", type=count, default=5, help="per repetition (default: %(default)s)")
+    add("--repetitions", type=count, default=30, help="(default: %(default)s)")
     add("--threads", type=int, help="threads of the CPU")
     add("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args(argv)
@@ -94,7 +94,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in zip(("model", "batch", "image_size", "precision"), defaults, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
-    require_at_least_one(parser, options, "batch", "image_size", "steps", "repetitions")
     return options
 
 
@@ -110,14 +109,11 @@ def make_step(options: argparse.Namespace, *, communicator: Communicator | None 
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
     reducer = GradientReducer(network.named_parameters(), communicator) if communicator else None
 
-    def precision() -> AbstractContextManager[Any]:
-        if options.precision == "float32":
-            return nullcontext()
-        # a cached cast would outlive the graph in which it was made
-        return torch.autocast(device.type, dtype=getattr(torch, options.precision), cache_enabled=False)
+    is_half = options.precision == "bfloat16"
 
     def step() -> None:
-        with precision():
+        # a cached cast would outlive the graph in which it was made
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_half, cache_enabled=False):
             loss = F.cross_entropy(network(images_BCHW).float(), labels_B)
         loss.backward()
         if reducer:
@@ -148,15 +144,6 @@ def measure(
             for index in (0, 1) if turn % 2 == 0 else (1, 0):
                 seconds[kind][index].append(timed(pair[index], options.steps))
     return seconds
-
-
-def describe(plain: Sequence[float], reducer: Sequence[float], *, steps: int) -> dict[str, Any]:
-    """Describe seconds per step and the ratio of neighbours."""
-    return {
-        "plain_seconds": spread([each / steps for each in plain]),
-        "reducer_seconds": spread([each / steps for each in reducer]),
-        "ratio": spread(ratios(reducer, plain)),
-    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """All measurements of comm on emulated clusters: one JSON file per case, then a summary in Markdown.
 
     python -m benchmarks.comm.run --out benchmarks/results            # about 45 minutes
-    python -m benchmarks.comm.run --quick --out /tmp/quick            # under five: does everything work?
     python -m benchmarks.comm.run --only scaling --out benchmarks/results
 
 Leave the machine alone meanwhile. Needs what `bigbatch launch emulate` needs, iperf3, and for all peers mpi4py and
@@ -15,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.comm.cases import Case, choose_cases, prefix, record_path
+from benchmarks.comm.cases import Case, choose_cases
 from benchmarks.comm.summary import read_records, summarise
 
 MOST_TIMES_LONGER = 4
@@ -33,9 +32,9 @@ def main() -> int:
     total = sum(case.seconds for case in options.cases)
     print(f"{len(options.cases)} cases, about {total / 60:.0f} minutes", file=sys.stderr)
     options.out.mkdir(parents=True, exist_ok=True)
-    failed = [case.name for case in options.cases if not run_case(case, out=options.out, quick=options.quick)]
-    text = summarise(read_records(options.out, quick=options.quick))
-    (options.out / f"{prefix(quick=options.quick)}summary.md").write_text(text + "\n")
+    failed = [case.name for case in options.cases if not run_case(case, out=options.out)]
+    text = summarise(read_records(options.out))
+    (options.out / "comm-summary.md").write_text(text + "\n")
     print(text)
     if failed:
         print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
@@ -43,26 +42,24 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder (default: %(default)s)")
-    add("--quick", action="store_true", help="few cases, sizes and repetitions")
-    add("--long", action="store_true", help="also cases that take long at 200 Mbit/s")
+    add("--long", action="store_true", help="also those of scaling")
     add("--only", default="", metavar="NAME,...", help="only cases with one of these in their names")
     add("--list", action="store_true", help="name the cases and how long they take")
     options = parser.parse_args()
     try:
         only = [word for word in options.only.split(",") if word]
-        options.cases = choose_cases(quick=options.quick, long=options.long or options.list, only=only)
+        options.cases = choose_cases(long=options.long or options.list, only=only)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def run_case(case: Case, *, out: Path, quick: bool) -> bool:
+def run_case(case: Case, *, out: Path) -> bool:
     """Run one case; tell whether it ended without an error."""
-    path = record_path(out, case, quick=quick).resolve()
+    path = (out / f"comm-{case.name}.json").resolve()
     path.unlink(missing_ok=True)  # the record of an earlier run must not pass for this one's, if the case fails
     print(f"\n== {case.name}, about {case.seconds} s ==", file=sys.stderr, flush=True)
     start = time.monotonic()

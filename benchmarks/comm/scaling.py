@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.comm import links, peers
+from benchmarks.comm import links
 from benchmarks.comm.case_run import begin, choose_with_horovod, job_parser
 from benchmarks.comm.gradient_sets import CostlessModel, Pace, make_values, start
 from benchmarks.comm.gradients import make_contestant
-from benchmarks.comm.job import Job, run_rank
+from benchmarks.comm.job import Job, close, run_rank
 from benchmarks.comm.tuning import describe_tuned, tune_each
 from benchmarks.comm.turns import Repetition, describe_repetitions, take_turns
 from benchmarks.record import spread
@@ -43,12 +43,10 @@ FORWARDS = 3
 
 
 def main() -> None:
-    """Measure, and write the record."""
     run_rank(partial(run, parse()))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = job_parser(__doc__)
     add = parser.add_argument
     add("--model", default="resnet50", help="(default: %(default)s)")
@@ -60,8 +58,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.weak is None and options.strong is None:
         parser.error("give --weak or --strong, or both")
-    if any(each is not None and each <= 0 for each in (options.weak, options.strong, options.repetitions)):
-        parser.error("--weak, --strong and --repetitions must be above 0")
+    if any(each is not None and each <= 0 for each in (options.weak, options.strong)):
+        parser.error("--weak and --strong must be above 0")
     return options
 
 
@@ -101,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         case.write("scaling", results)
         for row in rows:
             job.say(show(row))
-    peers.close(job)
+    close(job)
 
 
 def step_lengths(weak: float | None, strong: float | None, *, num_nodes: int) -> dict[str, float]:
@@ -170,7 +168,6 @@ def describe(mode: str, measured: dict[str, list[Repetition]], *, seconds: float
 
 
 def show(row: dict[str, Any]) -> str:
-    """Write a row as one line."""
     efficiency = row.get("efficiency")
     return (
         f"{row['scaling']:6} {row['contestant']:10} step {row['seconds']['median']:7.3f} s, computing "

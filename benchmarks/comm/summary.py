@@ -5,33 +5,25 @@ python -m benchmarks.comm.summary benchmarks/results
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comm.cases import prefix
+from benchmarks.record import table
 
 Record = Mapping[str, Any]
 
 
 def main() -> None:
-    """Print the summary of a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true", help="summarise the records of run.py --quick")
-    options = parser.parse_args()
-    print(summarise(read_records(options.folder, quick=options.quick)))
+    print(summarise(read_records(parser.parse_args().folder)))
 
 
-def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
+def read_records(folder: Path) -> dict[str, Record]:
     """Read case -> record from the files of run.py; ignores other JSON files."""
-    start = prefix(quick=quick)
-    paths = sorted(folder.glob(f"{start}*.json"))
-    found = {
-        path.stem.removeprefix(start): json.loads(path.read_text())
-        for path in paths
-        if quick or not path.name.startswith(prefix(quick=True))
-    }
+    paths = sorted(folder.glob("comm-*.json"))
+    found = {path.stem.removeprefix("comm-"): json.loads(path.read_text()) for path in paths}
     return {case: record for case, record in found.items() if record.get("benchmark") in TABLES}
 
 
@@ -41,12 +33,6 @@ def summarise(records: Mapping[str, Record]) -> str:
     for case, record in records.items():
         parts += [f"## {case}", _origin(record), TABLES[record["benchmark"]](record)]
     return "\n\n".join(parts)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def exchange_table(record: Record) -> str:
@@ -84,7 +70,6 @@ def show_size(num_bytes: int) -> str:
 
 
 def show_cell(row: Record | None) -> str:
-    """Write one contestant at one size."""
     if row is None:
         return ""
     share = row["limit_share"]
@@ -131,29 +116,17 @@ def gradients_table(record: Record) -> str:
 
 def scaling_table(record: Record) -> str:
     """Write the efficiency of each contestant, by the kind of scaling."""
-    lines = [
-        (
-            row["scaling"],
-            row["contestant"],
-            f"{row['compute_seconds']:.3f}",
-            f"{row['seconds']['median']:.3f}",
-            *(show_efficiency(row) if "efficiency" in row else ("", "")),
-            str(row["seconds"]["n"]),
-        )
-        for row in record["rows"]
-    ]
+    lines = []
+    for row in record["rows"]:
+        efficiency = ("", "")
+        if found := row.get("efficiency"):
+            spread = f"{found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})"
+            efficiency = spread, f"{row['limit_efficiency']:.3f}"
+        seconds = (f"{row['compute_seconds']:.3f}", f"{row['seconds']['median']:.3f}")
+        lines.append((row["scaling"], row["contestant"], *seconds, *efficiency, str(row["seconds"]["n"])))
     head = ("scaling", "", "forward and backward", "step", "efficiency (spread)", "limit", "n")
     nodes = f"{record['num_nodes']} node{'s' if record['num_nodes'] > 1 else ''}"
     return f"{record['model']}, {nodes}, seconds; {_goodput(record)}.\n\n{table(head, lines)}"
-
-
-def show_efficiency(row: Record) -> tuple[str, str]:
-    """Show median and spread, and the limit."""
-    found = row["efficiency"]
-    return (
-        f"{found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})",
-        f"{row['limit_efficiency']:.3f}",
-    )
 
 
 def overhead_table(record: Record) -> str:

@@ -61,14 +61,13 @@ def describe_times(times: Times) -> dict[str, Any]:
 
 def describe_tuned(tuned: Mapping[str, TuneResults]) -> dict[str, Any]:
     """Describe each contestant that was tuned, for the record."""
-    return {name: _describe(findings) for name, findings in tuned.items()}
-
-
-def _describe(tuned: TuneResults) -> dict[str, Any]:
     return {
-        "table": str(tuned.chosen.table),
-        "sizes": dataclasses.asdict(tuned.chosen.sizes),
-        "buffers": str(tuned.chosen.sizes.plan(tuned.tensors)).splitlines(),
-        "times": describe_times(tuned.times),
-        "measured_up_to_bytes": max(tuned.times, default=0),
+        name: {
+            "table": str(each.chosen.table),
+            "sizes": dataclasses.asdict(each.chosen.sizes),
+            "buffers": str(each.chosen.sizes.plan(each.tensors)).splitlines(),
+            "times": describe_times(each.times),
+            "measured_up_to_bytes": max(each.times, default=0),
+        }
+        for name, each in tuned.items()
     }

@@ -21,15 +21,15 @@ class Contestant:
     """One way to do the same work. All ranks make the same calls."""
 
     name: str
-    run: Callable[[], Sequence[float] | None]
-    """The timed part. May return moments (time.perf_counter()) of its own; its end is added as the last one."""
-    prepare: Callable[[], None] = nothing
+    run: Callable[[], None]
+    """The timed part."""
+    prepare: Callable[[], object] = nothing
     """Before each repetition, not timed."""
-    finish: Callable[[], None] = nothing
+    finish: Callable[[], object] = nothing
     """After each repetition, not timed."""
-    enter: Callable[[], None] = nothing
+    enter: Callable[[], object] = nothing
     """Runs before a round of repetitions: for peers with threads that would disturb others at their turns."""
-    leave: Callable[[], None] = nothing
+    leave: Callable[[], object] = nothing
     round: int = 1
     """Repetitions in a row."""
 
@@ -38,17 +38,12 @@ class Contestant:
 class Repetition:
     """One repetition of one contestant, over all ranks."""
 
-    marks: tuple[float, ...]
-    """Seconds from the common start; for each mark the slowest rank's. The last is the end."""
+    seconds: float
+    """From the common start to the slowest rank's end."""
     cpu_seconds: float
     """Over all ranks, user and system; without the kernel's network work in interrupts."""
     node_bytes: tuple[int, ...]
     """Sent over each node's link, by the kernel's counters, headers and acknowledgements included."""
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds from the start to the slowest rank's end."""
-        return self.marks[-1]
 
 
 def take_turns(job: Job, contestants: Sequence[Contestant], *, repetitions: int) -> dict[str, list[Repetition]]:
@@ -79,18 +74,18 @@ def _repeat_once(job: Job, contestant: Contestant) -> list[Any]:
     sent = links.read_sent_bytes(job.interface)
     job.meet()
     cpu, start = time.process_time(), time.perf_counter()
-    marks = contestant.run()
-    end, cpu = time.perf_counter(), time.process_time() - cpu
+    contestant.run()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     job.meet()
     sent = links.read_sent_bytes(job.interface) - sent
     contestant.finish()
-    return [[mark - start for mark in (*(marks or ()), end)], cpu, sent]
+    return [seconds, cpu, sent]
 
 
 def _combine(ranks: Sequence[Sequence[Any]], *, leaders: Sequence[int]) -> Repetition:
-    """Combine (marks, CPU seconds, bytes) of every rank to those of the repetition."""
-    marks = tuple(max(column) for column in zip(*(rank[0] for rank in ranks), strict=True))
-    return Repetition(marks, sum(rank[1] for rank in ranks), tuple(ranks[leader][2] for leader in leaders))
+    """Combine (seconds, CPU seconds, bytes) of every rank to those of the repetition."""
+    seconds, cpu_seconds, sent = zip(*ranks, strict=True)
+    return Repetition(max(seconds), sum(cpu_seconds), tuple(sent[leader] for leader in leaders))
 
 
 def describe_repetitions(repetitions: Sequence[Repetition], *, loops: int = 1) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import at_least, run
-from benchmarks.record import conditions, show, spread, write_record
+from benchmarks.record import at_least, conditions, run, show, spread, write_record
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.diff import read_run
 from bigbatch.trainer.replay import replay
@@ -90,7 +89,6 @@ def replays(folder: Path, *, ranks: int, steps: int, number: int, seed: int) -> 
 
 
 def main() -> None:
-    """Measure both, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=at_least(1), default=4)
     parser.add_argument("--audits", type=at_least(1), default=10_000, help="microbatches to audit")

@@ -19,7 +19,6 @@ NUM_CLASSES = 10
 
 
 def main() -> None:
-    """Train until the process is killed."""
     options = parse()
     dist.init_process_group("gloo")
     model, optimizer, images_BCHW, labels_B = make_training(options)
@@ -45,7 +44,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--batch", type=int, required=True, help="images of a rank")

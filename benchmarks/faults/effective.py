@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,15 +27,16 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import at_least, run
-from benchmarks.record import conditions, spread, write_record
+import psutil
+
+from benchmarks.record import at_least, conditions, run, spread, write_record
 from bigbatch.errors import UserError
 
 MARK = "BENCHMARK_MARK"
 START_SECONDS = 120
 END_SECONDS = 60
 LOOK_SECONDS = 0.05
-AGENTS = (b"torch.distributed.run", b"emulate")
+AGENTS = ("torch.distributed.run", "emulate")
 """Words in the commands of processes that start ranks."""
 FIRST_STEP = 20
 """First timed step: kernels, links and the order of gradients are known."""
@@ -101,7 +101,6 @@ class Method:
 
 
 def main() -> None:
-    """Measure, print, write the record and the plot."""
     options = parse()
     facts = conditions(options)
     found: dict[str, Any] = {}
@@ -139,7 +138,6 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ways", nargs="*", metavar="WAY", help="healing, often, disk, torchrun, torchrun-often (all)")
     parser.add_argument("--nodes", type=at_least(2), default=2)
@@ -247,7 +245,8 @@ def follow(way: Method, folder: Path, options: argparse.Namespace) -> Progress:
                 progress.steps.append((word[0] - began, word[1]))
             if began and pending and time.time() - began >= pending[0][0]:
                 when, rank = time.time() - began, pending[0][1]
-                if strike(mark, rank):
+                if process := find_rank(mark, rank):
+                    process.kill()
                     progress.strikes.append((when, rank))
                     pending.pop(0)
                 elif way.goes_on:  # it was lost before
@@ -275,43 +274,28 @@ def ended_job(way: Method, folder: Path, mark: str, output: Any) -> Iterator["su
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(END_SECONDS)
-        while left := [pid for pid, _ in marked(mark)]:  # some start others again meanwhile
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while left := marked(mark):  # some start others again meanwhile
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(LOOK_SECONDS)
         job.wait()
 
 
-def marked(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the processes of a job, the oldest first, with their environments."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            environ = dict(word.split("=", 1) for word in words if "=" in word)
-            if environ.get(MARK) == mark:
-                started = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
-                found.append((started, int(folder.name), environ))
-    for _, pid, environ in sorted(found, key=lambda each: each[:2]):
-        yield pid, environ
+def marked(mark: str) -> list[psutil.Process]:
+    """List the processes of a job, the oldest first; their info has environ and cmdline."""
+    processes = psutil.process_iter(["pid", "create_time", "environ", "cmdline"])
+    found = [each for each in processes if (each.info["environ"] or {}).get(MARK) == mark]
+    return sorted(found, key=lambda each: (each.info["create_time"], each.pid))
 
 
-def strike(mark: str, rank: int) -> bool:
-    """Kill a rank; return False if there is none at the moment. Processes that a rank started are younger than it."""
-    for pid, environ in marked(mark):
-        with contextlib.suppress(OSError):
-            if environ.get("RANK") != str(rank) or is_agent(pid):
-                continue
-            os.kill(pid, signal.SIGKILL)
-            return True
-    return False
-
-
-def is_agent(pid: int) -> bool:
-    """Return whether a process starts ranks again, and is not a rank."""
-    words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return any(agent in words for agent in AGENTS)
+def find_rank(mark: str, rank: int) -> psutil.Process | None:
+    """Find a rank of a job; None if there is none at the moment. Processes that a rank started are younger than it."""
+    for each in marked(mark):
+        is_agent = any(agent in word for word in each.info["cmdline"] or () for agent in AGENTS)
+        if each.info["environ"].get("RANK") == str(rank) and not is_agent:
+            return each
+    return None
 
 
 def plot(found: dict[str, Any], options: argparse.Namespace) -> None:

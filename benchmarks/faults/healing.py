@@ -11,7 +11,6 @@ of a step by the ranks that are left, less the median time of their later steps;
 import argparse
 import json
 import math
-import os
 import random
 import signal
 import statistics
@@ -25,9 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import at_least, run
-from benchmarks.faults.effective import START_SECONDS, Method, ended_job, is_agent, look_at_run, marked
-from benchmarks.record import conditions, write_record
+from benchmarks.faults.effective import START_SECONDS, Method, ended_job, find_rank, look_at_run
+from benchmarks.record import at_least, conditions, run, write_record
 from bigbatch.errors import UserError
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -62,7 +60,6 @@ KEPT = ("positions", "pictures", "weights and state")
 
 
 def main() -> None:
-    """Make the trials, print what they gave, and write the record."""
     options = parse()
     found: dict[str, Any] = {}
     record = {"benchmark": "healing", "conditions": conditions(options), "layouts": found}
@@ -85,7 +82,6 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=at_least(1), default=50, help="of each layout")
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="nodes x ranks of each (all)")
@@ -128,9 +124,10 @@ def strike_all(
             _, step = look_at_run(folder) or (0.0, 0.0)
             if len(strikes) < number and step >= due[len(strikes)]:
                 rank, deadline = ranks[len(strikes)], time.time() + START_SECONDS
-                pid = next(pid for pid, place in marked(mark) if place.get("RANK") == f"{rank}" and not is_agent(pid))
+                process = find_rank(mark, rank)
+                assert process is not None
                 time.sleep(MOMENT_SECONDS * draw.random())
-                os.kill(pid, signal.SIGKILL if options.signal == "kill" else signal.SIGSTOP)
+                process.send_signal(signal.SIGKILL if options.signal == "kill" else signal.SIGSTOP)
                 now = time.time()
                 strikes.append({"rank": rank, "time": now, "step": (look_at_run(folder) or (0.0, step))[1]})
             time.sleep(LOOK_SECONDS)

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import at_least
 from benchmarks.gpu.suite.context import FULL, SMALL, Size
 from benchmarks.gpu.suite.device import file_stem
 from benchmarks.gpu.suite.limits import run_within
 from benchmarks.gpu.suite.parts import LOST, empty_record, parts_of, read_record, run_part
-from benchmarks.gpu.suite.report import number, table
-from benchmarks.gpu.suite.targets import TARGETS
+from benchmarks.gpu.suite.report import TARGETS, number
+from benchmarks.record import at_least, table
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.conditions import source_commit
@@ -73,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="day.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -22,7 +22,7 @@ import torchvision
 from torch import Tensor, nn
 
 from benchmarks.gpu.suite.job import AS_TORCH_STARTS
-from benchmarks.record import conditions, ratios, spread, write_record
+from benchmarks.record import conditions, ratios, spread, table, write_record
 from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = make_models(options)
     sizes = [measure(models, batch, options) for batch in options.batches]
     record = {"benchmark": "inference", "conditions": facts, "batch_sizes": sizes}
-    print(table(sizes), file=sys.stderr)
+    print(by_batch(sizes), file=sys.stderr)
     write_record(options.out, record)
 
 
@@ -181,14 +181,10 @@ def facts(ready: Ready, rates: dict[str, list[float]], *, reference_BK: Tensor) 
     return found
 
 
-def table(sizes: list[dict[str, Any]]) -> str:
+def by_batch(sizes: list[dict[str, Any]]) -> str:
     """Write Markdown: forms by batch sizes, medians of rate, of each step's gain and of the ratio to torchvision."""
-    heads = [f"batch {size['batch_size']}" for size in sizes]
-    lines = [f"| images/s (gain; over torchvision) | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for name in sizes[0]["forms"]:
-        cells = [cell(size["forms"][name]) for size in sizes]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    head = ["images/s (gain; over torchvision)", *(f"batch {size['batch_size']}" for size in sizes)]
+    return table(head, [[name, *(cell(size["forms"][name]) for size in sizes)] for name in sizes[0]["forms"]])
 
 
 def cell(form: dict[str, Any]) -> str:

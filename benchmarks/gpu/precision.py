@@ -22,16 +22,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import at_least
-from benchmarks.arguments import run as run_main
 from benchmarks.gpu.precision_case import settings
-from benchmarks.record import conditions, spread, write_record, write_record_and_table
+from benchmarks.record import at_least, conditions, spread, write_record
+from benchmarks.record import run as run_main
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.optimizer import require_hardware
 from bigbatch.trainer.config.sections import RESNETS
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.folder import RunDir, writing
 from bigbatch.trainer.run.summary import device_name
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
@@ -58,12 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(record["measurements"][-1], file=sys.stderr, flush=True)
     record["rows"] = make_rows(record["measurements"])
     text = table(record)
-    write_record_and_table(options.out, record, text)
+    write_record(options.out, record)
+    with writing(path := options.out.with_suffix(".md")):
+        path.write_text(text)
     print(text)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
@@ -135,7 +135,6 @@ def key_of(measurement: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def measure(asked: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a separate process."""
     if asked["what"] == "accuracy":
         return {"top1": train(asked, options)}
     words = [asked["what"], "--model", asked["model"], "--precision", asked["precision"]]
@@ -239,7 +238,6 @@ def table(record: dict[str, Any]) -> str:
 
 
 def show(values: dict[str, float] | None, form: str) -> str:
-    """Write median and extremes."""
     if values is None:
         return "not measured"
     return form.format(values["median"]) + f" ({form.format(values['min'])} to {form.format(values['max'])})"

@@ -32,7 +32,6 @@ OCTAVES, PER_OCTAVE = 12, 4
 
 
 def main() -> None:
-    """Measure and print."""
     options = parse()
     device = choose_device(ALONE)
     is_gpu = device.type == "cuda"
@@ -47,7 +46,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("what", choices=("speed", "largest"))

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from benchmarks.arguments import run as run_main
-from benchmarks.record import conditions, spread, write_record
+from benchmarks.record import at_least, conditions, ratios, run, spread, write_record
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
@@ -37,7 +36,6 @@ GB = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write the record, draw."""
     options = parse(argv)
     device = choose_device(ALONE)
     clock = "seconds" if device.type == "cuda" else "processor seconds of one thread"
@@ -58,21 +56,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = [name for name, count in RESIDUAL_BLOCKS.items() if count]
     parser.add_argument("--model", choices=models, default="resnet50")
     parser.add_argument("--precision", choices=sorted(COMPUTE_DTYPES), default="bf16")
-    parser.add_argument("--image-size", type=int, default=224, help="pixels")
-    parser.add_argument("--batch", type=int, default=256, help="images a step")
+    parser.add_argument("--image-size", type=at_least(1), default=224, help="pixels")
+    parser.add_argument("--batch", type=at_least(1), default=256, help="images a step")
     parser.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks; default: from 0 to all")
-    parser.add_argument("--repetitions", type=int, default=10, help="steps timed with each number")
+    parser.add_argument("--repetitions", type=at_least(1), default=10, help="steps timed with each number")
     parser.add_argument("--out", type=Path, help="JSON file; default: standard output")
     parser.add_argument("--plot", type=Path, help="PNG file")
     options = parser.parse_args(argv)
-    for name in ("image_size", "batch", "repetitions"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: give at least 1")
     most = RESIDUAL_BLOCKS[options.model]
     options.blocks = sorted({0, *(range(most + 1) if options.blocks is None else options.blocks)})
     if options.blocks[0] < 0 or options.blocks[-1] > most:
@@ -100,7 +94,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
     for point in points:
         all_seconds = seconds[point["recomputed_blocks"]]
         point["images_per_second"] = spread([options.batch / each for each in all_seconds])
-        point["relative_time"] = spread([a / b for a, b in zip(all_seconds, seconds[0], strict=True)])
+        point["relative_time"] = spread(ratios(all_seconds, seconds[0]))
     return points
 
 
@@ -206,4 +200,4 @@ def draw(record: dict[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run(main)

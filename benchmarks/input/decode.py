@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.arguments import at_least, run
 from benchmarks.input.contestants import MAKERS, OURS, Contestant, Work, make_contestants
-from benchmarks.record import conditions, show, spread, write_record
+from benchmarks.record import at_least, conditions, ratios, run, show, spread, write_record
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.order import ImageIndex, read_index
@@ -35,7 +34,6 @@ Clock = Callable[[], float]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and write the record."""
     options = parse(argv)
     facts = conditions(options)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
@@ -68,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, at_least(1)
     add("root", type=Path, help="folder with <split>/<class>/<image>")
@@ -151,8 +148,9 @@ def seconds_of(batches: Iterator[Any], work: Work, *, clock: Clock) -> float:
     return seconds
 
 
-def draw_microseconds(*, batch: int = 256, calls: int = 50) -> float:
+def draw_microseconds() -> float:
     """Measure the cost of random_resized_crop per image."""
+    batch, calls = 256, 50
     crop, indices_B = random_resized_crop(seed=0), np.arange(batch)
     sizes_B2 = np.tile(np.array([[375, 500]]), (batch, 1))
     start = time.perf_counter()
@@ -163,8 +161,8 @@ def draw_microseconds(*, batch: int = 256, calls: int = 50) -> float:
 
 def describe(rates: Rates, draws: Sequence[float]) -> dict[str, Any]:
     """Describe the spreads, and those of the ratios within the rounds."""
-    ratios = {
-        f"{ours} / {other}": spread([a / b for a, b in zip(rates[ours], values, strict=True)])
+    compared = {
+        f"{ours} / {other}": spread(ratios(rates[ours], values))
         for ours in OURS
         if ours in rates
         for other, values in rates.items()
@@ -172,7 +170,7 @@ def describe(rates: Rates, draws: Sequence[float]) -> dict[str, Any]:
     }
     return {
         "images_per_second_per_core": {name: spread(values) for name, values in rates.items()},
-        "ratios": ratios,
+        "ratios": compared,
         "draw_microseconds_per_image": spread(draws),
     }
 

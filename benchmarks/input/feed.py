@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import at_least, run
-from benchmarks.record import conditions, show, spread, write_record
+from benchmarks.record import at_least, conditions, run, show, spread, write_record
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.shards import open_split
 
@@ -36,7 +35,6 @@ UNITS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and write the record."""
     options = parse(argv)
     facts = conditions(options)
     index = open_split(options.root, "train")
@@ -56,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, at_least(1)
     add("root", type=Path, help="data set with train and val, in class folders or packed")

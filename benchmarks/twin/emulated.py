@@ -57,8 +57,12 @@ class Case:
     place: str
 
     @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
     def name(self) -> str:
-        return f"{self.num_nodes * self.ranks_per_node} on {self.num_nodes}, {self.link}, {self.place}"
+        return f"{self.world_size} on {self.num_nodes}, {self.link}, {self.place}"
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,7 @@ def measure(case: Case, *, repetitions: int, shape: ModelShape = SHAPE, seconds:
         return json.loads(out.read_text())
 
 
-def simulated_seconds(
-    case: Case, algorithm: str, links: Links, *, computing: float, shape: ModelShape = SHAPE
-) -> float:
+def simulated_seconds(case: Case, algorithm: str, links: Links, *, computing: float) -> float:
     constants = replace(
         DEFAULTS,
         inside_latency_seconds=links.inside_seconds,
@@ -120,7 +122,7 @@ def simulated_seconds(
         links.across_share * rate / 8,
         constants=constants,
     )
-    job = SimulatedJob(shape, network, SIZES, algorithm=algorithm)
+    job = SimulatedJob(SHAPE, network, SIZES, algorithm=algorithm)
     return job.simulate(Compute(computing, 0.0), 1).seconds
 
 
@@ -182,11 +184,11 @@ def compare(records: Mapping[Case, Mapping[str, Any]]) -> tuple[Links, float, li
     }
     # a step without communication takes the same on any cluster; one rank alone has no other
     computing = median(record["seconds"][LOCAL]["median"] for case, record in records.items() if case.num_nodes < 4)
-    known = {key: value for key, value in seconds.items() if key[0].num_nodes < 4 and _size(key[0]) > 1}
+    known = {key: value for key, value in seconds.items() if key[0].num_nodes < 4 and key[0].world_size > 1}
     links = calibrate(known, computing=computing)
     rows = []
     for (case, name), measured in seconds.items():
-        if _size(case) == 1:
+        if case.world_size == 1:
             continue
         record = records[case]
         expected, counted = predicted_traffic(record["groups"], name), counted_bytes(record, name)
@@ -211,10 +213,6 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     names = ("error", "linear_error", "line_error")
     medians = {f"median_{name}": median(abs(row[name]) for row in rows) for name in names}
     return medians | {"largest_error": max(abs(row["error"]) for row in rows)}
-
-
-def _size(case: Case) -> int:
-    return case.num_nodes * case.ranks_per_node
 
 
 def _nulls(case: Case, name: str, seconds: Mapping[tuple[Case, str], float]) -> dict[str, float]:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.comm.gradient_sets import CostlessModel, Pace, count_wrong, start
+from benchmarks.comm.gradient_sets import CostlessModel, Pace
+from benchmarks.comm.gradients import Step
 from benchmarks.comm.job import Job, join, run_rank
-from benchmarks.comm.turns import Contestant, take_turns
+from benchmarks.comm.turns import Contestant, nothing, take_turns
 from benchmarks.record import spread, write_record
 from bigbatch.comm.backends.tcp import TcpBackend
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.launch.simulate.shapes import ModelShape
@@ -38,67 +40,43 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     """Run one cluster's steps. Collective. Raises: CommError."""
     job, asked = join(interface=None), options.job
-    steps = [_Step(job, name, asked) for name in (*ALGORITHMS, LOCAL)]
-    take_turns(job, [step.contestant for step in steps], repetitions=1)
-    measured = take_turns(job, [step.contestant for step in steps], repetitions=options.repetitions)
-    received = {step.name: _count(job, step) for step in steps if step.name != LOCAL}
-    wrong = sum(job.gather(sum(step.num_wrong for step in steps)))
+    steps = {name: _make_step(job, name, asked) for name in (*ALGORITHMS, LOCAL)}
+    wrong = dict.fromkeys(steps, 0)
+    contestants = [step.contestant(name, wrong) for name, (step, _) in steps.items()]
+    take_turns(job, contestants, repetitions=1)
+    measured = take_turns(job, contestants, repetitions=options.repetitions)
+    received = {each.name: _count(job, each) for each in contestants if each.name != LOCAL}
+    num_wrong = sum(job.gather(sum(wrong.values())))
     if job.rank == 0:
         record = {
             "groups": job.communicator.topology.groups,
-            "num_wrong": wrong,
+            "num_wrong": num_wrong,
             "seconds": {name: spread([each.seconds for each in found]) for name, found in measured.items()},
             "node_bytes": {name: [list(each.node_bytes) for each in found] for name, found in measured.items()},
             "received_bytes": received,
         }
         write_record(options.out, record)
     job.communicator.control.gather_text("", what="the end of all steps")
-    for communicator in (*(step.communicator for step in steps), job.communicator):
+    for communicator in (*(each for _, each in steps.values()), job.communicator):
         communicator.close()
 
 
-class _Step:
-    def __init__(self, job: Job, name: str, asked: dict[str, Any]) -> None:
-        shape = ModelShape("", tuple(asked["elements"]), tuple(asked["ready_shares"]), 0.0)
-        # the last gradient to be ready is the first parameter's
-        order = range(len(shape.num_elements))[::-1]
-        backward = backward_of(shape, asked["backward_seconds"])
-        pace = Pace([backward.ready_seconds[f"{i}"] for i in order], forward_seconds=asked["forward_seconds"])
-        values = {f"gradient {i}": torch.zeros(shape.num_elements[i]) for i in order}
-        self.name, self.num_wrong, self._world_size = name, 0, job.communicator.world_size
-        self._model = CostlessModel(values, weight=1, pace=pace)
-        self.communicator = job.communicator.with_algorithm("ring" if name == LOCAL else name)
-        named = list(self._model.named_parameters())
-        sizes = vars(PlanSizes(**asked["sizes"]))
-        self._reducer = None if name == LOCAL else GradientReducer(named, self.communicator, **sizes, learn_order=False)
-        self.contestant = Contestant(name, self.run, prepare=self._prepare, finish=self._check)
-
-    def _prepare(self) -> None:
-        if self._reducer:
-            self._reducer.zero_grad()
-        else:
-            self._model.zero_grad()
-        self._loss = self._model(start())
-
-    def run(self) -> None:
-        """Step: sleep as forward and backward, and wait for the sums."""
-        self._model.begin()
-        self._loss.backward()
-        if self._reducer:
-            self._reducer.wait()
-
-    def _check(self) -> None:
-        expected = self._world_size if self._reducer else 1
-        self.num_wrong += count_wrong(self._model.parameters(), expected=expected)
-
-    def count_once(self) -> None:
-        """Step once, off the clock."""
-        self._prepare()
-        self.run()
-        self._check()
+def _make_step(job: Job, name: str, asked: dict[str, Any]) -> tuple[Step, Communicator]:
+    shape = ModelShape("", tuple(asked["elements"]), tuple(asked["ready_shares"]), 0.0)
+    # the last gradient to be ready is the first parameter's
+    order = range(len(shape.num_elements))[::-1]
+    backward = backward_of(shape, asked["backward_seconds"])
+    pace = Pace([backward.ready_seconds[f"{i}"] for i in order], forward_seconds=asked["forward_seconds"])
+    model = CostlessModel({f"gradient {i}": torch.zeros(shape.num_elements[i]) for i in order}, weight=1, pace=pace)
+    communicator, parameters = job.communicator.with_algorithm("ring" if name == LOCAL else name), [*model.parameters()]
+    if name == LOCAL:
+        return Step(model, parameters, nothing, model.zero_grad, 1, model.begin), communicator
+    sizes = vars(PlanSizes(**asked["sizes"]))
+    reducer = GradientReducer([*model.named_parameters()], communicator, **sizes, learn_order=False)
+    return Step(model, parameters, reducer.wait, reducer.zero_grad, communicator.world_size, model.begin), communicator
 
 
-def _count(job: Job, step: _Step) -> dict[str, dict[str, int]]:
+def _count(job: Job, step: Contestant) -> dict[str, dict[str, int]]:
     """Return the bytes that each rank received from each other in one step, as its kernel counts them. Collective."""
     backend = job.communicator.backend
     if not isinstance(backend, TcpBackend):  # one rank alone has no links
@@ -106,7 +84,8 @@ def _count(job: Job, step: _Step) -> dict[str, dict[str, int]]:
     job.gather(None)  # the control channel's: no rank sends over the links before all have read
     before = backend.received_bytes()
     job.gather(None)
-    step.count_once()
+    for part in (step.prepare, step.run, step.finish):
+        part()
     after = backend.received_bytes()
     told = job.gather({f"{peer}": after[peer] - before.get(peer, 0) for peer in after})
     return {f"{rank}": found for rank, found in enumerate(told)}

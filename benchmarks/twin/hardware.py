@@ -4,7 +4,6 @@ PUBLISHED and ASSUMED as in launch/simulate/constants.py.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bigbatch.launch.simulate.constants import GIGABIT, Constants
@@ -42,7 +41,7 @@ INSIDE_BYTES_PER_SECOND = {
     "torus": 150e9,  # PUBLISHED: four to six links of 62 to 82 GB/s of a TPU v2 to v4; ASSUMED half of them
     "": 15e9,  # ASSUMED, where nothing is stated
 }
-"""Keyed by the beginning of the link's name as `_plain` spells it; the longest match counts."""
+"""Keyed by the beginning of the link's name, small and without gaps, gen and v; the longest match counts."""
 
 RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
     # images per second of one accelerator in training, at its usual local batch: fp32, then fp16, bf16 or mixed
@@ -90,7 +89,8 @@ def across_latency_seconds(link: str, constants: Constants) -> float:
 
 def inside_bytes_per_second(link: str) -> float:
     """Look up what the links inside a node carry: NVLink 4, NVLink4, nvlink 4.0, PCIe Gen4 x16, ..."""
-    return INSIDE_BYTES_PER_SECOND[_longest(INSIDE_BYTES_PER_SECOND, _plain(link))]
+    plain = re.sub(r"[^a-z0-9]|gen|v(?=\d)", "", link.lower().replace("pci-e", "pcie"))
+    return INSIDE_BYTES_PER_SECOND[max((name for name in INSIDE_BYTES_PER_SECOND if plain.startswith(name)), key=len)]
 
 
 def stated_gbit_per_s(link: str) -> float | None:
@@ -111,14 +111,6 @@ def resnet50_rate(accelerator: str, *, is_fp32: bool) -> float | None:
     words = accelerator.replace("-", " ") + " "
     name = max((name for name in RESNET50_RATES if words.startswith(name + " ")), key=len, default="")
     return RESNET50_RATES[name][0 if is_fp32 else 1] if name else None
-
-
-def _plain(link: str) -> str:
-    return re.sub(r"[^a-z0-9]|gen|v(?=\d)", "", link.lower().replace("pci-e", "pcie"))
-
-
-def _longest(names: Iterable[str], text: str) -> str:
-    return max((name for name in names if text.startswith(name)), key=len, default="")
 
 
 def across_bytes_per_second(gbit_per_s: float | None, *, devices_per_node: int, constants: Constants) -> float:

@@ -70,18 +70,12 @@ def errors_of(table: Published) -> dict[float, float]:
     return {size: table.network.seconds(size * MEBIBYTE) / seconds - 1 for size, seconds in measured.items()}
 
 
-def print_table(table: Published) -> None:
-    """Print a line for each size."""
-    print(f"\n{table.name}\n{'MiB':>8} {'published':>10} {'simulated':>10}  GB/s on the bus; error of the time")
-    for size, error in errors_of(table).items():
-        rate = table.rows[size]
-        print(f"{size:8g} {rate:10.1f} {rate / (1 + error):10.1f}  {error:+.0%}")
-
-
 def main(tables: Sequence[Published] = TABLES) -> None:
-    """Print all tables, and the median and the largest error of each."""
     for table in tables:
-        print_table(table)
+        print(f"\n{table.name}\n{'MiB':>8} {'published':>10} {'simulated':>10}  GB/s on the bus; error of the time")
+        for size, error in errors_of(table).items():
+            rate = table.rows[size]
+            print(f"{size:8g} {rate:10.1f} {rate / (1 + error):10.1f}  {error:+.0%}")
     print()
     for table in tables:
         errors = [abs(error) for error in errors_of(table).values()]

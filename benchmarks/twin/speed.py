@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.arguments import at_least
-from benchmarks.record import conditions, show, spread, write_record
+from benchmarks.record import at_least, conditions, show, spread, write_record
 from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.launch.simulate.scaling import Question, simulate_scaling

@@ -1,4 +1,4 @@
-"""Does it work: the quick start, the tests marked gpu, the sanitizers, the doctor, training from files."""
+"""Does it work: the quick start, tests marked gpu, sanitizers, the doctor, training from files, the first step."""
 
 import importlib.util
 import os
@@ -11,11 +11,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.suite.context import Context, Found
+from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.images import small_images
-from benchmarks.gpu.suite.job import as_options
+from benchmarks.gpu.suite.job import COMPILED, Settings, as_options, settings_for
 from benchmarks.gpu.suite.scripts import bigbatch, run_script, train
 from bigbatch.trainer.input.loaders import dali
+from bigbatch.trainer.run.folder import RunDir, read_records
 
 ROOT = Path(__file__).resolve().parents[3]
 ITS_OWN = "tests/gpu/test_benchmarks.py"
@@ -23,7 +24,7 @@ ITS_OWN = "tests/gpu/test_benchmarks.py"
 PLUGINS = {"xdist": ("-n", "8", "--dist", "worksteal"), "pytest_timeout": ("--timeout", "150")}
 """Options by the package that brings them."""
 NO_GPU = "needs a GPU"
-TINY = {
+TINY: dict[str, Any] = {
     "batch.global_batch_size": 10,
     "batch.microbatch_size": 10,
     "batch.bn_span": 10,
@@ -40,6 +41,8 @@ SHAPES = {
     "compute.mode": "eager",
 }
 SEARCHES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
+STARTS = 3
+"""Most rounds of starts: each takes a minute or more."""
 
 
 def measure_quickstart(context: Context) -> Found:
@@ -154,3 +157,43 @@ def measure_feed(context: Context) -> Found:
     found.figures["images from files"] = {"unit": "images/s", **record["real"]["images_per_second"]}
     found.figures["files / generated"] = {"unit": "ratio", **record["real / generated"]}
     return found
+
+
+def measure_startup(context: Context) -> Found:
+    """Start fresh processes of `bigbatch train`. Cold: an empty cache; warm: the one that the cold start filled."""
+    found = Found()
+    rounds = range(min(STARTS, context.size.rounds))
+    found.add("eager", [first_step(context, {}, name=f"eager-{number}") for number in rounds], unit="s")
+    if not context.compiles:
+        found.left_out["compile"] = TOO_LONG
+    else:
+        turns = ("cold", "warm")
+        seconds = [
+            [first_step(context, COMPILED, name=f"{turn}-{number}", cache=f"cache-{number}") for turn in turns]
+            for number in rounds
+        ]
+        for turn, values in zip(turns, zip(*seconds, strict=True), strict=True):
+            found.add(f"compile, {turn} cache", values, unit="s")
+    return found
+
+
+def first_step(context: Context, settings: Settings, *, name: str, cache: str = "cache") -> float:
+    """Measure seconds from starting the process to the report of its first step."""
+    size, folder = context.size, context.scratch / "starting" / name
+    whole = {
+        **settings_for(size, batch=size.batch, precision=context.precision),
+        **settings,
+        "compute.mode": "eager",  # as stated: a first start would measure other modes
+        "data.num_synthetic_samples": 2 * size.batch,
+        "run.directory": str(folder),
+        "run.epochs": 1,
+        "run.log_every_steps": 1,
+        "run.eval_every_epochs": 1,
+        "run.eval_offset_epochs": 0,
+        "run.divergence_steps": None,
+    }
+    command = [sys.executable, "-m", "bigbatch", "train", "--config", "imagenet/resnet50_8k", *as_options(whole)]
+    start = time.time()
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(context.scratch / cache)}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)
+    return next(float(each["time"]) for each in read_records(RunDir(folder).metrics) if each["kind"] == "train") - start

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.suite import scripts
+from benchmarks.gpu.suite import checks, scripts
 from benchmarks.gpu.suite.context import Context, Found
 from benchmarks.gpu.suite.images import small_images
 from benchmarks.record import ratios
@@ -23,17 +23,11 @@ RECIPE = "cifar10_10epochs"
 SCRIPTS = ("legacy/airbench94.py", "airbench94.py")
 """Path in a checkout, today and before March 2025."""
 CHILD = Path(__file__).with_name("airbench_child.py")
-TINY = {
+TINY = checks.TINY | {
     "run.epochs": 9,
-    "model.options.width": 2,
-    "batch.global_batch_size": 10,
-    "batch.microbatch_size": 10,
-    "batch.bn_span": 10,
     "optimizer.precision": "fp32",
     "optimizer.loss_scale": None,
     "optimizer.loss_scale_growth_steps": None,
-    "data.probe_seconds": 0,
-    "compute.cpu_threads": 1,
 }
 
 

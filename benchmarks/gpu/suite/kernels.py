@@ -9,7 +9,7 @@ from torch.profiler import profile
 from benchmarks.gpu.suite import torchvision_peer
 from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.job import Contestant, contestant, seconds_of, settings_for
-from benchmarks.gpu.suite.small_batches import MODES
+from benchmarks.gpu.suite.training import MODES
 from bigbatch.trainer.doctor.profile import activities_on
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
 

@@ -14,23 +14,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.suite import (
-    calibration,
-    checks,
-    cifar,
-    evaluation,
-    exact_sums,
-    kernels,
-    scripts,
-    small_batches,
-    starting,
-    steps,
-    training,
-)
+from benchmarks.gpu.suite import checks, cifar, exact_sums, kernels, scripts, steps, training
 from benchmarks.gpu.suite.context import SMALL, Context, Found, Size
 from benchmarks.gpu.suite.device import device_conditions, device_name
-from benchmarks.gpu.suite.guard import compare_case
-from benchmarks.gpu.suite.report import page
+from benchmarks.gpu.suite.report import compare_case, page
 from benchmarks.record import conditions, write_record
 from bigbatch.errors import UserError
 
@@ -52,10 +39,10 @@ class Part:
 
 def parts_of(size: Size) -> dict[str, Part]:
     """List parts by name, best first."""
-    batches = {batch: partial(small_batches.measure, batch=batch) for batch in size.local_batches}
+    batches = {batch: partial(training.measure_local_batch, batch=batch) for batch in size.local_batches}
     first = {f"small_batches/{batch}": Part(batches.pop(batch), 60, 150) for batch in (256, 32) if batch in batches}
     found = {
-        "calibration": Part(calibration.measure, 40, 100),
+        "calibration": Part(training.measure_calibration, 40, 100),
         "quickstart": Part(checks.measure_quickstart, 40, 120),
         "tests": Part(checks.measure_tests, 150, 400),
         "training/generated": Part(training.measure_generated, 110, 240),
@@ -63,7 +50,7 @@ def parts_of(size: Size) -> dict[str, Part]:
         "kernels": Part(kernels.measure, 60, 150),
         "decode": Part(scripts.measure_decode, 45, 100),
         "training/pictures": Part(training.measure_images, 80, 200),
-        "evaluation": Part(evaluation.measure, 45, 120),
+        "evaluation": Part(training.measure_evaluation, 45, 120),
         "cifar": Part(cifar.measure, 85, 240),
         "reducer": Part(scripts.measure_reducer, 30, 60),
         "lars": Part(scripts.measure_lars, 25, 60),
@@ -71,7 +58,7 @@ def parts_of(size: Size) -> dict[str, Part]:
         "sanitizer/streams": Part(checks.measure_streams, 30, 60),
         "sanitizer/memory": Part(checks.measure_memory, 40, 90),
         "steps": Part(steps.measure, 120, 300),
-        "startup": Part(starting.measure, 150, 400),
+        "startup": Part(checks.measure_startup, 150, 400),
         "inference": Part(scripts.measure_inference, 90, 240),
         "recompute": Part(scripts.measure_recompute, 60, 200),
         **{f"small_batches/{batch}": Part(measure, 50, 150) for batch, measure in batches.items()},

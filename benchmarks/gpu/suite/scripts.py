@@ -133,7 +133,7 @@ def measure_precisions(context: Context) -> Found:
 def run_script(module: str, options: Sequence[str], context: Context) -> dict[str, Any]:
     """Run a benchmark's main; return its record."""
     out = context.scratch / f"{module}.json"
-    import_module(module).main([*options[: (at := _own(options))], "--out", str(out), *options[at:]])
+    import_module(module).main(["--out", str(out), *options])
     record: dict[str, Any] = json.loads(out.read_text())
     return record
 
@@ -149,11 +149,6 @@ def train(config: str, settings: Settings, **how: Any) -> dict[str, Any]:
     bigbatch("train", "--config", config, *as_options(settings), **how)
     summary: dict[str, Any] = json.loads((Path(settings["run.directory"]) / "summary.json").read_text())
     return summary
-
-
-def _own(options: Sequence[str]) -> int:
-    """Return the place before --, behind which are the options of `bigbatch train`."""
-    return options.index("--") if "--" in options else len(options)
 
 
 def _net(context: Context) -> list[str]:

@@ -21,20 +21,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import day
-from benchmarks.gpu.suite import (
-    cifar,
-    exact_sums,
-    job,
-    kernels,
-    limits,
-    parts,
-    roofline,
-    torchvision_peer,
-)
+from benchmarks.gpu.suite import cifar, exact_sums, job, kernels, limits, parts, steps, torchvision_peer
 from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found
 from benchmarks.gpu.suite.device import file_stem
-from benchmarks.gpu.suite.guard import compare_case
-from benchmarks.gpu.suite.targets import Target
+from benchmarks.gpu.suite.report import Target, compare_case
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.doctor.profile import activities_on
@@ -270,7 +260,7 @@ def test_targets_in_closed_form() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
 def test_flops_are_those_that_torch_counts(model: str) -> None:
-    layers = roofline.layers_of(model, batch=2, image_size=64, num_classes=10)
+    layers = steps.layers_of(model, batch=2, image_size=64, num_classes=10)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         net = build_model(model, num_classes=10, norm=nn.BatchNorm2d)
         net(torch.empty(2, 3, 64, 64)).sum().backward()
@@ -278,12 +268,12 @@ def test_flops_are_those_that_torch_counts(model: str) -> None:
 
 
 def test_step_at_its_shortest_is_bound_by_arithmetic_or_by_memory() -> None:
-    layer = roofline.Layer((1, 2, 4, 4), (8, 2, 1, 1), (1, 8, 4, 4))
+    layer = steps.Layer((1, 2, 4, 4), (8, 2, 1, 1), (1, 8, 4, 4))
     flops, elements = 3 * 2 * (8 * 4 * 4 * 2), 3 * (32 + 16 + 128)
     assert (layer.flops, layer.elements) == (flops, elements)
-    slow_memory = roofline.shortest_seconds([layer, layer], flops_per_s=1e12, bytes_per_s=1.0, element_bytes=2)
+    slow_memory = steps.shortest_seconds([layer, layer], flops_per_s=1e12, bytes_per_s=1.0, element_bytes=2)
     assert slow_memory == 2 * 2 * elements
-    assert roofline.shortest_seconds([layer], flops_per_s=1.0, bytes_per_s=1e12, element_bytes=2) == flops
+    assert steps.shortest_seconds([layer], flops_per_s=1.0, bytes_per_s=1e12, element_bytes=2) == flops
 
 
 @pytest.mark.parametrize(

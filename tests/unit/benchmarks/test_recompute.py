@@ -23,4 +23,4 @@ def test_step_computes_in_the_precision_that_is_asked_for(precision: str, dtype:
 def test_sizes_of_nothing_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         recompute.parse([option, "0"])
-    assert f"{option}=0: " in capsys.readouterr().err
+    assert f"argument {option}: '0': " in capsys.readouterr().err

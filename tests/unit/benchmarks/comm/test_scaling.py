@@ -15,7 +15,7 @@ def test_scaling_limit_of_efficiency_in_closed_form() -> None:
 
 def test_scaling_efficiency_is_of_pairs() -> None:
     def repetitions(*seconds: float) -> list[turns.Repetition]:
-        return [turns.Repetition((each,), 0.1, (0,)) for each in seconds]
+        return [turns.Repetition(each, 0.1, (0,)) for each in seconds]
 
     rows = scaling.describe(
         "weak", {"ddp": repetitions(2.0, 4.0), "local": repetitions(1.0, 3.0)}, seconds=1.0, limit=0.9

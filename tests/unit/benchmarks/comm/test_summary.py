@@ -60,11 +60,9 @@ def test_summary_has_every_case(tmp_path: Path) -> None:
     }
     for name, record in records.items():
         write_record(tmp_path / f"comm-{name}.json", record)
-    write_record(tmp_path / "comm-quick-x.json", records["exchange-4x2-1gbit"])
     (tmp_path / "comm-wire-precision.json").write_text('{"conditions": {}, "rows": []}')
     (tmp_path / "comm-rounding.json").write_text('{"benchmark": "rounding", "rows": []}')
     assert list(summary.read_records(tmp_path)) == list(records), "other JSON is left alone"
-    assert list(summary.read_records(tmp_path, quick=True)) == ["x"]
     text = summary.summarise(records)
     assert "| 10 MB | 130 (0.94) | [150 (0.94)] |" in text
     assert "| ours tuned | 1.000 | 0.900 to 1.100 | 10 | 1.20 |" in text

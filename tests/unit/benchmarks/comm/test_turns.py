@@ -11,9 +11,9 @@ from benchmarks.comm.job import join
 
 def test_repetition_is_the_slowest_ranks() -> None:
     repetitions = [
-        turns.Repetition((0.1, 0.4), 0.2, (100, 140)),
-        turns.Repetition((0.1, 0.2), 0.2, (100, 120)),
-        turns.Repetition((0.1, 0.3), 0.6, (100, 160)),
+        turns.Repetition(0.4, 0.2, (100, 140)),
+        turns.Repetition(0.2, 0.2, (100, 120)),
+        turns.Repetition(0.3, 0.6, (100, 160)),
     ]
     facts = turns.describe_repetitions(repetitions, loops=2)
     assert facts["each_seconds"] == [0.2, 0.1, 0.15]
