@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -173,11 +174,11 @@ def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_sec
     return 0
 
 
-def lose_rank_in_a_norm(*arguments: str) -> int:
-    """Rank 1 dies between two norm layers that share ghost batches."""
+def lose_rank_1(lose: Callable[..., int], *arguments: str) -> int:
+    """Rank 1 dies in a job that says where."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
     await_all_but(1)
-    return lose_in_a_norm(*arguments)
+    return lose(*arguments)
 
 
 def stall_under_mpi() -> int:
@@ -191,50 +192,26 @@ def stall_under_mpi() -> int:
     return 0
 
 
-def check_sharded(*backends: str) -> int:
-    """The sharded update, on each backend."""
-    for backend in backends:
-        communicator = connect(backend=backend)
-        check_sharded_update(communicator)
-        communicator.close()
-    return passed(communicator)
-
-
-def check_divided(backend: str) -> int:
-    """Work on whole matrices that ranks share out."""
+def check_over(check: Callable[[Communicator], None], backend: str) -> int:
+    """One check on a backend."""
     communicator = connect(backend=backend)
-    check_divided_update(communicator)
+    check(communicator)
     communicator.close()
     return passed(communicator)
 
 
-def check_behind(backend: str) -> int:
-    """Weights that are gathered behind the next forward."""
-    communicator = connect(backend=backend)
-    check_behind_forward(communicator)
-    communicator.close()
-    return passed(communicator)
-
-
-def lose_rank_in_a_gather(*arguments: str) -> int:
-    """Rank 1 dies in a gather of weights."""
-    in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    await_all_but(1)
-    return lose_in_a_gather(*arguments)
-
-
-MODES = {
+MODES: dict[str, Callable[..., int]] = {
     "check": check_backends,
-    "sharded": check_sharded,
-    "behind-forward": check_behind,
-    "divided": check_divided,
+    "sharded": partial(check_over, check_sharded_update),
+    "behind-forward": partial(check_over, check_behind_forward),
+    "divided": partial(check_over, check_divided_update),
     "beside": check_beside,
     "reconnect": check_reconnect,
     "mismatch": check_mismatch,
     "lose": lose_a_rank,
     "stall": stall_under_mpi,
-    "norm": lose_rank_in_a_norm,
-    "gather": lose_rank_in_a_gather,
+    "norm": partial(lose_rank_1, lose_in_a_norm),
+    "gather": partial(lose_rank_1, lose_in_a_gather),
 }
 
 

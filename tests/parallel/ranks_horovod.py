@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import end_at_once, passed
+from ranks_contract import check_group
 from ranks_ddp import EXACT, Branches, images_of, loss_of, own_part
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from bigbatch.comm.backends.base import Group
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.broadcast import (
@@ -157,8 +157,7 @@ def check_transport(communicator: Communicator) -> None:
     pair = backend.new_group([[0], list(range(1, n))])
     assert backend.new_group([[0], list(range(1, n))]) == pair  # a process set is made only once
     for group in (backend.world, pair):
-        for dtype in backend.capabilities.dtypes:
-            check_group(communicator, group, dtype)
+        check_group(communicator, group, backend.capabilities.dtypes)
     empty_N = torch.zeros(0)
     backend.all_reduce_(empty_N, backend.world)
     with pytest.raises(ValueError, match=r"horovod .*torch\.bfloat16.*float64, float32, float16"):
@@ -167,32 +166,6 @@ def check_transport(communicator: Communicator) -> None:
     total_N = sum(torch.randn(1001, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(n))
     communicator.sum_(values_N, label="random values")
     torch.testing.assert_close(values_N, total_N, **EXACT)
-
-
-def check_group(communicator: Communicator, group: Group, dtype: torch.dtype) -> None:
-    """Whole numbers, so that every sum is exact."""
-    backend, k = communicator.backend, len(group.ranks)
-    place = group.ranks.index(communicator.rank)
-    mine_N = torch.full((2 * k,), float(place + 1), dtype=dtype)
-    total = k * (k + 1) / 2
-    for root_place in (0, k - 1):
-        root = group.ranks[root_place]
-        first_N = mine_N.clone()
-        backend.reduce_(first_N, group, root=root)
-        if place == root_place:
-            assert first_N.tolist() == [total] * (2 * k)
-        sent_N = mine_N.clone()
-        backend.broadcast_(sent_N, group, root=root)
-        assert sent_N.tolist() == [root_place + 1.0] * (2 * k)
-    sum_N = mine_N.clone()
-    backend.all_reduce_(sum_N, group)
-    assert sum_N.tolist() == [total] * (2 * k)
-    shard_2 = torch.zeros(2, dtype=dtype)
-    backend.reduce_scatter(shard_2, torch.arange(2 * k, dtype=dtype), group)
-    assert shard_2.tolist() == [2.0 * place * k, (2.0 * place + 1) * k]
-    whole_N = torch.zeros(2 * k, dtype=dtype)
-    backend.all_gather(whole_N, mine_N[:2], group)
-    assert whole_N.tolist() == [float(r // 2 + 1) for r in range(2 * k)]
 
 
 def check_against_horovod(

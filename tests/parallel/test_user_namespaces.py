@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import exit_codes, places, start_rank
+from forked_ranks import places
+from test_parallel import fork_job
 
 from bigbatch.comm.connection import connect
 
@@ -27,10 +28,8 @@ def add() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns/user").exists(), reason="no user namespaces")
-def test_ranks_in_user_namespaces_of_their_own_add_up(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    ranks = [start_rank("test_user_namespaces:add", [], environ=place, stdout=log, stderr=log) for place in places(2)]
-    codes = exit_codes(ranks, timeout_seconds=100)
-    if codes == [NOT_ALLOWED] * 2:
+def test_ranks_in_user_namespaces_of_their_own_add_up() -> None:
+    code, text = fork_job("test_user_namespaces:add", [], places(2), timeout_seconds=100)
+    if code == NOT_ALLOWED:
         pytest.skip(f"user {os.getuid()} may make no user namespace here")
-    assert codes == [RIGHT] * 2, log.read_text()
+    assert code == RIGHT, text
