@@ -10,11 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from all_augmentations import ALL_AUGMENTATIONS
 from forked_ranks import exit_codes, places, start_rank
@@ -220,21 +222,11 @@ def wait_until(condition: Callable[[], bool], *, process: "subprocess.Popen[byte
 
 def rank_pids(parent: int) -> list[int]:
     """Processes below parent that run bigbatch, oldest first."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
-    found, queue = [], [parent]
-    while queue:
-        for child in sorted(children.get(queue.pop(), [])):
-            queue.append(child)
-            command = (Path("/proc") / str(child) / "cmdline").read_bytes().split(b"\0")
-            if b"bigbatch" in command and b"mpirun" not in command[0]:
-                found.append(child)
+    found = []
+    for each in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):
+            words = each.cmdline()
+            found += [each.pid] if "bigbatch" in words and "mpirun" not in words[0] else []
     return sorted(found)
 
 

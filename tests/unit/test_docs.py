@@ -76,39 +76,28 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
         "tests/parallel/test_language_example.py::test_example_on_two_ranks_is_the_same"
     ),
 }
-BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
+BENCHMARK = ".venv/bin/python -m benchmarks."
+BENCHMARKS_RUN_BY = {  # by the first of these that follows BENCHMARK, the test that runs it, at a smaller size
     "make faults FAULTS=": (
         "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits"
     ),
-    ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
-    ".venv/bin/python -m benchmarks.comm.messages ": (
-        "tests/unit/benchmarks/test_messages.py::test_messages_table_of_a_recipe"
-    ),
-    ".venv/bin/python -m benchmarks.faults.effective ": (
-        "tests/cluster/test_benchmarks.py::test_effective_time_of_a_job_that_is_struck"
-    ),
-    ".venv/bin/python -m benchmarks.faults.healing ": "tests/cluster/test_benchmarks.py::test_trial_of_healing",
-    ".venv/bin/python -m benchmarks.gpu.precision ": (
-        "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size"
-    ),
-    ".venv/bin/python -m benchmarks.twin.predict ": (
+    "input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
+    "comm.messages ": "tests/unit/benchmarks/test_messages.py::test_messages_table_of_a_recipe",
+    "faults.effective ": "tests/cluster/test_benchmarks.py::test_effective_time_of_a_job_that_is_struck",
+    "faults.healing ": "tests/cluster/test_benchmarks.py::test_trial_of_healing",
+    "gpu.precision ": "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size",
+    "twin.predict ": (
         "tests/unit/benchmarks/test_predicted_rows.py::test_table_is_predicted_without_its_own_measurements"
     ),
-    ".venv/bin/python -m benchmarks.twin.published ": (
-        "tests/unit/benchmarks/test_predicted_rows.py::test_benchmark_prints_both_tables_and_draws"
-    ),
-    ".venv/bin/python -m benchmarks.twin.nccl_tests": (
-        "tests/unit/benchmarks/test_nccl_tests.py::test_benchmark_prints_each_size_of_each_table"
-    ),
-    ".venv/bin/python -m benchmarks.twin.speed ": (
+    "twin.published ": "tests/unit/benchmarks/test_predicted_rows.py::test_benchmark_prints_both_tables_and_draws",
+    "twin.nccl_tests": "tests/unit/benchmarks/test_nccl_tests.py::test_benchmark_prints_each_size_of_each_table",
+    "twin.speed ": (
         "tests/unit/benchmarks/test_twin_speed.py::test_work_of_a_simulation_does_not_grow_with_the_number_of_gpus"
     ),
-    ".venv/bin/python -m benchmarks.twin.emulated ": (
+    "twin.emulated ": (
         "tests/unit/benchmarks/test_emulated_twin.py::test_four_numbers_are_found_again_and_predict_four_nodes"
     ),
-    ".venv/bin/python -m benchmarks.gpu.day --small ": (
-        "tests/unit/benchmarks/test_gpu.py::test_parts_all_run_small_and_a_second_call_skips_them"
-    ),
+    "gpu.day --small ": "tests/unit/benchmarks/test_gpu.py::test_parts_all_run_small_and_a_second_call_skips_them",
 }
 BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that really runs such a one
     "init": "tests/unit/trainer/init/test_init.py::test_init_to_a_prediction",
@@ -185,26 +174,24 @@ RECOMPUTE = (
     "--out out.json --plot out.png"
 )
 AUDITS = "faults.audits --ranks 1 --audits 2 --replays 1 --out out.json"
-SMALLER = {  # benchmark: the same with sizes for a test
-    ".venv/bin/python -m benchmarks.gpu.day --minutes 14": GPU,
-    ".venv/bin/python -m benchmarks.gpu.day --minutes 14 --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench": GPU,  # noqa: E501
-    ".venv/bin/python -m benchmarks.gpu.day --dry-run": "gpu.day --dry-run --only lars --out . --logs logs",
-    ".venv/bin/python -m benchmarks.gpu.day --guard": GPU,
-    ".venv/bin/python -m benchmarks.comm.run --out benchmarks/results": "comm.run --list --out .",
-    ".venv/bin/python -m benchmarks.comm.run --only scaling --out benchmarks/results": (
-        "comm.run --only scaling --list --out ."
-    ),
-    ".venv/bin/python -m benchmarks.input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
-    ".venv/bin/python -m benchmarks.input.decode data/imagenet --batch 32 --prefetch 1 --batches 4 --repetitions 12 --cpu-time --contestants our_dali our_dali_at_256 our_pillow limit_yuv_at_256 --out benchmarks/results/input-stored-cpu-time.json": (  # noqa: E501
+SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
+    "gpu.day --minutes 14": GPU,
+    "gpu.day --minutes 14 --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench": GPU,  # noqa: E501
+    "gpu.day --dry-run": "gpu.day --dry-run --only lars --out . --logs logs",
+    "gpu.day --guard": GPU,
+    "comm.run --out benchmarks/results": "comm.run --list --out .",
+    "comm.run --only scaling --out benchmarks/results": ("comm.run --only scaling --list --out ."),
+    "input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,
+    "input.decode data/imagenet --batch 32 --prefetch 1 --batches 4 --repetitions 12 --cpu-time --contestants our_dali our_dali_at_256 our_pillow limit_yuv_at_256 --out benchmarks/results/input-stored-cpu-time.json": (  # noqa: E501
         f"{DECODE} limit_yuv_at_256 --cpu-time"
     ),
-    ".venv/bin/python -m benchmarks.gpu.recompute --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,  # noqa: E501
-    ".venv/bin/python -m benchmarks.gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
-    ".venv/bin/python -m benchmarks.largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
-    ".venv/bin/python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
-    ".venv/bin/python -m benchmarks.gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
-    ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
-    ".venv/bin/python -m benchmarks.faults.audits --audits 1000 --replays 30 --out benchmarks/results/audits-cpu.json": AUDITS,  # noqa: E501
+    "gpu.recompute --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,
+    "gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
+    "largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,
+    "gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
+    "gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,
+    "largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
+    "faults.audits --audits 1000 --replays 30 --out benchmarks/results/audits-cpu.json": AUDITS,
 }
 
 
@@ -243,6 +230,8 @@ def write_quickstart(text: str, *, below: Path) -> None:
 
 
 TRAINED = {"evaluate": evaluate_parser, "export": export_parser, "predict": predict_parser}
+PARSERS = {"data": data_parser, "diff": diff_parser, "replay": replay_parser, "report": report_parser}
+PARSERS |= {"verify": verify_parser}
 
 
 @pytest.fixture(scope="module")
@@ -336,12 +325,14 @@ def names_of(line: str) -> set[str]:
         if words[0] == "launch" and "--" in words and words[2] != "exec":
             parts.append(words[words.index("--") + 1 :])
         return {" ".join(part[: 2 if part[0] in GROUPED else 1]) for part in parts}
-    return {line} & {*RUN_BY} or {name for name in BENCHMARKS_RUN_BY if line.startswith(name)}
+    return {line} & {*RUN_BY} or {name for name in BENCHMARKS_RUN_BY if line.removeprefix(BENCHMARK).startswith(name)}
 
 
 def test_commands_are_each_run_by_someone() -> None:
     names = {line: names_of(line) for line in COMMANDS}
-    assert {line for line in COMMANDS if not names[line]} == {*NOT_HERE, *DRY_RUN, *SMALLER, ACTIVATE}
+    assert {line for line in COMMANDS if not names[line]} == {*NOT_HERE, *DRY_RUN, ACTIVATE} | {
+        f"{BENCHMARK}{name}" for name in SMALLER
+    }
     assert set().union(*names.values()) == {*RUN_BY, *BENCHMARKS_RUN_BY, *BIGBATCH_RUN_BY}
 
 
@@ -479,8 +470,6 @@ def test_bigbatch_commands(
         monkeypatch.chdir(tmp_path)
         (tmp_path / "configs").symlink_to(ROOT / "configs")
         assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
-    elif words[0] == "report":
-        assert report_parser().parse_args(words[1:]).folders
     elif "--help" in words:
         with pytest.raises(SystemExit, match="0"):
             main(words)
@@ -494,19 +483,12 @@ def test_bigbatch_commands(
         assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
     elif words[0] == "config" or words[0] == "explain":
         assert main(words) == 0
-    elif words[0] == "diff":
-        assert diff_parser().parse_args(words[1:]).a
-    elif words[0] == "replay":
-        assert replay_parser().parse_args(words[1:]).step
-    elif words[0] == "verify":
-        assert verify_parser().parse_args(words[1:]).runs
     elif words[0] in TRAINED:
         if not is_own:
             monkeypatch.chdir(request.getfixturevalue("run_folders"))  # only read
         read_trained(TRAINED[words[0]](), words[1:])
     else:
-        assert words[0] == "data"
-        data_parser().parse_args(words[1:])
+        PARSERS[words[0]]().parse_args(words[1:])
 
 
 def test_page_of_faults_shows_the_recorded_campaign() -> None:
