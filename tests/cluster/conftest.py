@@ -6,13 +6,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import pytest
 
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.namespaces import node_fd
 from bigbatch.launch.emulate.plan import make_plan
 from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 
@@ -83,3 +86,20 @@ def _built(name: str, ranks: str, link: str, delay: str) -> Iterator[EmulatedClu
     plan = make_plan(name=name, nodes=None, ranks_per_node=ranks, link=link, delay=delay)
     yield clusters.up(plan, root=root, environ=os.environ)
     clusters.down(name, root=root)
+
+
+def networks_of(cluster: EmulatedCluster) -> list[int]:
+    """The nodes' networks, as inodes."""
+    return [
+        os.stat(f"/proc/{cluster.keeper}/fd/{node_fd(node, 'net')}").st_ino for node in range(cluster.plan.num_nodes)
+    ]
+
+
+def processes_in(*namespaces: int) -> list[int]:
+    """Every process that lives in one of these networks or process namespaces."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(OSError, psutil.Error):  # it has ended, or is none of ours
+            own = {os.stat(f"/proc/{each.pid}/ns/{kind}").st_ino for kind in ("net", "pid")}
+            found += [each.pid] if own & {*namespaces} and each.status() != psutil.STATUS_ZOMBIE else []
+    return found

@@ -17,10 +17,9 @@ from error_texts import naming
 from bigbatch import __version__
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.namespaces import node_fd
 from bigbatch.launch.emulate.plan import place_ranks
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
-from tests.cluster.conftest import PROBE, Emulate
+from tests.cluster.conftest import PROBE, Emulate, networks_of, processes_in
 
 pytestmark = pytest.mark.alone
 
@@ -183,25 +182,7 @@ def test_delay_counts_twice_in_a_round_trip(emulate: Emulate, even: EmulatedClus
 
 def namespaces_of(cluster: EmulatedCluster) -> set[int]:
     """The cluster's networks and its process namespace, as inodes."""
-    nodes = [f"fd/{node_fd(node, 'net')}" for node in range(cluster.plan.num_nodes)]
-    return {os.stat(f"/proc/{cluster.keeper}/{each}").st_ino for each in ("ns/net", "ns/pid", *nodes)}
-
-
-def processes_in(namespaces: set[int]) -> list[int]:
-    """Every process that lives in one of them."""
-    return [pid for pid, found in namespaces_of_all().items() if found & namespaces]
-
-
-def namespaces_of_all() -> dict[int, set[int]]:
-    """Network and process namespaces of every process that lives."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                found[int(folder.name)] = {os.stat(folder / "ns" / kind).st_ino for kind in ("net", "pid")}
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
+    return {*networks_of(cluster), *(os.stat(f"/proc/{cluster.keeper}/ns/{kind}").st_ino for kind in ("net", "pid"))}
 
 
 def traces() -> dict[str, object]:
@@ -254,7 +235,7 @@ def test_nothing_is_left_behind_after_kill_9(
     assert cluster is not None
     job = start_lingering("doomed", tmp_path / "here", "--launcher", launcher, count=6)
     namespaces = namespaces_of(cluster)
-    inside = processes_in(namespaces)
+    inside = processes_in(*namespaces)
     assert len(inside) >= 1 + 6 * 2, "keeper, ranks and their children"
     os.kill(job.pid if victim == "run" else cluster.keeper, signal.SIGKILL)
     code = job.wait(timeout=PATIENCE_SECONDS)
@@ -264,10 +245,10 @@ def test_nothing_is_left_behind_after_kill_9(
         assert "doomed was taken down under the job" in job.stdout.read()
     else:
         assert code == -signal.SIGKILL
-        wait_until(lambda: processes_in(namespaces) == [cluster.keeper])
+        wait_until(lambda: processes_in(*namespaces) == [cluster.keeper])
         assert "doomed: nodes 3" in emulate("status").stdout, "only the job has ended"
     assert emulate("down", "--name", "doomed").stdout == "doomed: removed\n"
-    assert processes_in(namespaces) == []
+    assert processes_in(*namespaces) == []
     assert not namespaces & {each.stat().st_ino for each in Path("/run/netns").glob("*")}, "kept by a name"
     assert not (root / "doomed").exists()
     assert traces() == before
@@ -288,10 +269,10 @@ def test_nothing_is_left_of_a_cluster_for_one_job_whose_start_is_killed(seen: st
 
 def test_daemon_does_not_outlive_its_job(emulate: Emulate, even: EmulatedCluster, tmp_path: Path) -> None:
     job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
-    assert len(processes_in(namespaces_of(even))) == 2 + 8 * 2, "keeper, watcher, ranks and their children"
+    assert len(processes_in(*namespaces_of(even))) == 2 + 8 * 2, "keeper, watcher, ranks and their children"
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGTERM
-    assert processes_in(namespaces_of(even)) == [even.keeper]
+    assert processes_in(*namespaces_of(even)) == [even.keeper]
 
 
 @pytest.mark.parametrize(("launcher", "asked_by"), [("plain", "SIGTERM"), ("mpirun", "SIGUSR1")])
@@ -351,10 +332,10 @@ def test_cluster_for_one_job_goes_with_it_even_by_kill_9(
     cluster = load(root / "once")
     assert cluster is not None
     namespaces = namespaces_of(cluster)
-    assert len(processes_in(namespaces)) == 2 + 3 * 2, "keeper, watcher, ranks and their children"
+    assert len(processes_in(*namespaces)) == 2 + 3 * 2, "keeper, watcher, ranks and their children"
     job.kill()
     job.wait()
-    wait_until(lambda: processes_in(namespaces) == [] and not (root / "once").exists())
+    wait_until(lambda: processes_in(*namespaces) == [] and not (root / "once").exists())
     assert traces() == before
     assert "once" not in emulate("status").stdout
 

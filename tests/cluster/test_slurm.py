@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from slowed_node import slowed
@@ -20,12 +21,11 @@ from slowed_node import slowed
 from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.namespaces import node_fd
 from bigbatch.launch.emulate.slurm import require_slurm, slurm_folder
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
-from tests.cluster.conftest import Emulate, skip_unless_promised
+from tests.cluster.conftest import Emulate, networks_of, processes_in, skip_unless_promised
 from tests.laws.jobs import (
     TRAIN_PER_CLASS,
     VAL_PER_CLASS,
@@ -429,33 +429,16 @@ def reconfigure(name: str, pattern: str, by: str) -> None:
     assert login("scontrol", "reconfigure", name=name).returncode == 0
 
 
-def networks_of(cluster: EmulatedCluster) -> list[int]:
-    """The nodes' networks, as inodes."""
-    return [
-        os.stat(f"/proc/{cluster.keeper}/fd/{node_fd(node, 'net')}").st_ino for node in range(cluster.plan.num_nodes)
-    ]
-
-
-def processes_in(*networks: int) -> list[Path]:
-    """Return the processes in one of these networks, as folders of /proc."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is none of ours
-            if os.stat(folder / "ns/net").st_ino in networks:
-                found.append(folder)
-    return found
-
-
 def kill_node(cluster: EmulatedCluster, node: int) -> None:
     """SIGKILL to all of its processes."""
-    for folder in processes_in(networks_of(cluster)[node]):
+    for pid in processes_in(networks_of(cluster)[node]):
         with suppress(ProcessLookupError):
-            os.kill(int(folder.name), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def daemons_in(cluster: EmulatedCluster) -> list[str]:
     """Names of Slurm's processes in a cluster, sorted."""
-    names = [(folder / "comm").read_text().strip() for folder in processes_in(*networks_of(cluster))]
+    names = [psutil.Process(pid).name() for pid in processes_in(*networks_of(cluster))]
     return sorted(name for name in names if name in ("munged", "slurmctld", "slurmd"))
 
 
