@@ -247,18 +247,11 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
     origin = {"source": "a page", "round_or_year": "2022"}
 
     def add(row: dict[str, str]) -> tuple[int, str]:
-        with (tmp_path / "new.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            writer.writeheader()
-            writer.writerow(row)
-        code = add_main([str(tmp_path / "new.csv"), "--to", str(given), "--commitment", str(promised)])
+        code = add_main([str(write(tmp_path / "new.csv", row)), "--to", str(given), "--commitment", str(promised)])
         shown = capsys.readouterr()
         return code, shown.out + shown.err
 
-    with given.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ONE | origin)
-        writer.writeheader()
-        writer.writerow(ONE | origin)
+    write(given, ONE | origin)
     for row, why in (
         (EIGHT | {"ms_per_step": "19.7"}, "source"),
         (EIGHT | origin, "ms_per_step"),
