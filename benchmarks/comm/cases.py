@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SMALL = "1e3,3e3,1e4,3e4,1e5"
-TO_1_MB = f"{SMALL},3e5,1e6"
+TO_1_MB = "1e3,3e3,1e4,3e4,1e5,3e5,1e6"
 SHORT = ("--sizes", "1e3,1e4,1e5,1e6,1e7", "--tune-seconds", "15")
 WITHOUT_HOOKS = "ours tuned,ours fp16,ddp,horovod"
 
@@ -22,7 +21,6 @@ class Case:
     options: tuple[str, ...] = ()
     ranks_per_node: str = "2,2,2,2"
     link: str = ""
-    delay: str = "0"
     place: str = "block"
     seconds: int = 60
     """About how long it takes, for the user and for the time limit."""
@@ -34,11 +32,10 @@ class Case:
         program = ["-m", f"benchmarks.comm.{self.module}", "--out", str(out), *self.options]
         if not self.link:
             return [sys.executable, *program]
-        setting = {key: getattr(self, key) for key in ("ranks_per_node", "link", "delay", "place")}
+        setting = {key: getattr(self, key) for key in ("ranks_per_node", "link", "place")}
         nodes = self.ranks_per_node.count(",") + 1
         emulate = ["launch", "emulate", "run", "--nodes", str(nodes), "--ranks-per-node", self.ranks_per_node]
-        emulate += ["--link", self.link]
-        emulate += ["--delay", self.delay, "--place", self.place, "--launcher", "mpirun", "--python", "--"]
+        emulate += ["--link", self.link, "--place", self.place, "--launcher", "mpirun", "--python", "--"]
         labels = ["--case", self.name, "--setting", json.dumps(setting)]
         return [sys.executable, "-m", "bigbatch", *emulate, *program, *labels]
 
@@ -52,22 +49,6 @@ CASES = (
         seconds=340,
     ),
     Case("exchange-4x2-1gbit", "exchange", ("--sizes", f"{TO_1_MB},3e6,1e7,3e7,1e8,2.56e8"), link="1gbit", seconds=470),
-    Case(
-        "exchange-4x2-200mbit-500us",
-        "exchange",
-        ("--sizes", SMALL, "--tune-seconds", "8"),
-        link="200mbit",
-        delay="500us",
-        seconds=45,
-    ),
-    Case(
-        "exchange-4x2-1gbit-500us",
-        "exchange",
-        ("--sizes", SMALL, "--tune-seconds", "8"),
-        link="1gbit",
-        delay="500us",
-        seconds=45,
-    ),
     Case("gradients-resnet50-1gbit", "gradients", link="1gbit", seconds=205),
     Case("gradients-resnet50-1gbit-cyclic", "gradients", link="1gbit", place="cyclic", seconds=225),
     Case(

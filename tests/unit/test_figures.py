@@ -178,8 +178,8 @@ def test_figures_of_healing() -> None:
 TO_MEASURE_AGAIN = set(
     """
     ablations-imagenette-short beyond-cifar10-medium beyond-imagenette-medium comm-exchange-2x4-1gbit
-    comm-exchange-3+2+2+1-1gbit comm-exchange-4x2-1gbit comm-exchange-4x2-1gbit-500us comm-exchange-4x2-200mbit
-    comm-exchange-4x2-200mbit-500us comm-exchange-8x1-1gbit comm-gradients-alexnet_bn-1gbit
+    comm-exchange-3+2+2+1-1gbit comm-exchange-4x2-1gbit comm-exchange-4x2-200mbit
+    comm-exchange-8x1-1gbit comm-gradients-alexnet_bn-1gbit
     comm-gradients-resnet50-1gbit comm-gradients-resnet50-1gbit-cyclic comm-gradients-resnet50-200mbit
     comm-scaling-alexnet_bn-1gbit-2 comm-scaling-alexnet_bn-1gbit-4 comm-scaling-alexnet_bn-400mbit-2
     comm-scaling-alexnet_bn-400mbit-4 comm-scaling-resnet50-1gbit-4 comm-scaling-resnet50-400mbit-2
