@@ -175,16 +175,24 @@ def test_figures_of_healing() -> None:
             require(cell, layouts[name][key])
 
 
+def test_figures_of_exact_sums() -> None:
+    small = record("exact-sums-errors")["models"]
+    columns = [small[name] for name in ("resnet18", "resnet50", "alexnet_bn")]
+    columns.append(record("exact-sums-errors-64")["models"]["resnet18"])
+    keys = ("fp32", "grid", "fp16 wire, loss scale 1024", "bf16 wire")
+    for key, (_, _, *cells) in zip(keys, rows_of("reproducible.md", "| bytes")[1:], strict=True):
+        assert cells == [f"{each['errors'][key]['l2']:.1e}".replace("e-0", "e-") for each in columns]
+
+
 TO_MEASURE_AGAIN = set(
     """
     ablations-imagenette-short beyond-cifar10-medium beyond-imagenette-medium comm-exchange-2x4-1gbit
-    comm-exchange-3+2+2+1-1gbit comm-exchange-4x2-1gbit comm-exchange-4x2-200mbit
-    comm-exchange-8x1-1gbit comm-gradients-alexnet_bn-1gbit
-    comm-gradients-resnet50-1gbit comm-gradients-resnet50-1gbit-cyclic comm-gradients-resnet50-200mbit
-    comm-scaling-alexnet_bn-1gbit-2 comm-scaling-alexnet_bn-1gbit-4 comm-scaling-alexnet_bn-400mbit-2
-    comm-scaling-alexnet_bn-400mbit-4 comm-scaling-resnet50-1gbit-4 comm-scaling-resnet50-400mbit-2
-    comm-scaling-resnet50-400mbit-4 exact-sums-cpu exact-sums-cpu-224 exact-sums-errors exact-sums-errors-64
-    imagenette-2cores lars-exactness ten-times-cpu wire-precision
+    comm-exchange-3+2+2+1-1gbit comm-exchange-4x2-1gbit comm-exchange-4x2-200mbit comm-exchange-8x1-1gbit
+    comm-gradients-alexnet_bn-1gbit comm-gradients-resnet50-1gbit comm-gradients-resnet50-1gbit-cyclic
+    comm-gradients-resnet50-200mbit comm-scaling-alexnet_bn-1gbit-2 comm-scaling-alexnet_bn-1gbit-4
+    comm-scaling-alexnet_bn-400mbit-2 comm-scaling-alexnet_bn-400mbit-4 comm-scaling-resnet50-1gbit-4
+    comm-scaling-resnet50-400mbit-2 comm-scaling-resnet50-400mbit-4 exact-sums-cpu exact-sums-cpu-224
+    imagenette-2cores ten-times-cpu
     """.split()  # noqa: SIM905
 )
 """Their sources had changes that no commit holds."""
