@@ -1,6 +1,5 @@
 """Trials of faults that only emulated nodes can have."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from bigbatch.launch.emulate.state import state_root
 @pytest.fixture(scope="module")
 def laboratory(runtime_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     folder = tmp_path_factory.mktemp("faults")
-    return Laboratory(prepare(), folder, clusters_root=state_root(), environ=os.environ, timeout_seconds=30)
+    return Laboratory(prepare(), folder, timeout_seconds=30)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_
         )
     try:
         wait_for(lambda: re.search(r"step +5 ", said.read_text()) is not None, job, said)
-        cut(cluster, 3, environ=os.environ)
+        cut(cluster, 3)
         since = time.monotonic()
         wait_for(lambda: "rank 3 on n3 has not come to it" in said.read_text(), job, said)
         named_seconds = time.monotonic() - since

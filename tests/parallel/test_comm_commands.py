@@ -52,21 +52,22 @@ finally:
 ONE_SIZE = ("--min-bytes", "40000", "--max-bytes", "40000", "--repetitions", "2")
 
 
-def play_nodes(nodes: Sequence[str], *command: str) -> tuple[int, str]:
-    """One process per entry of nodes, which says whose rank it plays."""
+def play_nodes(nodes: Sequence[str], *command: str, expect: int = 0) -> str:
+    """One process per entry of nodes, which says whose rank it plays; all that was said, after this exit code."""
     environs = []
     for rank, (node, place) in enumerate(zip(nodes, places(len(nodes)), strict=True)):
         local = {"LOCAL_RANK": str(nodes[:rank].count(node)), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
         environs.append({**place, **local, "BIGBATCH_HOST": node})
-    return fork_job("forked_ranks:bigbatch", command, environs, timeout_seconds=250)
+    code, text = fork_job("forked_ranks:bigbatch", command, environs, timeout_seconds=250)
+    assert code == expect, text
+    return text
 
 
 def test_tune_of_a_ddp_script_trains_it_rightly_with_every_candidate(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(DDP_SCRIPT)
     command = ("comm", "tune", "--ddp", str(script), "--steps", "1", "--", "5000")
-    code, text = play_nodes("aa", *command)
-    assert code == 0, text
+    text = play_nodes("aa", *command)
     steps = [int(count) for count in re.findall(r"rank \d: (\d+) steps had the average", text)]
     assert len(steps) == 2
     assert 50 < steps[0] == steps[1] < 5000, "ended once all is measured"
@@ -91,8 +92,7 @@ def test_bench_finds_every_algorithm_of_every_backend_right(backend: str, precis
     """Whole numbers, exact in memory and on the wire, so that one wrong bit is one wrong value."""
     output = tmp_path / "a.jsonl"
     command = ("comm", "bench", *ONE_SIZE, *precision, "--backend", backend, "--output", str(output))
-    code, text = play_nodes("aaa", *command)
-    assert code == 0, text
+    text = play_nodes("aaa", *command)
     assert "# wrong values: 0" in text
     assert "no link limits them" in text
     conditions, rows = records(output)
@@ -111,8 +111,7 @@ def test_bench_share_of_a_given_link(tmp_path: Path) -> None:
     """
     output = tmp_path / "a.jsonl"
     options = [*ONE_SIZE, "--interface", "lo", "--link-gbit", "8", "--wire-dtype", "float16", "--output", str(output)]
-    code, text = play_nodes(("a", "a", "b", "b"), "comm", "bench", *options)
-    assert code == 0, text
+    text = play_nodes(("a", "a", "b", "b"), "comm", "bench", *options)
     assert "2(m-1)/m * size * 0.5 (doubling 1) / link, with m = 2 nodes and 8 Gbit/s per link, as given" in text
     _, rows = records(output)
     for r in rows:
@@ -124,8 +123,7 @@ def test_bench_share_of_a_measured_link(tmp_path: Path) -> None:
     """Uneven nodes, scattered ranks."""
     output = tmp_path / "a.jsonl"
     options = [*ONE_SIZE, "--interface", "lo", "--output", str(output)]
-    code, text = play_nodes(("a", "b", "a"), "comm", "bench", *options)
-    assert code == 0, text
+    text = play_nodes(("a", "b", "a"), "comm", "bench", *options)
     assert "Gbit/s per link, measured: the best of messages of 8M" in text
     conditions, rows = records(output)
     assert conditions["groups"] == [[0, 2], [1]]
@@ -150,8 +148,7 @@ def test_verify_on_uneven_nodes_of_three_ranks(tmp_path: Path) -> None:
     """Integers have the same sum in any order; fp32 sums of three differ by their order."""
     output = tmp_path / "v.jsonl"
     options = ["--min-bytes", "40000", "--max-bytes", "40000", "--interface", "lo", "--output", str(output)]
-    code, text = play_nodes(("a", "b", "a"), "comm", "bench", "--verify", *options)
-    assert code == 0, text
+    text = play_nodes(("a", "b", "a"), "comm", "bench", "--verify", *options)
     assert "every sum repeats its own bits" in text
     conditions, rows = records(output)
     end = rows.pop()
@@ -170,8 +167,7 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
     """Two nodes of two ranks: measured, stored, used by bench as hybrid, and refused by another cluster."""
     path, nodes = tmp_path / "tuned.json", ("a", "a", "b", "b")
     options = [*SMALL_MODEL, "--comm.interface", "lo", "--budget-seconds", "20", "--output", str(path)]
-    code, text = play_nodes(nodes, "comm", "tune", *options)
-    assert code == 0, text
+    text = play_nodes(nodes, "comm", "tune", *options)
     for expected in (
         "inside a node",
         "between nodes",
@@ -186,11 +182,9 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
     check_promises(tuned.evidence, fastest.choose, tuned.tensors)
 
     bench = ["comm", "bench", *ONE_SIZE, "--interface", "lo", "--table", str(path)]
-    code, text = play_nodes(nodes, *bench, "--algorithms", "hybrid,native")
-    assert code == 0, text
+    text = play_nodes(nodes, *bench, "--algorithms", "hybrid,native")
     assert "hybrid" in text
-    code, text = play_nodes(("a", "b", "a", "b"), *bench)
-    assert code == 1
+    text = play_nodes(("a", "b", "a", "b"), *bench, expect=1)
     assert re.search(rf"{path} .*placement block there, scattered here.*bigbatch comm tune", text), text
 
 
@@ -216,24 +210,20 @@ def test_tune_then_train_with_it_and_evaluate_anywhere(tmp_path: Path) -> None:
     tiny = ("--config", "quickstart", "--model.options.width", "4", "--batch.global_batch_size", "64")
     tiny += ("--batch.microbatch_size", "16", "--batch.bn_span", "16")
     tiny += ("--schedule.warmup_epochs", "1", "--data.root", str(tmp_path / "shapes"), "--data.loader", "torchvision")
-    code, text = play_nodes("aa", "comm", "tune", *tiny, "--budget-seconds", "4", "--output", str(table))
-    assert code == 0, text
+    text = play_nodes("aa", "comm", "tune", *tiny, "--budget-seconds", "4", "--output", str(table))
     options = re.search(r"to train with it: (.*)", text)
     assert options, text
     train = ("train", *tiny, "--run.epochs", "1", "--run.directory", str(run), *options[1].split())
-    code, text = play_nodes("aa", *train)
-    assert code == 0, text
+    text = play_nodes("aa", *train)
     sizes = read_tuned(table).sizes
     assert json.loads((run / "summary.json").read_text())["algorithm"] == "hybrid"
     buffers = [line for line in text.splitlines() if line.startswith("buffer ")]
     assert buffers, text
     assert len(buffers) == 1 or sizes.buffer_bytes < 2_000_000
-    code, text = play_nodes("a", *train, "--run.epochs", "2")
-    assert code != 0
+    text = play_nodes("a", *train, "--run.epochs", "2", expect=1)
     assert re.search(rf"{table} .*backend tcp there, single here.*bigbatch comm tune", text), text
     table.unlink()
-    code, text = play_nodes("a", "evaluate", str(run))
-    assert code == 0, text
+    text = play_nodes("a", "evaluate", str(run))
     assert "70 images" in text
 
 
@@ -244,6 +234,5 @@ def test_train_counts_survive_a_narrow_wire(tmp_path: Path) -> None:
     train += ("--batch.microbatch_size", "16", "--batch.bn_span", "16", "--schedule.warmup_epochs", "1")
     train += ("--run.epochs", "1", "--data.loader", "torchvision")
     train += ("--data.root", str(tmp_path / "shapes"), "--run.directory", str(tmp_path / "run"))
-    code, text = play_nodes("aa", *train, "--comm.wire_dtype", "bfloat16", "--comm.predivide", "2")
-    assert code == 0, text
+    text = play_nodes("aa", *train, "--comm.wire_dtype", "bfloat16", "--comm.predivide", "2")
     assert "(530 images" in text

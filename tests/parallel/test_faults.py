@@ -1,20 +1,16 @@
 """Real trials of faults: a rank is struck in a known step and phase, and the same command goes on."""
 
-import os
-
 import pytest
 from faults.experiment import Laboratory
 from faults.job import prepare
 from faults.trial import Trial
-
-from bigbatch.launch.emulate.state import state_root
 
 
 @pytest.fixture(scope="module")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     folder = tmp_path_factory.mktemp("faults")
     # longer than any wait of a slow machine: none of these faults is found by the time limit
-    return Laboratory(prepare(), folder, clusters_root=state_root(), environ=os.environ, timeout_seconds=120)
+    return Laboratory(prepare(), folder, timeout_seconds=120)
 
 
 def test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits(laboratory: Laboratory) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import places
-from test_parallel import fork_job
+from test_parallel import run_forked
 
 from bigbatch.cli import main
 from bigbatch.comm import communicator as connected
@@ -59,8 +58,7 @@ def test_bench_goes_on_without_a_form_that_hangs(backend: str, tmp_path: Path) -
     output = tmp_path / "bench.jsonl"
     command = ("--backend", backend, "--min-bytes", "4K", "--max-bytes", "64K", "--repetitions", "2")
     command = (*command, "--timeout-seconds", f"{TIMEOUT_SECONDS}", "--output", str(output))
-    code, text = fork_job("test_hung_forms:bench", command, places(2), timeout_seconds=200)
-    assert code == 0, text
+    text = run_forked(2, command, target="test_hung_forms:bench")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     measured = {(row["size"], row["algorithm"]) for row in rows if row["kind"] == "row"}
     others = {"native", "hierarchical", "sharded", "doubling"}
@@ -75,8 +73,7 @@ def test_bench_goes_on_without_a_form_that_hangs(backend: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("tcp", marks=pytest.mark.weekly)])
 def test_calibration_chooses_among_the_forms_that_do_not_hang(backend: str, tmp_path: Path) -> None:
-    code, text = fork_job("test_hung_forms:calibrate_and_sum", (backend, str(tmp_path)), places(2), timeout_seconds=200)
-    assert code == 0, text
+    text = run_forked(2, (backend, str(tmp_path)), target="test_hung_forms:calibrate_and_sum")
     assert text.count("ring hangs: a sum did not end within 4 s") == 2
     record = json.loads(next((tmp_path / "0").iterdir()).read_text())
     assert record["all_reduce_seconds"]

@@ -1,19 +1,16 @@
 """Cut the link of an emulated node, like a dead switch."""
 
-from collections.abc import Mapping
+import os
 
 from bigbatch.launch.emulate.cluster import reaching, run_inside, system_path
 from bigbatch.launch.emulate.programs import cut_command, port
 from bigbatch.launch.emulate.state import EmulatedCluster
 
 
-def cut(
-    cluster: EmulatedCluster, node: int, *, environ: Mapping[str, str], arriving: bool = True, leaving: bool = True
-) -> None:
+def cut(cluster: EmulatedCluster, node: int, *, arriving: bool = True, leaving: bool = True) -> None:
     """Drop the packets to a node, or from it, or both, until its link is shaped. Raises: EmulationError."""
     with reaching(cluster):
         for device, where, is_cut in (("eth0", node, leaving), (port(node), None, arriving)):
             if is_cut:
-                run_inside(
-                    cluster, cut_command(device), node=where, environ=dict(environ) | {"PATH": system_path(environ)}
-                )
+                environ = os.environ | {"PATH": system_path(os.environ)}
+                run_inside(cluster, cut_command(device), node=where, environ=environ)

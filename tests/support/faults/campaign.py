@@ -23,7 +23,7 @@ from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from faults.experiment import TIMEOUT_SECONDS, Laboratory, Score
 from faults.job import ask, prepare
-from faults.rank import environment, source_commit
+from faults.rank import source_commit
 from faults.table import format_campaign
 from faults.trial import KINDS, SHAPES, Trial, draw, parse, simpler
 
@@ -38,10 +38,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     kinds = _read_kinds(arguments.kinds)
     _check(arguments)
-    environ = environment()
-    root = state_root(environ)
+    root = state_root(os.environ)
     max_nodes = arguments.nodes
-    if max_nodes > 1 and not arguments.dry_run and (reason := _why_no_nodes(root, environ)):
+    if max_nodes > 1 and not arguments.dry_run and (reason := _why_no_nodes(root)):
         print_line(f"one node, and no faults of links: {reason}", file=sys.stderr)
         max_nodes = 1
     trials = _trials(arguments, kinds=kinds, max_nodes=max_nodes)
@@ -51,9 +50,7 @@ def main(argv: Sequence[str]) -> int:
     conditions = _conditions(arguments)
     with _open(arguments.out) as out, tempfile.TemporaryDirectory(prefix="bigbatch-faults-") as folder:
         _write(out, {"conditions": conditions})
-        laboratory = Laboratory(
-            prepare(), Path(folder), clusters_root=root, environ=environ, timeout_seconds=arguments.timeout
-        )
+        laboratory = Laboratory(prepare(), Path(folder), timeout_seconds=arguments.timeout)
         scores = _do_all(trials, laboratory, jobs=arguments.jobs, out=out)
         failed = _first_of_each([score for score in scores if score.broken])
         for score in failed if arguments.shrink else []:
@@ -141,11 +138,11 @@ def _trials(arguments: argparse.Namespace, *, kinds: Sequence[str], max_nodes: i
     return [draw(arguments.seed, k, kinds=kinds, max_ranks=arguments.ranks, max_nodes=max_nodes) for k in numbers]
 
 
-def _why_no_nodes(root: Path, environ: Mapping[str, str]) -> str | None:
+def _why_no_nodes(root: Path) -> str | None:
     """Say why no cluster can be emulated here; None where one can."""
     name = f"faults-{os.getpid()}-0"
     try:
-        clusters.up(ClusterPlan(name, (1, 1), None), root=root, environ=environ)
+        clusters.up(ClusterPlan(name, (1, 1), None), root=root, environ=os.environ)
     except EmulationError as error:
         return str(error)
     clusters.down(name, root=root)

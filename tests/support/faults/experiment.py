@@ -19,7 +19,7 @@ from cut_links import cut
 from bigbatch.errors import FaultError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.state import EmulatedCluster
+from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from faults import rank as rank_side
 from faults.job import Job, ask
 from faults.trial import CHECKPOINT_STEPS, KINDS, NUM_STEPS, Trial
@@ -88,17 +88,9 @@ class Score:
 class Laboratory:
     """Holds what the trials of a campaign share: the processes' parent, the images, the undisturbed runs."""
 
-    def __init__(
-        self,
-        context: ForkServerContext,
-        folder: Path,
-        *,
-        clusters_root: Path,
-        environ: Mapping[str, str],
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> None:
+    def __init__(self, context: ForkServerContext, folder: Path, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self._context, self._folder, self._timeout_seconds = context, folder, timeout_seconds
-        self._clusters_root, self._environ = clusters_root, environ
+        self._clusters_root = state_root()
         self._undisturbed: dict[tuple[int, int, str, bool], str] = {}
         self._locks: dict[tuple[int, int, str, bool], threading.Lock] = {}
         self._lock = threading.Lock()
@@ -202,7 +194,7 @@ class Laboratory:
         plan = ClusterPlan(name, (trial.ranks_per_node,) * trial.nodes, LINK)
         reader, writer = os.pipe()
         try:
-            yield clusters.up(plan, root=self._clusters_root, environ=self._environ, lifeline=reader)
+            yield clusters.up(plan, root=self._clusters_root, environ=os.environ, lifeline=reader)
         finally:
             clusters.down(name, root=self._clusters_root)
             os.close(reader)
@@ -215,17 +207,17 @@ class Laboratory:
         if cluster is None or not KINDS[trial.kind].needs_nodes:
             return None
         if trial.kind == "thin":
-            clusters.shape(cluster, rate=LINK // 10, root=self._clusters_root, environ=self._environ, node=trial.node)
+            clusters.shape(cluster, rate=LINK // 10, root=self._clusters_root, environ=os.environ, node=trial.node)
             return None
         arriving, leaving = trial.kind != "mute", trial.kind != "deaf"
-        cut(cluster, trial.node, environ=self._environ, arriving=arriving, leaving=leaving)
+        cut(cluster, trial.node, arriving=arriving, leaving=leaving)
         if trial.kind == "node":
             for rank in trial.struck:
                 job.ranks[rank].send(signal.SIGKILL)
         return (lambda job: self._mend(cluster)) if trial.kind == "short cut" else None
 
     def _mend(self, cluster: EmulatedCluster) -> None:
-        clusters.shape(cluster, rate=LINK, root=self._clusters_root, environ=self._environ)
+        clusters.shape(cluster, rate=LINK, root=self._clusters_root, environ=os.environ)
 
     def _left(self, job: Job, cluster: EmulatedCluster | None) -> list[str]:
         """Say what the job left: processes, a port; shared memory of nodes, as others use this machine's, too."""

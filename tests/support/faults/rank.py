@@ -377,8 +377,3 @@ def put_back(folder: Path) -> None:
     deleted = folder / "deleted"
     if deleted.exists():
         shutil.move(deleted, folder / "data" / "train")
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of this process, for programs that it starts."""
-    return dict(os.environ)
