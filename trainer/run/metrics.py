@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRAIN_COLOUR, EVAL_COLOUR = COLOURS[:2]
+WRITTEN_AGAIN = ("start", "input")
+"""Records of a start, which the next start from the same step writes again."""
 
 
 class MetricsLog:
@@ -31,19 +33,23 @@ class MetricsLog:
         self.loggers: list[Guarded] = []
         self._rundir, self._path = rundir, rundir.metrics
         self._file: BinaryIO | None = None
+        self._goes_on_from = 0
+        """First step from which a run can go on in the open file as it is."""
 
     def begin(self, *, from_step: int) -> None:
         """Open the file for a run that starts from this step. Raises: RunFolderError.
 
         Removes the records after it, and those that earlier starts from this step wrote at once, so that no record
-        appears twice. A file that is open stays: the ranks go on from the newest state, which has all recorded steps.
+        appears twice. An open file without such records stays: the other ranks of a job that heals wait meanwhile.
         """
         self._opened_at = time.monotonic()
-        if self._file is not None:
+        if self._file is not None and from_step >= self._goes_on_from:
             return
+        self._close_file()
+        self._goes_on_from = from_step
         with self._rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
             for record in read_records(self._path):
-                is_written_again = record["kind"] in ("start", "input") and record.get("step") == from_step
+                is_written_again = record["kind"] in WRITTEN_AGAIN and record.get("step") == from_step
                 # a run that starts at step 0 keeps no records
                 if _is_whole(record) and 0 < from_step >= record["step"] and not is_written_again:
                     file.write((json.dumps(record) + "\n").encode())
@@ -63,18 +69,22 @@ class MetricsLog:
             self._file.write((json.dumps({"kind": kind, **stamps, **record}) + "\n").encode())
             # flush: the record is complete in the file however the process ends
             self._file.flush()
+        self._goes_on_from = max(self._goes_on_from, record["step"] + (kind in WRITTEN_AGAIN))
         if figures := figures_of(record):
             for logger in self.loggers:
                 logger.write(kind, record["step"], figures)
 
     def close(self) -> None:
         """Flush the file, and close the loggers. Raises: RunFolderError."""
+        self._close_file()
+        while self.loggers:
+            self.loggers.pop(0).close()
+
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         with writing(self._path):
             if file:
                 file.close()
-        while self.loggers:
-            self.loggers.pop(0).close()
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

@@ -102,6 +102,25 @@ def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path
     assert kept == [*first, ("start", 2), ("input", 2), ("train", 3), ("train", 4), ("skipped", 4), ("hint", 4)]
 
 
+def test_report_a_run_that_heals_goes_on_in_the_open_file_and_leaves_no_record_twice(tmp_path: Path) -> None:
+    """After a loss in step 3 or 4, again before a step is done, and by going back to a checkpoint."""
+    rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir)
+    files = []
+    for from_step in (0, 2, 2, 1):
+        log.begin(from_step=from_step)
+        files.append(rundir.metrics.stat().st_ino)
+        log.write("start", {"step": from_step, "job": {}})
+        for step in range(from_step + 1, 3):
+            log.write("train", {**TRAIN_RECORD, "step": step})
+    log.write("audit", {"step": 3})  # of a step that a loss ends
+    log.begin(from_step=2)
+    log.close()
+    kept = [(record["kind"], record["step"]) for record in read_records(rundir.metrics)]
+    assert kept == [("start", 0), ("train", 1), ("start", 1), ("train", 2)]
+    assert files[0] == files[1], "nothing to remove: the file stays"
+
+
 def test_report_a_resumed_run_drops_records_that_it_cannot_have_written(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     whole = {"kind": "train", "time": 1.0, "step": 1, "energy_joules": 0.0}
