@@ -124,6 +124,7 @@ def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float
     dtype = COMPUTE_DTYPES.get(precision.partition("_")[0], torch.float32)
     product, product_flops = make_product(dtype, device)
     product_seconds = median_seconds(product, device, seconds=seconds / 2)
+    del product  # its matrices take up to 0.8 GB, beside the parts of a training
     images_BCHW, weight_KCHW = (
         torch.randn(count, CONV_CHANNELS, side, side, dtype=dtype, device=device).to(memory_format=torch.channels_last)
         for count, side in ((CONV_BATCH[device.type], CONV_SIDE), (CONV_CHANNELS, 3))
