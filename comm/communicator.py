@@ -37,25 +37,25 @@ Collective = Callable[[Tensor], None]
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
 LAST_SECONDS = 3.0
-"""How long a process that ends waits for what is under way after a failure."""
+"""After a failure, an ending process waits this long for operations that still run."""
 open_connections: dict[Control, "Communicator"] = {}
 """Communicators that this process has not closed."""
 _aborted: list[Backend] = []
-"""Backends that a failure has ended: one of their threads may still wait for a lost rank."""
+"""Backends aborted after a failure: one of their threads may still wait for a lost rank."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """Transport, topology and algorithm with which one rank sums tensors with the others."""
+    """Transport, topology and algorithm by which this rank sums tensors over all ranks."""
 
     env: ProcessEnv
     control: Control
     backend: Backend
     topology: Topology
     memory: NodeMemory | None
-    """Memory that ranks of a node share, for transports of host tensors; None for those of GPU tensors."""
+    """Memory that the ranks of a node share, if the backend reads host tensors; else None."""
     staging: HostStaging | None
-    """Copies for GPU tensors over a transport of host tensors; else None."""
+    """Host copies of GPU tensors, if the backend reads only host tensors; else None."""
     algorithm: str
     all_reduce_: AllReduce
     wire: Wire
@@ -67,11 +67,11 @@ class Communicator:
     registered: RegisteredMemory | None = None
     """Memory of allocate() that NCCL sums without copies; else None."""
     buffers: str = "torch"
-    """The value given to connect(): measured times hold for it."""
+    """Argument of connect(); measured times are valid only for it."""
     why: str = ""
     """Why the algorithm was chosen, if the config names none."""
     calibration: str = ""
-    """Measurements of this cluster, for a run's folder; empty if none were asked for."""
+    """Measurements of this cluster, for the run folder; empty if none were requested."""
     endpoints: Endpoints | None = None
     """Where the ranks can form a new group after a loss; None if they cannot."""
 
@@ -85,17 +85,17 @@ class Communicator:
 
     @property
     def transport_device(self) -> torch.device:
-        """Return the device on which the backend itself reads tensors: the host if those of a GPU are staged."""
+        """Return the device from which the backend reads tensors: the CPU if GPU tensors are staged."""
         return self.device if self.staging is None else torch.device("cpu")
 
     @property
     def is_timed_by_host(self) -> bool:
-        """Return whether a thread of the host waits for the end of each operation: its clock then times them."""
+        """Return whether a host thread waits for each operation, so that the host's clock times it."""
         return self.staging is not None or self.backend.name in ("mpi", "horovod")
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """List the algorithms that run here, over this wire, except hybrid, which needs a table."""
+        """List the algorithms that this backend can run, except hybrid, which needs a table."""
         if not self.backend.capabilities.has_messages:
             return ("native",)
         return tuple(name for name in ALGORITHMS if name != "hybrid")
@@ -108,10 +108,10 @@ class Communicator:
         table: HybridTable | None = None,
         table_from: str = "a table",
     ) -> "Communicator":
-        """Make a communicator of the same ranks with another all-reduce, or another precision between them. Collective.
+        """Return a communicator of the same ranks with another all-reduce or wire precision. Collective.
 
         auto is replaced by the algorithm that it chooses; table_from: origin of the table, for messages.
-        Raises: ValueError for one that cannot run here.
+        Raises: ValueError if the algorithm cannot run here.
         """
         wire = wire or self.wire
         table = table or self.table
@@ -123,13 +123,13 @@ class Communicator:
         return _connect_algorithm(self, algorithm, wire=wire, table=table, why=why)
 
     def with_every_algorithm(self, *, but: Collection[str] = ()) -> "dict[str, Communicator]":
-        """Make a communicator of each algorithm that runs here, by name, with one comparison for all. Collective."""
+        """Return a communicator per algorithm that runs here; ranks compare all choices at once. Collective."""
         names = [name for name in self.algorithms if name not in but]
         self.agree("the all-reduces", f"{names}\n{self.wire}\n{self.topology.groups}")
         return {name: _connect_algorithm(self, name, wire=self.wire, table=self.table, why="") for name in names}
 
     def _watched(self, label: str) -> AbstractContextManager[None]:
-        """Watch what NCCL does without a limit and beside the queue. All ranks make these calls in the same order."""
+        """Watch an NCCL call that has no time limit and bypasses the queue. All ranks make them in the same order."""
         return nullcontext() if self.watch is None else self.watch.during(label)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -137,7 +137,7 @@ class Communicator:
         return self.allocate_all([(num_elements, dtype)])[0]
 
     def allocate_all(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Make tensors like allocate(), of (number of elements, dtype) each, in the time of one. Collective."""
+        """Make several tensors as allocate() does, from (num_elements, dtype), in the time of one. Collective."""
         if self.registered is not None:
             with self._watched("registration of buffers"):
                 return [self.registered.allocate(*size) for size in sizes]
@@ -146,7 +146,7 @@ class Communicator:
         return self.memory.allocate(*sizes)
 
     def release(self, tensor_N: Tensor) -> None:
-        """Free a tensor of allocate(), on all ranks alike; it must not be used afterwards."""
+        """Free a tensor of allocate(), which must not be used afterwards. All ranks call it."""
         if self.registered is not None:
             self.registered.release(tensor_N)
         elif self.memory is not None and self.staging is None:
@@ -155,7 +155,7 @@ class Communicator:
     def start(self, tensor_N: Tensor, *, label: str) -> InFlight:
         """Start summing a flat tensor over all ranks, in place. Collective.
 
-        A host tensor that is not from allocate() is copied there and back.
+        A host tensor that is not from allocate() is copied to shared memory and back.
         Raises: TypeError if it is not a tensor; ValueError for a tensor on another device, not flat, or of a dtype that
         the backend cannot sum.
         """
@@ -167,9 +167,9 @@ class Communicator:
     def start_by(
         self, collective_: Collective, tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
     ) -> InFlight:
-        """Start another collective than the all-reduce, over all ranks, on a flat tensor in place.
+        """Start a collective other than the all-reduce on a flat tensor, in place, over all ranks.
 
-        In the same queue as start(), with its copies and errors. algorithm and wire name it in a trace.
+        It uses the queue, copies and errors of start(). algorithm and wire name it in a trace.
         """
         _require_summable(self, tensor_N)
         timeline, backend = self.timeline, self.backend
@@ -186,7 +186,7 @@ class Communicator:
         return work if self.staging is None else Staged(work, self.staging)
 
     def algorithm_for(self, tensor_N: Tensor) -> str:
-        """Return the algorithm that sums this tensor: hybrid's choice, else the only one."""
+        """Return the algorithm that sums this tensor: for hybrid, the table's choice by size."""
         return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
@@ -200,7 +200,7 @@ class Communicator:
         return self.control.gather_text(text)
 
     def agree(self, what: str, text: str) -> None:
-        """Make sure that all ranks hold the same text. Collective. Raises: CommError naming the odd rank."""
+        """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
         # digests first: texts are long, and nearly always equal
         digests = self.gather_text(hashlib.sha256(text.encode()).hexdigest())
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
@@ -218,10 +218,10 @@ class Communicator:
         return merge(texts)
 
     def close(self) -> None:
-        """End communication after a run that ended well. Collective. MPI ends with the last connection.
+        """Close the connection after a successful run. Collective. The last connection to close finalizes MPI.
 
-        If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others. After an
-        error that named a lost rank no rank comes to the last barrier, so this returns without one.
+        If other ranks still wait for this one in a sum, their waits end, and this rank fails with them. After an error
+        that named a lost rank it skips the last barrier, which no rank would reach.
         """
         if self.control.detector.has_failed:
             self.abort()
@@ -231,22 +231,22 @@ class Communicator:
         if self.registered is not None:
             self.registered.close()
         self.backend.close()
-        # only now: nothing else would end a wait in NCCL's last barrier
+        # closed last: only the watch can end a wait in NCCL's last barrier
         if self.watch is not None:
             self.watch.close()
         self.control.detector.end_well(within_seconds=self.control.timeout_seconds)
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         open_connections.pop(self.control, None)
-        # mpirun takes a rank that ends without finalizing as failed; MPI cannot be started again
+        # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
         if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not open_connections:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
             finalize_mpi()
 
     def abort(self, exit_code: int = CRASHED) -> None:
-        """Tell the other ranks that this one fails, so that their waits end and name it. Takes at most a few seconds.
+        """Tell the other ranks that this rank fails: their waits end and name it. Takes at most a few seconds.
 
-        exit_code: with which this process is about to end. What is on its way here ends with the process.
+        exit_code: the coming exit code of this process. Running operations of this rank end with the process.
         """
         open_connections.pop(self.control, None)
         _aborted.append(self.backend)
@@ -268,7 +268,7 @@ class Communicator:
             self.abort(exit_code_of(error))
 
     def abandon(self) -> None:
-        """Release a connection that was refused, on all ranks alike."""
+        """Release a connection whose algorithm was refused. All ranks call it."""
         open_connections.pop(self.control, None)
         if self.watch is not None:
             self.watch.close()
@@ -283,7 +283,7 @@ class Communicator:
 
 
 def _require_runnable(communicator: Communicator, algorithm: str, *, wire: Wire, table: HybridTable | None) -> None:
-    """Raise ValueError for an algorithm, or a wire, that the transport does not have."""
+    """Raise ValueError if the backend does not support the algorithm or the wire dtype."""
     names = communicator.algorithms
     if wire.dtype is not None and wire.dtype not in communicator.backend.capabilities.dtypes:
         raise ValueError(
@@ -292,19 +292,19 @@ def _require_runnable(communicator: Communicator, algorithm: str, *, wire: Wire,
         )
     if algorithm in ALGORITHMS and algorithm not in (*names, "hybrid"):
         raise ValueError(
-            f"algorithm {algorithm!r} is made of messages between ranks, which {communicator.backend.name} has not: "
+            f"algorithm {algorithm!r} needs point-to-point messages, which {communicator.backend.name} does not have: "
             f"use {' or '.join(names)}, or another backend"
         )
     strange = [name for name in table.algorithms if name not in names] if table else []
     if algorithm == "hybrid" and strange:
         raise ValueError(
             f"the table of algorithm 'hybrid' uses {', '.join(strange)}, but {communicator.backend.name} has "
-            f"{', '.join(names)} only: make a table here by bigbatch comm tune, or take another backend"
+            f"{', '.join(names)} only: measure a table here with bigbatch comm tune, or use another backend"
         )
 
 
 def _require_summable(communicator: Communicator, tensor_N: Tensor) -> None:
-    """Raise ValueError for a tensor of another device, dtype or form than the transport can sum."""
+    """Raise ValueError if the backend cannot sum a tensor of this device, dtype or shape."""
     if tensor_N.device != communicator.device:
         raise ValueError(f"a tensor on {tensor_N.device} cannot be summed: ranks communicate on {communicator.device}")
     if tensor_N.dtype not in communicator.backend.capabilities.dtypes:
@@ -330,7 +330,7 @@ def _connect_algorithm(
 
 
 def close_at_exit(communicator: Communicator) -> Communicator:
-    """Return the communicator, to be closed when the interpreter ends if it is not closed by then."""
+    """Register the communicator to be closed when the interpreter ends, unless it is closed before; return it."""
     if not open_connections:
         # registering it once is enough
         atexit.unregister(_close_all)
@@ -340,26 +340,26 @@ def close_at_exit(communicator: Communicator) -> Communicator:
 
 
 def abort_connection(control: Control) -> None:
-    """After the loss of a rank, end what is under way over a connection, if one is open, and release it."""
+    """After the loss of a rank, abort the operations of its connection, if one is open, and release it."""
     communicator = open_connections.pop(control, None)
     if communicator is None:
         return
     if communicator.watch is not None:
         communicator.watch.close()
-    communicator.backend.abort()  # type: ignore[attr-defined]  # of those that have endpoints
+    communicator.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
 
 
 def abort_all(exit_code: int) -> None:
-    """Tell the other ranks, through every connection that is open, that this one ends with exit_code."""
+    """Tell the other ranks over every open connection that this rank ends with exit_code."""
     for communicator in list(open_connections.values()):
         communicator.abort(exit_code)
 
 
 def _close_all() -> None:
-    """Close in turn, the newest first, as the first one finalizes MPI; after an uncaught exception tell the others.
+    """Close all connections, the newest first, because the last finalizes MPI; abort them after an uncaught exception.
 
-    If a rank was lost by then, the process fails, too. So it does if an operation, or a request to the store, is under
-    way for LAST_SECONDS more: a thread that returns from C++ into an interpreter that ends would abort it.
+    If a rank was lost before, this process fails, too. It also fails if an operation or a store request still runs
+    after LAST_SECONDS: a thread that returns from C++ into an ending interpreter would abort the process.
     """
     uncaught = getattr(sys, "last_value", None)
     has_lost = False

@@ -46,10 +46,10 @@ OPTIONAL = ("warn_seconds", "meeting_seconds", "group_size", "device")
 BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 HEALING = ("tcp", "gloo")
-"""Backends whose operations can be aborted while the process lives on."""
+"""Backends that can abort operations without ending the process."""
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
-"""Matches torch's message on a driver, with the newest CUDA that it supports: 12080 is 12.8."""
+"""Matches torch's message about an old driver, and the newest CUDA version that it supports: 12080 is 12.8."""
 WIRE_DTYPES = {
     None: None,
     "float32": torch.float32,
@@ -58,16 +58,16 @@ WIRE_DTYPES = {
 }
 REDUCE_DTYPES = ("fp32", "wire")
 Choose = Callable[[Communicator], Communicator]
-"""Takes a communicator that sums nothing yet, once the ranks have met; returns one with_algorithm(). Collective."""
+"""Gets a communicator without an algorithm after the ranks have met; returns one of with_algorithm(). Collective."""
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     """Choose this rank's GPU if the host has one for it, else the CPU.
 
-    env may require the CPU; gloo and a Horovod without NCCL do. If a rank sees only one GPU, it takes that, as
-    launchers bind it; connect() checks it.
-    Raises: CommError for nccl without a GPU, if a host has some, but fewer than ranks, if their driver is too old for
-    this torch, and if horovod must sum on GPUs and is not installed.
+    gloo, a Horovod without NCCL, and some environments require the CPU. If a rank sees only one GPU, it uses that GPU,
+    because the launcher has bound it; connect() checks it.
+    Raises: CommError if nccl has no GPU, if a host has GPUs but fewer than ranks, if the driver is too old for this
+    torch, or if horovod must sum on GPUs and is not installed.
     """
     if env.keeps_to_cpu or backend == "gloo":
         return torch.device("cpu")
@@ -94,14 +94,14 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with its index: cuda alone becomes the current GPU, as tensors on it report."""
+    """Return the device with its index, as its tensors report it: "cuda" becomes the current GPU."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _count_gpus() -> int:
-    """Return the number of torch's GPUs; raise for a driver so old that torch would warn and use the CPU."""
+    """Return the number of GPUs; raise CommError if torch would use the CPU because the driver is too old."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", TOO_OLD)  # it is reported below
         if torch.cuda.is_available():
@@ -120,7 +120,7 @@ def _count_gpus() -> int:
 
 
 def backend_for(device: torch.device, backend: str) -> str:
-    """Return the transport that a backend's name means for sums on this device: auto is nccl or tcp."""
+    """Return the backend, with "auto" resolved for this device: nccl on a GPU, tcp on the CPU."""
     if backend != "auto":
         return backend
     return "nccl" if device.type == "cuda" else "tcp"
@@ -145,26 +145,26 @@ def connect(
     heals: bool = False,
     group: Group | None = None,
 ) -> Communicator:
-    """Meet the other ranks of this job, whatever started them (mpirun, srun, torchrun, nothing). Collective.
+    """Connect to the other ranks of this job, started by mpirun, srun, torchrun or no launcher. Collective.
 
-    backend: "auto" is NCCL if every rank has a GPU, and tcp otherwise. tcp and mpi sum GPU tensors by way of pinned
-    host memory (a CUDA-aware MPI on the GPU itself); gloo sums only CPU tensors.
-    algorithm: one of bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or a function that chooses once the
-    ranks have met. "auto" is the table's choice; without a table NCCL's own, and hierarchical elsewhere.
-    group_size: cuts hosts into smaller node groups.
+    backend: "auto" is NCCL if every rank has a GPU, and tcp otherwise. tcp and mpi sum GPU tensors through pinned host
+    memory (a CUDA-aware MPI on the GPU itself); gloo sums only CPU tensors.
+    algorithm: one of bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or a function that chooses after the
+    ranks have met. "auto" follows the table; without a table it is native with NCCL, else hierarchical.
+    group_size: splits hosts into smaller node groups.
     wire_dtype: "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide).
     reduce_dtype: "fp32" sums half-precision values in fp32, "wire" rounds partial sums at each hop.
     buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
-    interface: the network interface of hosts that have several; one that the launcher has named takes precedence.
-    device: choose_device's if None; ranks with the same GPU are then refused.
-    heals: after a loss the other ranks can form a new group, by regroup(); group: what that returned.
-    After warn_seconds (10, or timeout_seconds if that is shorter), in one sum or at the meeting, late ranks are named;
+    interface: the network interface on hosts with several; the launcher's choice takes precedence.
+    device: None selects choose_device(), and refuses ranks that share a GPU.
+    heals: after a loss the remaining ranks can form a new group by regroup(). group: the result of regroup().
+    If one sum or the meeting takes warn_seconds (10, or timeout_seconds if that is shorter), the late ranks are logged;
     after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer: one
     rank's image or file system may be much slower than another's.
-    `with connect() as communicator:` closes it at the end, and tells the other ranks of an exception, so that they end,
-    too. Without it call close() at the end of a good run; otherwise it is closed when the interpreter ends.
-    Raises: CommError if the ranks cannot meet, or disagree about their places; TypeError for an argument of another
-    type; ValueError for an unknown or impossible choice.
+    `with connect() as communicator:` closes it at the end; after an exception it makes the other ranks end, too.
+    Without `with`, call close() after a successful run; otherwise it is closed when the interpreter ends.
+    Raises: CommError if the ranks cannot meet, or their ranks, hosts or GPUs are inconsistent; TypeError for an
+    argument of a wrong type; ValueError for an unknown or impossible choice.
     """
     _require_types(locals())
     env = group.env if group else env or read_process_env()
@@ -192,15 +192,15 @@ def _limits(timeout_seconds: float, warn_seconds: float | None, meeting_seconds:
     warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
     if not 0 < warn_seconds <= timeout_seconds:
         raise ValueError(
-            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
-            "which no rank is left to warn"
+            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}: the "
+            "job ends then"
         )
     meeting_seconds = max(timeout_seconds, meeting_seconds or 0.0)
     return {"timeout_seconds": timeout_seconds, "warn_seconds": warn_seconds, "meeting_seconds": meeting_seconds}
 
 
 def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple[str, torch.device, str]:
-    """Return the transport, the device, with its index, and the UUID of a GPU that this rank may share with no other.
+    """Return the backend, the device with its index, and the UUID of a GPU that no other rank may use (or "").
 
     Raises: CommError as choose_device(); ValueError for an unknown backend.
     """
@@ -214,7 +214,7 @@ def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple
 
 
 def _require_types(arguments: Mapping[str, object]) -> None:
-    """Raise TypeError for an argument of connect() that has another type."""
+    """Raise TypeError if an argument of connect() has a wrong type."""
     for name, (kind, legal) in TYPES.items():
         value = arguments[name]
         if not ((value is None and name in OPTIONAL) or (name == "algorithm" and callable(value))):
@@ -222,7 +222,7 @@ def _require_types(arguments: Mapping[str, object]) -> None:
 
 
 def _require_possible(backend: str, device: torch.device, *, interface: str | None, buffers: str) -> None:
-    """Raise ValueError for a backend that cannot sum on this device, or has no such setting."""
+    """Raise ValueError if the backend cannot sum on this device, or does not have a stated setting."""
     is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
     if is_odd or ((backend, device.type) == ("horovod", "cuda") and not sums_on_gpus()):
         raise ValueError(
@@ -237,7 +237,7 @@ def _require_possible(backend: str, device: torch.device, *, interface: str | No
     if buffers not in BUFFERS:
         raise ValueError(f"buffers {buffers!r} is unknown; choose one of {', '.join(BUFFERS)}")
     if backend != "nccl" and buffers != "torch":
-        raise ValueError(f"buffers {buffers!r} is a setting of NCCL's, and the backend here is {backend}: leave it out")
+        raise ValueError(f"buffers {buffers!r} requires NCCL, but the backend here is {backend}: leave it out")
 
 
 def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str = "fp32") -> Wire:
@@ -246,7 +246,7 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str 
         raise ValueError(f"reduce_dtype {reduce_dtype!r} is unknown; choose {' or '.join(REDUCE_DTYPES)}")
     if wire_dtype not in WIRE_DTYPES:
         known = ", ".join(str(name) for name in WIRE_DTYPES if name)
-        raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradients' own")
+        raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradient dtype")
     if not 0 < predivide < float("inf"):
         raise ValueError(f"predivide={predivide} must be positive, such as the number of ranks")
     return Wire(WIRE_DTYPES[wire_dtype], predivide, in_fp32=reduce_dtype == "fp32")
@@ -255,7 +255,7 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str 
 def _make_communicator(
     env: ProcessEnv, control: Control, transport: Backend, topology: Topology, *, wire: Wire, device: torch.device
 ) -> Communicator:
-    """Return a communicator that sums nothing yet."""
+    """Return a communicator without an algorithm."""
     is_native = device.type in transport.capabilities.device_types
     shares_memory = transport.capabilities.has_messages and not (is_native and device.type == "cuda")
     return Communicator(
@@ -275,9 +275,9 @@ def _make_communicator(
 
 
 def _choose_algorithm(met: Communicator, algorithm: str | Choose) -> Communicator:
-    """Return the open communicator with its algorithm. Gives the transport up if that is refused."""
+    """Return the open communicator with its algorithm. Releases the backend if the algorithm is refused."""
     try:
-        if met.watch is not None and met.buffers != "torch":  # of NCCL
+        if met.watch is not None and met.buffers != "torch":  # NCCL only
             with met.watch.during("registration of a first buffer"):
                 is_symmetric = met.buffers == "symmetric"
                 registered = met.backend.register(met.device, is_symmetric=is_symmetric)  # type: ignore[attr-defined]
@@ -289,7 +289,7 @@ def _choose_algorithm(met: Communicator, algorithm: str | Choose) -> Communicato
     except (ValueError, CommError):
         met.abandon()
         raise
-    return close_at_exit(algorithm(close_at_exit(met)))  # opened before: if it fails, the others are told
+    return close_at_exit(algorithm(close_at_exit(met)))  # registered first: if algorithm() fails, the other ranks end
 
 
 def _connect_watched(
@@ -301,9 +301,9 @@ def _connect_watched(
     device: torch.device,
     interface: str | None,
 ) -> Backend:
-    """Connect the transport under a watch.
+    """Connect the backend under a watch.
 
-    NCCL connects without a limit: a rank that has met the others and freezes then would block them for ever.
+    NCCL connects without a time limit: a rank that freezes after the meeting would block the others forever.
     """
     if watch is None:
         return SingleBackend()

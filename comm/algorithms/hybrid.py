@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 LEAST_TOLERANCE = 0.01
-"""A gain below this is never worth a switch."""
+"""Relative gain below which a switch of algorithm never pays."""
 
 MOST_TOLERANCE = 0.04
-"""Limit for noisy times: no choice is slower than the fastest median by more, so hybrid keeps below 5%."""
+"""Limit for noisy times: no choice is slower than the fastest median by more, so hybrid loses less than 5%."""
 
 
 @dataclass(frozen=True)
 class HybridRow:
-    """A span of sizes and its algorithm: up to and including up_to_bytes, or all remaining sizes (None)."""
+    """Algorithm for the sizes up to and including up_to_bytes, or for all remaining sizes (None)."""
 
     up_to_bytes: int | None
     algorithm: str
@@ -80,15 +80,15 @@ class MeasuredTimes:
 
     @property
     def median(self) -> float:
-        """Return the middle time; the mean of the middle two."""
+        """Return the median; of an even number of times, the mean of the middle two."""
         return statistics.median(self.seconds)
 
     @property
     def noise(self) -> float:
         """Return the relative uncertainty of the median: two standard errors, estimated from the quartiles.
 
-        A normal distribution's median has the standard error 1.253 * sigma / sqrt(n), and 1.349 * sigma lie
-        between its quartiles; quartiles do not see a stray slow repetition.
+        The median of n normal values has the standard error 1.253 * sigma / sqrt(n), and their quartiles are
+        1.349 * sigma apart. A single slow repetition hardly moves the quartiles.
         """
         if len(self.seconds) < 2:
             return 0.0
@@ -101,10 +101,10 @@ Times = Mapping[int, Mapping[str, MeasuredTimes]]
 
 
 def make_hybrid(times: Times) -> HybridTable:
-    """Make the table with the fewest switches that is near the best algorithm at every measured size.
+    """Return the table with the fewest switches whose choice is near the fastest at every measured size.
 
-    Near means within that size's noise, and at most MOST_TOLERANCE; among tables with equally many switches it is the
-    fastest. Between two sizes with different choices the limit is the size at which both take equally long.
+    Near means within that size's noise, and at most MOST_TOLERANCE; of tables with equally many switches, the fastest
+    wins. Between two sizes with different choices the limit is the size at which both take equally long.
     Raises: ValueError without any size, or for a size without any time.
     """
     if not times or not all(times.values()):
@@ -125,9 +125,9 @@ def _crossing(
     first: str,
     second: str,
 ) -> int:
-    """Return the size from which second is faster than first: the ratio of their times is a power of the size.
+    """Return the size above which second is faster, if the ratio of both times is a power of the size.
 
-    The geometric mean of both sizes if one algorithm was not measured at both, or the ratio does not cross 1.
+    It is the geometric mean of both sizes if an algorithm was not measured at both, or the ratio does not cross 1.
     """
     (a, at_a), (b, at_b) = smaller, larger
     share = 0.5
@@ -136,12 +136,12 @@ def _crossing(
         # second is slower at the smaller size and faster at the larger one
         if gains[0] > 0 > gains[1]:
             share = gains[0] / (gains[0] - gains[1])
-    # up_to_bytes is inclusive: a keeps its choice, and b must not fall to the smaller one
+    # up_to_bytes is inclusive: size a keeps first, and size b must keep second
     return min(max(round(a * (b / a) ** share), a), b - 1)
 
 
 def _near_best(at_size: Mapping[str, MeasuredTimes]) -> dict[str, float]:
-    """Name the algorithms as good as the best one, and how much slower each is."""
+    """Return the algorithms that are within the noise of the fastest, each with its relative loss."""
     best = min(at_size, key=lambda name: at_size[name].median)
     losses = {name: measured.median / at_size[best].median - 1 for name, measured in at_size.items()}
     found = {}
@@ -154,7 +154,7 @@ def _near_best(at_size: Mapping[str, MeasuredTimes]) -> dict[str, float]:
 
 
 def _fewest_switches(allowed: Sequence[Mapping[str, float]]) -> list[str]:
-    """Choose one name per step, by dynamic programming: fewest changes first, then the smallest sum of losses."""
+    """Choose a name per size by dynamic programming: the fewest switches, then the smallest sum of losses."""
     paths: dict[str, tuple[int, float, list[str]]] = {name: (0, loss, [name]) for name, loss in allowed[0].items()}
     for step in allowed[1:]:
         extended = {}

@@ -24,8 +24,8 @@ from bigbatch.errors import CommError
 class GradientReducer:
     """Sums the gradients of parameters over all ranks, each fusion buffer as soon as backward has filled it.
 
-    The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Buffers are started
-    in the order of the plan on every rank. Gradients are summed: divide the loss by the global batch size. average=True
+    The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Every rank starts the
+    buffers in the order of the plan. Gradients are summed: divide the loss by the global batch size. average=True
     averages them over the ranks instead, as DistributedDataParallel does. Use:
 
         reducer = GradientReducer(model.named_parameters(), communicator)
@@ -33,23 +33,22 @@ class GradientReducer:
 
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
     threshold_bytes, buffer_bytes and first_buffer_bytes: see PlanSizes. The order in which gradients become ready is
-    guessed (last parameter first) and learned in the first step; afterwards all ranks use rank 0's order. Take
-    references to gradients or buffers only then, as a CUDA graph does. The order determines the rounding of sums: a
-    resumed run that must end with the same bits passes `order` of the earlier reducer. grid: see GridSums. scatter:
-    each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), see ScatterGather.
-    All ranks must start from the same weights: the reducer refuses ranks with other weights than most,
-    weights="broadcast" copies rank 0's to all, "unchecked" does neither.
-    A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
-    which other code may add to.
-    Do not change the trained parameters while the reducer lives: wait(), or backward if it reaches one first, refuses
-    by name a parameter that was frozen, unfrozen, cast, moved, resized or replaced. The step() of an optimizer refuses
-    parameters that no reducer sums, if it also updates summed ones. After such a change, close() this reducer and make
-    another one. Give it the frozen parameters, too: it drops their gradients.
+    guessed (last parameter first) and learned in the first step; afterwards all ranks use rank 0's order. Keep
+    references to gradients or buffers, as a CUDA graph does, only after it. The order determines the rounding of sums:
+    a resumed run that must end with the same bits passes `order` of the earlier reducer. grid: see GridSums. scatter:
+    each rank gets only its own part of each sum (own_part of each of `buffers`), see ScatterGather.
+    All ranks must start from the same weights: by default the reducer raises an error that names ranks that differ from
+    most; weights="broadcast" copies rank 0's weights to all, "unchecked" does neither.
+    A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. exposed: adds up the time of
+    waits; other code may add to it.
+    Do not freeze, unfreeze, cast, move, resize or replace trained parameters while the reducer is open: wait(), or
+    backward if it reaches one first, raises an error that names it. If an optimizer updates summed parameters, its
+    step() refuses parameters that no reducer sums. After such a change, close() this reducer and make another one.
+    Pass the frozen parameters, too: the reducer drops their gradients.
     All ranks must call the same methods. After a failed backward, wait() and zero_grad() prepare the next one.
-    Raises: TypeError for an argument of another type; ValueError for two parameters of one name, or one on another
-    device than the communicator's, or one of another reducer that is not closed, or nothing to reduce; CommError where
-    ranks have different parameters, other weights, or another choice of them; RuntimeError from a backward that adds to
-    a gradient already on its way.
+    Raises: TypeError for an argument of a wrong type; ValueError if two parameters have one name, if one is on another
+    device or in another open reducer, or if there is nothing to reduce; CommError if ranks differ in parameters,
+    weights or arguments; RuntimeError from a backward that adds to a gradient whose sum has started.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class GradientReducer:
         self._unused, self._divisor = unused, communicator.world_size if average else 1
         described = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
         choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}\naverage {average}"
-        # before any buffer: ranks that differ would wait for each other, or sum the wrong buffers
+        # compared before any sum: ranks that differ would wait for each other, or sum the wrong buffers
         communicator.agree("the parameters to reduce", f"{described}\n{choices}")
         begin_alike_(self._parameters, communicator, weights=weights)
         self.is_active = True
@@ -102,9 +101,9 @@ class GradientReducer:
         self._trained.watch()
 
     def _lay_out(self, order: list[str]) -> None:
-        """Place each gradient, with its value, in the buffers that this order of readiness asks for. Collective."""
+        """Plan the buffers for this order of readiness, and move each gradient with its value there. Collective."""
         self.order = order
-        """The gradients in the order in which they become ready: for the next reducer of the same run."""
+        """Names of gradients in the order in which they become ready: argument of the run's next reducer."""
         tensors = [tensor_spec(name, self._parameters[name]) for name in order]
         travelling = [replace(each, element_bytes=self._sums.element_bytes or each.element_bytes) for each in tensors]
         plan = self._sizes.plan(travelling, align=self._sums.align)
@@ -117,7 +116,7 @@ class GradientReducer:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
         self._num_started = 0
         self._last: InFlight = Done()
-        """The one started last: a backend runs them one after another, so all are done when it is."""
+        """The sum started last: a backend runs sums one after another, so all are done when it is."""
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         index = self._places.buffer_of[name]
@@ -134,7 +133,7 @@ class GradientReducer:
         if self._learned is not None:
             self._learned.append(name)
         self._missing[index].discard(name)
-        # in the plan's order, even where a later buffer is full first: all ranks must start the same ones
+        # in the plan's order, even if a later buffer is full first: all ranks must start the same sums
         while self._num_started < len(self.buffers) and not self._missing[self._num_started]:
             self._start_next()
 
@@ -151,27 +150,27 @@ class GradientReducer:
         self._sums.fold_(self.buffers)
 
     def count_underflow(self, is_wanted: bool) -> None:
-        """Count the numbers that the grid rounds to 0 from now on, or stop it; without a grid, do nothing."""
+        """Start or stop counting the numbers that the grid rounds to 0; without a grid, do nothing."""
         self._sums.counts_underflow = is_wanted
 
     @property
     def grid_sums(self) -> GridSums:
-        """Return the sums on the grid, with their counts; a buffer beyond the grid was infinite, like an overflow."""
+        """Return the sums on the grid, with their counts; a term beyond the grid makes a buffer infinite."""
         assert isinstance(self._sums, GridSums), "only of a reducer with a grid"
         return self._sums
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
-        """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients.
+        """Start the sum of one more flat tensor over all ranks, in place, in its own precision. wait() waits for it.
 
-        It stays a sum, also if gradients are averaged.
+        average=True does not average it.
         """
         self._last = self._exactly.start(tensor_N, label=label)
 
     def wait(self) -> None:
         """Return when every gradient is the sum, or the average, over all ranks.
 
-        Raises: PeerLostError naming the buffer and the missing ranks; CommError, naming the parameter, on a rank where
-        the trained parameters have changed since it was made; RuntimeError for unused ones with unused="error".
+        Raises: PeerLostError naming the buffer and the missing ranks; CommError naming a trained parameter that changed
+        on this rank since the reducer was made; RuntimeError for unused parameters with unused="error".
         """
         if self._unused == "error" and (unused := set().union(*self._missing[self._num_started :])):
             raise RuntimeError(
@@ -189,7 +188,7 @@ class GradientReducer:
                 buffer_N.div_(self._divisor)
         unreached = set().union(*self._missing)
         self._start_over()
-        # after the sums, so that no other rank waits: refuse what differs from what the optimizer would read
+        # after the sums, so that no other rank waits: the optimizer would not read what was summed
         self._trained.require_unchanged()
         self._trained.require_in_model(unreached)
         if lost := next((name for name in self._parameters if not self._places.hold(name)), None):
@@ -198,7 +197,7 @@ class GradientReducer:
                 "ranks: change gradients after wait(), or keep is_active = False until wait()"
             )
         if self._learned is not None:
-            # dict.fromkeys: a parameter may get its gradient in several passes; the first one counts. Then the unseen
+            # a parameter may get its gradient in several passes: the first one counts; unseen parameters come last
             mine = dict.fromkeys((*self._learned, *reversed(self._parameters)))
             self._lay_out(self._communicator.gather_text("\n".join(mine))[0].split("\n"))
             self._learned = None
@@ -215,7 +214,7 @@ class GradientReducer:
         self._sums.zero_()
 
     def close(self) -> None:
-        """Remove the hooks from the parameters; gradients stay in place, except those of weights frozen since."""
+        """Remove the hooks; gradients stay in place, except those of parameters that were frozen since."""
         for hook in self._hooks:
             hook.remove()
         self._trained.close()
@@ -224,17 +223,17 @@ class GradientReducer:
 
 
 class _Places:
-    """The places of gradients in fusion buffers: each parameter's gradient is a view of its own."""
+    """Places of gradients in fusion buffers: each parameter's gradient is a view of its place."""
 
     def __init__(self, trained: TrainedSet, communicator: Communicator) -> None:
         self._trained, self._communicator = trained, communicator
         self._buffers: list[Tensor] = []
         self.buffer_of: dict[str, int] = {}
         self._views: dict[str, Tensor] = {}
-        """Separate from the gradients: others may change their memory, as model.to() does."""
+        """Separate from p.grad, whose memory other code may change, as model.to() does."""
 
     def lay_out(self, plan: FusionPlan, *, multiple: int) -> list[Tensor]:
-        """Place each gradient in new buffers, filled up to a multiple of so many elements. Collective."""
+        """Place each gradient in new buffers, padded to a multiple of `multiple` elements. Collective."""
         parameters, former = self._trained.parameters, self._buffers
         sizes = [
             (round_up(buffer.num_elements, multiple), parameters[buffer.tensors[0].name].dtype)
@@ -244,7 +243,7 @@ class _Places:
         for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self._buffers, strict=True)):
             for tensor, first in buffer.places():
                 p = parameters[tensor.name]
-                # with the parameter's own strides: channels-last stays so
+                # with the parameter's strides: a channels-last gradient stays channels-last
                 self._views[tensor.name] = buffer_N[first:].as_strided(p.size(), dense_strides(p))
                 self.buffer_of[tensor.name] = index
         for name, parameter in parameters.items():
@@ -261,7 +260,7 @@ class _Places:
         return gradient is not None and gradient.data_ptr() == self._views[name].data_ptr()
 
     def take(self, name: str) -> None:
-        """Copy a gradient that was replaced or moved into its place; one set to None counts as zero."""
+        """Copy a gradient into its buffer if it was replaced or moved; None counts as zero."""
         if self.hold(name):
             return
         self._trained.require_unchanged([name])  # a gradient of another dtype or shape has no place there
@@ -291,7 +290,7 @@ def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides, without gaps between its elements: a buffer has no room for these."""
+    """Return the tensor's strides, with gaps between its elements removed: a buffer has no gaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
@@ -322,9 +321,9 @@ class ExposedTime:
             self.add_events(begin, end)
 
     def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Count the device time between two events once it is known; those that are known already are folded."""
+        """Add the device time between two events after both have completed."""
         self._events.append((start, end))
-        # folded as they end, or a run that never asks would keep one pair of events per step
+        # folded when complete: a run that never calls take_seconds() would keep a pair of events per step
         while self._events and self._events[0][1].query():
             self._fold(*self._events.popleft())
 

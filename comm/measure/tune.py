@@ -1,4 +1,4 @@
-"""Choose the algorithm by size and the fusion plan for a cluster and a model: by measuring both."""
+"""Measure a cluster and a model, and choose the algorithm by size and the fusion plan for them."""
 
 import time
 from collections import Counter
@@ -29,7 +29,7 @@ from bigbatch.comm.measure.whole_steps import (
 )
 
 LINKS_SHARE, BACKWARD_SHARE, STEPS_SHARE = 0.05, 0.15, 0.4
-"""Shares of the time; the all-reduces by size get the rest."""
+"""Shares of the time budget; the all-reduces by size get the rest."""
 COMPUTING_SHARE = 1.5
 """Estimate of a step before it is measured: this factor times backward's seconds, forward included."""
 NEAR = 2.0
@@ -46,11 +46,11 @@ class TuneResults:
     tensors: tuple[TensorSpec, ...]
     """The gradients in the order in which they become ready."""
     fastest: HybridTable
-    """Table by the medians of single sums."""
+    """Table from the median times of single all-reduces."""
     stated: StepCandidate
     """The config's own choice."""
     steps: Steps
-    """Whole steps, the stated candidate's first. Fewer than two if there was no time to compare any."""
+    """Times of whole steps, the stated candidate first. Fewer than two if there was no time to compare."""
 
     @property
     def chosen(self) -> StepCandidate:
@@ -67,10 +67,10 @@ def tune(
     seconds: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> TuneResults:
-    """Measure messages, backward, sums by size, and whole steps. Collective.
+    """Measure links, backward, all-reduces by size, and whole steps. Collective.
 
-    forward computes a new loss. stated: the base of comparisons; if its algorithm hangs, the fastest takes its place.
-    seconds: about how long it takes, the same on all ranks. say: called with each line of results.
+    forward computes a new loss. stated: the baseline; if its algorithm hangs, the fastest table replaces it.
+    seconds: approximate duration, equal on all ranks. say: called with each line of results.
     Raises: CommError if a sum was wrong; PeerLostError.
     """
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def tune(
     say(f"algorithm by size: {fastest}")
     if num_bytes > max(times, default=0):
         measured = f"no sum above {max(times):,} bytes" if times else "no sum"
-        say(f"  {measured} was measured in the time: give more --budget-seconds")
+        say(f"  {measured} was measured in this time: increase --budget-seconds")
     steps: Steps = {}
     if communicator.world_size > 1:
         turn = partial(time_turn, named_parameters, forward, communicator, order=[tensor.name for tensor in tensors])
@@ -137,7 +137,7 @@ def explain_choice(findings: TuneResults) -> list[str]:
     if len(findings.steps) < 2:
         return [
             f"chosen: {best}; no whole steps were compared: "
-            "that takes several ranks, and more --budget-seconds where they are slow"
+            "they need several ranks, and a larger --budget-seconds if the ranks are slow"
         ]
     lines = ["whole steps: forward, backward and sums (median of the slowest rank)"]
     for candidate, times in findings.steps.items():
@@ -159,7 +159,7 @@ def explain_choice(findings: TuneResults) -> list[str]:
 
 
 def explain_backward(backward: Backward) -> str:
-    """Return a line on its time and that of its first gradient. Pure."""
+    """Return a line with the time of backward, and of its first gradient. Pure."""
     first = min(backward.ready_seconds.values(), default=0.0)
     return f"backward: {_ms(backward.seconds)}, its first gradient after {_ms(first)}"
 
@@ -175,7 +175,7 @@ def explain_links(links: MeasuredLinks) -> str:
 
 
 def times_line(size: int, at_size: Mapping[str, MeasuredTimes], names: Sequence[str]) -> str:
-    """Write one size, a column for each algorithm; '-' for one that was not measured."""
+    """Return the table row of one size: a column per algorithm, '-' for one that was not measured."""
     best = min(at_size, key=lambda name: at_size[name].median)
     cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}
     columns = "".join(f"{cells.get(name, '- '):>15}" for name in names)

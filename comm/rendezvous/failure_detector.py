@@ -20,26 +20,26 @@ class FailureDetector:
     """Ends waits of this rank that cannot succeed, with a verdict that is the same on all ranks. Thread-safe.
 
     The ranks talk through a log in the store (failures.py has its rules), so this works when the transport fails.
-    is_watched: a thread reads the log all the time (see Watch), so that no wait has to ask for it.
+    is_watched: a thread reads the log continuously (see Watch), so waits need not read it.
     """
 
     def __init__(self, job: Job) -> None:
         self._job, self.log = job, FailureLog(job)
         self.is_watched = False
         self.has_failed = self._has_parted = False
-        """has_failed: this rank has been told of a failure, by an error, or reports one itself."""
+        """has_failed: this rank has received an error about a failure, or reports one itself."""
         self._own_verdict: Verdict | None = None
-        """That of a rank which has failed by itself, or has lost the store."""
+        """Verdict of this rank alone, after it has failed on its own or has lost the store."""
         self.goes_on = False
-        """Whether this process, and with it a store that it holds, goes on after a loss."""
+        """Whether this process, with any store that it holds, continues after a loss."""
         self._num_begun = 0
         self._calling, self._parting = Lock(), Lock()
         self._waiting = set[int]()
-        """Threads of this rank that wait for others beside the queue of operations."""
+        """Threads of this rank that wait for other ranks outside the queue of operations."""
 
     @property
     def verdict(self) -> Verdict | None:
-        """Return the outcome of a failure; None if there is none yet."""
+        """Return which ranks are lost and why; None if there is no verdict yet."""
         return self._own_verdict or self.log.state.verdict
 
     @property
@@ -53,7 +53,7 @@ class FailureDetector:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that this thread waits for others in the block: it answers a roll call."""
+        """Mark this thread as waiting for other ranks in the block, so that this rank answers a roll call."""
         self._waiting.add(get_ident())
         try:
             yield
@@ -65,7 +65,7 @@ class FailureDetector:
         self._num_begun += 1
 
     def check_peers(self, label: str, seconds: float) -> None:
-        """End a wait that cannot succeed, as another rank has failed or left. Raises: PeerLostError."""
+        """Raise PeerLostError if a wait cannot succeed because another rank has failed or left."""
         if self.has_failed:
             return  # this rank is about to report a failure itself
         if not self.is_watched:
@@ -82,14 +82,14 @@ class FailureDetector:
             raise self.explain(label, seconds, error) from error
 
     def give_up(self, label: str, seconds: float) -> None:
-        """Like check_peers, and end the wait at the timeout: for libraries without a time limit."""
+        """Like check_peers, but also raise after the timeout: for libraries without a time limit."""
         self.check_peers(label, seconds)
         if seconds > self._job.timeout_seconds:
             raise self.explain(label, seconds, late_error())
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Turn errors of the store or torch inside the block into one that names the missing ranks: PeerLostError."""
+        """Turn errors of the store or torch in the block into a PeerLostError that names the missing ranks."""
         start = awake_seconds()
         try:
             yield
@@ -99,7 +99,7 @@ class FailureDetector:
             raise self.explain(what, awake_seconds() - start, error) from error
 
     def bounded(self, label: str, operation: Callable[[], T]) -> T:
-        """Run on a new thread an operation that asks torch's store: its own limits need the store's answers.
+        """Run an operation on torch's store on a new thread: the store's own timeouts work only while it answers.
 
         Raises: what operation raises; PeerLostError after the time limit.
         """
@@ -110,9 +110,9 @@ class FailureDetector:
             raise self.explain(label, awake_seconds() - start, late_error()) from None
 
     def explain(self, label: str, seconds: float, error: Exception) -> PeerLostError:
-        """Return an error that says what failed, when, and which ranks are lost. Takes a few seconds.
+        """Return an error that says what failed, after how long, and which ranks are lost. Takes a few seconds.
 
-        This rank sends no requests to the store afterwards; its holder waits until the others have got as far.
+        Afterwards this rank sends no requests to the store; its holder waits until the other ranks send none.
         """
         failure = self.describe(label, seconds, error)
         self.part()
@@ -136,7 +136,7 @@ class FailureDetector:
         return f"rank {self._job.rank}: {label} failed after {seconds:.1f} s"
 
     def call(self, cause: str) -> Verdict:
-        """Return the verdict after a failure on this rank. cause: LATE or LOST. Takes some seconds, once."""
+        """Return the verdict after a failure on this rank. cause: LATE or LOST. The first call takes some seconds."""
         with self._calling:
             if not self.verdict:
                 with suppress(RuntimeError):
@@ -148,7 +148,7 @@ class FailureDetector:
             return self.verdict or self._lose_store()
 
     def _lose_store(self) -> Verdict:
-        """Return the verdict after the store is lost: its holder is missing, unless others are known to have ended."""
+        """Return the verdict after the store is lost: its holder is lost, unless other ranks have ended."""
         if not self.verdict:
             self._has_parted = True  # no more requests
             lost = self.log.state.vanished
@@ -161,10 +161,10 @@ class FailureDetector:
         return self.verdict
 
     def crash(self, exit_code: int = CRASHED) -> None:
-        """Publish that this rank has failed by itself: the waits of others end, and the verdict names it.
+        """Publish that this rank has failed on its own: the waits of other ranks end, and the verdict names it.
 
-        An earlier failure stays the first. Calls part(). If exit_code says that the same command would fail again, the
-        other ranks end with it, too. Raises: RuntimeError.
+        After an earlier failure, that verdict stays. Calls part(). If exit_code means that the same command would fail
+        again, the other ranks end with this code, too. Raises: RuntimeError.
         """
         self.has_failed = True
         with self._calling:
@@ -175,10 +175,7 @@ class FailureDetector:
         self.part()
 
     def part(self) -> None:
-        """Publish that this rank sends no more requests; on the store's holder, wait for the others to do so, too.
-
-        That wait has a limit.
-        """
+        """Publish that this rank sends no more requests; the store's holder waits, not forever, until no rank does."""
         with self._parting:
             # without a verdict the store has not answered
             if self._has_parted or not self.verdict:
@@ -194,13 +191,13 @@ class FailureDetector:
                     self.log.look_until(lambda: self.log.state.may_leave(rank, awake_seconds() - begin), seconds)
 
     def leave(self) -> None:
-        """Publish that this rank begins no more operations; waits of others for it end then. Raises: RuntimeError."""
+        """Publish that this rank begins no more operations, so that waits for it end. Raises: RuntimeError."""
         self.log.write("left", self._num_begun)
 
     def end_well(self, *, within_seconds: float) -> None:
-        """Publish that this rank has passed the last barrier; on the store's holder, wait for the others to do so.
+        """Publish that this rank has passed the last barrier; the store's holder waits until all ranks have.
 
-        If some cannot, wait until they know the verdict. The wait takes within_seconds at most.
+        If some cannot, it waits until they know the verdict. The wait takes within_seconds at most.
         """
         if self.verdict or self._job.world_size == 1:
             return

@@ -1,6 +1,6 @@
-"""A new group after a loss: the ranks that are left agree on its members, and on the process that holds its store.
+"""A new group after a loss: the remaining ranks agree on its members, and on the process that holds its store.
 
-Each rank keeps a bound socket, which does not listen. If the store is lost, the first rank that is left opens the next
+Each rank keeps a bound socket, which does not listen. If the store is lost, the first remaining rank opens the next
 store on its socket. The member list is one value of one store, so no two lists exist. If two groups cannot reach each
 other, only the larger one continues (has_quorum); the trainer's claim of the run folder is the last guard.
 """
@@ -24,11 +24,11 @@ from bigbatch.comm.rendezvous.secret import StrangerError
 from bigbatch.errors import CommError, PeerLostError
 
 HOLDER_SECONDS = 0.5
-"""Wait for ranks of the host of a lost store that this host cannot see: nearly always they are lost with it."""
+"""Wait for ranks on a lost store's host, if this host cannot see their processes: most are lost with the store."""
 LOOK_SECONDS = 0.02
-"""Pause between two looks for other ranks."""
+"""Polling interval while waiting for other ranks."""
 CALL_SECONDS = 1.0
-"""Limit of one attempt to reach the next store's process."""
+"""Timeout of one attempt to connect to the next store."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Endpoint:
 
     host: str
     machine: str
-    """Name of the machine, whatever host the process plays."""
+    """Name of the machine; differs from host on an emulated node."""
     address: str
     port: int
     kernel: str
@@ -45,7 +45,7 @@ class Endpoint:
     pid: int
     born: int | None
     rank: int
-    """Rank that the launcher gave it: in a later group it has another one."""
+    """Rank that the launcher assigned; it may differ in a later group."""
 
     def has_ended(self) -> bool | None:
         """Return whether the process has ended; None if this process cannot see it."""
@@ -64,7 +64,7 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks: this process's place in it, its control channel, and where it can meet again after a loss."""
+    """A group of ranks: this process's rank in it, its control channel, and the endpoints to meet at after a loss."""
 
     env: ProcessEnv
     control: Control
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def store(self) -> JobStore:
-        """Return its store, which every group that can change has."""
+        """Return the group's store; every group that can regroup has one."""
         assert isinstance(self.control.store, JobStore)
         return self.control.store
 
@@ -115,10 +115,10 @@ def holder_of(control: Control) -> int:
 
 
 def regroup(group: Group, lost: frozenset[int]) -> Group:
-    """Form a group of the ranks that are left, in their order. Collective over these.
+    """Form a new group of the remaining ranks, in their order. Collective over these.
 
-    lost: of the error that ended the group.
-    Raises: PeerLostError if the others go on without this rank, or may do so; CommError if no store can be reached.
+    lost: lost_ranks of the error that ended the group.
+    Raises: PeerLostError if the others continue, or may continue, without this rank; CommError without a store.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
     store, rank, holder = group.store, env.rank, holder_of(control)
@@ -153,12 +153,12 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
 
 
 def prefix_after(former: str, change: str, ranks: Sequence[int]) -> str:
-    """Return the prefix of a group's keys: of one length, however many groups the job has had before."""
+    """Return the prefix of a group's store keys: a hash, so its length does not grow with each regrouping."""
     return hashlib.sha256(f"{former}{change}{','.join(map(str, ranks))}".encode()).hexdigest()[:32]
 
 
 def form_group(env: ProcessEnv, endpoints: Endpoints, store: JobStore, *, holder: int, warn_seconds: float) -> Group:
-    """Return the group of these endpoints. env: with this process's rank in it, and address and secret of its store."""
+    """Return the group of these endpoints. env: this process's rank in it, and its store's address and secret."""
     machine = endpoints.all[env.rank].machine
     here = [rank for rank, each in enumerate(endpoints.all) if each.machine == machine]
     env = replace(env, world_size=len(endpoints.all), local_rank=here.index(env.rank), local_size=len(here))
@@ -167,7 +167,7 @@ def form_group(env: ProcessEnv, endpoints: Endpoints, store: JobStore, *, holder
 
 
 def excluded(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
-    """Return the error of a rank without which the others go on."""
+    """Return the error for a rank that the other ranks have excluded."""
     error = PeerLostError(
         f"rank {env.rank} on {env.host} did not answer in time, so the other ranks go on without it: this process ends"
     )
@@ -176,18 +176,18 @@ def excluded(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
 
 
 def has_quorum(members: Collection[int], silent: Collection[int]) -> bool:
-    """Return whether these ranks go on without silent ones, which may form a group of their own.
+    """Return whether members continue without the silent ranks, which may form a group of their own.
 
-    Of two groups that call each other silent only one does: the larger one, or of equal ones that with the lowest rank.
+    Of two groups that find each other silent, the larger one continues; of equal ones, the one with the lowest rank.
     """
     return (len(members), -min(members)) > (len(silent), -min(silent, default=0))
 
 
 def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[int]:
-    """Return the ranks that are not members, and whose processes are not known to have ended."""
+    """Return the ranks outside members whose processes are not known to have ended."""
     state, holder = group.control.detector.log.state, holder_of(group.control)
     known = set(state.crashed)
-    if group.env.rank not in lost:  # if it was left out, the others have closed their connections to its store
+    if group.env.rank not in lost:  # live ranks, too, close their connections to the store of an excluded rank
         known |= state.gone
     if holder not in known | {group.env.rank, *members} and _has_closed(group):
         known.add(holder)
@@ -200,7 +200,7 @@ def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[i
 
 
 def _has_closed(group: Group) -> bool:
-    """Return whether the store's host says that nothing listens there any more: the store ends with its holder."""
+    """Return whether the host refuses connections to the store: the store ends with its holder."""
     connections = group.store.connections
     with suppress(OSError):
         try:
@@ -234,12 +234,12 @@ def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], Stor
         store = _election(connections, group)
         try:
             store.set(f"here/{env.rank}", "1")
-            # as long as the first rank may wait for another one, and for its own requests
+            # twice: the first rank may wait once for another one, and once for its own requests
             if store.wait_for("members", 2 * control.timeout_seconds):
                 return list(map(int, store.get("members").split())), connections, first
-        except RuntimeError as error:  # it has ended
+        except RuntimeError as error:  # the store has ended
             reasons.append(f"rank {first}: {error}")
-    raise CommError(f"rank {env.rank} on {env.host} reaches no rank that opens another store: {'; '.join(reasons)}")
+    raise CommError(f"rank {env.rank} on {env.host} cannot reach any rank that opens a new store: {'; '.join(reasons)}")
 
 
 def _election(connections: StoreConnections, group: Group) -> JobStore:
@@ -254,18 +254,18 @@ def _call(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConnection
             return StoreConnections(
                 endpoint.address, endpoint.port, control.secret, rank=rank, timeout_seconds=CALL_SECONDS
             )
-        except OSError:  # it may be in a long step, and has not noticed the loss yet
+        except OSError:  # that rank may be in a long step, and may not have noticed the loss yet
             if awake_seconds() > deadline:
                 raise
     raise ConnectionError("its process has ended")
 
 
 def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections]:
-    """Open the next store, and publish which ranks have come to it; none if they are not a quorum.
+    """Open the next store, and publish the ranks that connect to it as members; none if they have no quorum.
 
-    A rank is waited for until its process has ended, or for comm.timeout_seconds: it may be in a long step. Ranks of
-    the lost store's host that this host cannot see are waited for HOLDER_SECONDS, and so are lost ranks, except a
-    holder that has lost its store alone.
+    It waits for each rank until its process has ended, comm.timeout_seconds at most: the rank may be in a long step.
+    It waits only HOLDER_SECONDS for ranks on the lost store's host that this host cannot see, and for lost ranks. A
+    holder that lives and has lost only its store gets the full time.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
     listener, started, own = endpoints.socket, awake_seconds(), endpoints.all[env.rank]
