@@ -43,7 +43,7 @@ class TrainingHooks:
     on_evaluation: Callable[[dict[str, Any], nn.Module], None] = lambda record, model: None
     """(record of metrics.jsonl, model), in evaluation mode with the evaluated weights."""
     on_checkpoint: Callable[[Path], None] = lambda path: None
-    """(folder of the checkpoint), after rank 0 has written it: at a report some steps later."""
+    """(folder of the checkpoint), at a later report, after rank 0 has written it."""
     on_end: Callable[[dict[str, Any]], None] = lambda summary: None
     """(contents of summary.json), at the end of a run that was not stopped."""
 
@@ -71,7 +71,7 @@ class NoticeWatch:
         self._has_said = True
         what = {"step": "a step", "evaluation": "an evaluation's next exchange"}[before]
         return (
-            f"the checkpoint at the time limit may be lost: to stop takes up to {needed:.0f} s here "
+            f"the checkpoint at the time limit may be lost: stopping takes up to {needed:.0f} s here "
             f"({self._longest[before]:.0f} s until {what} is done, {saving:.0f} s to save), and "
             f"the job asks {self._notice_seconds} s before; submit it again with --stop-seconds "
             f"{60 * math.ceil(needed / 30)}"
@@ -79,10 +79,10 @@ class NoticeWatch:
 
 
 class TrainingLoop:
-    """Makes a run's steps, and reports, evaluates and saves between them. All methods are collective.
+    """Runs the steps, and reports, evaluates and saves between them. All methods are collective.
 
-    skipped: bad images that the run met before, and why.
-    notice_seconds: how long before its end the job asks for a stop, if it does.
+    skipped: bad images that this run has already skipped, and why.
+    notice_seconds: time between the job's request to stop and its limit; None if it sends none.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TrainingLoop:
         self.guess_watch = make_guess_watch(config, plan)
 
     def run(self, batches: Iterator[Batch]) -> Totals:
-        """Make all steps that are left; stop early, with a checkpoint, when any rank was asked to.
+        """Run the remaining steps; stop early, with a checkpoint, if any rank was asked to stop.
 
         If the input of a rank fails, the state before that step is saved first.
         Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; Joining; DataError from the input.
@@ -123,17 +123,17 @@ class TrainingLoop:
         for step in range(plan.first_step, plan.num_steps):
             self._train_step(steps, step)
             done = self.done
-            # a run that has done its last step is stopped in its evaluation, or not at all
+            # after the last step only its evaluation can be stopped
             is_stop = parts.stop.is_due() and done < plan.num_steps
             joining = parts.stop.joining
             if not (is_stop or joining or plan.is_report(done)):
                 continue
-            parts.precision.settle()  # only the next step can do without this: all below may read the weights
+            parts.precision.settle()  # needed unless a step comes next: all code below may read the weights
             self._report(steps, done)
-            if joining:  # the next group does what is due
+            if joining:  # the next group evaluates or saves, if due
                 raise joining
             if is_stop:
-                self.save(done, None)  # an evaluation that is due is the resumed run's
+                self.save(done, None)  # the resumed run makes an evaluation that is due
             elif plan.is_evaluation(done):
                 is_stop = self._evaluate_and_save(totals)
             elif plan.is_checkpoint(done):
@@ -145,13 +145,11 @@ class TrainingLoop:
                 break
             steps.start_over()
         self.settle(wait=True)
-        self.output.record_timeline(
-            sys.maxsize, settle=parts.precision.settle
-        )  # what is still being recorded is written
+        self.output.record_timeline(sys.maxsize, settle=parts.precision.settle)  # write what is still being recorded
         return totals
 
     def _train_step(self, steps: Steps, step: int) -> None:
-        """Make a step, with the records that are due of it."""
+        """Run one step, and write the records that are due for it."""
         self.output.record_timeline(step, settle=self.parts.precision.settle)
         self.digests.before_step(step)
         self.is_audited = self.audit.before_step(step)
@@ -164,7 +162,7 @@ class TrainingLoop:
         self.hooks.on_step(done)
 
     def _evaluate_and_save(self, totals: Totals) -> bool:
-        """Evaluate, and save the result; return whether a stop came first."""
+        """Evaluate and save a checkpoint; return whether a stop request came first."""
         try:
             with self._saving_on_failure(self.done):
                 totals.last_evaluation = self.evaluate(self.done)
@@ -177,7 +175,7 @@ class TrainingLoop:
     def copy_state(self) -> dict[str, Any] | None:
         """Return a copy of the state after the last step, in host memory. Not collective.
 
-        None after an update that ended in the middle, and if the update is sharded: this rank lacks a part.
+        None if an update ended in the middle, or is sharded: this rank then has only a part of the state.
         """
         if self.config.optimizer.sharded or (self._steps and not self._steps.train_step.is_whole):
             return None
@@ -191,7 +189,7 @@ class TrainingLoop:
             self.output.log("audit", self.audit.check())
 
     def evaluate(self, done: int) -> dict[str, Any]:
-        """Evaluate after so many steps; return the record. Raises: Stopped; DataError."""
+        """Evaluate after done steps; return the record. Raises: Stopped; DataError."""
         record = self.evaluator.evaluate(
             done,
             epoch=done / self.plan.steps_per_epoch,
@@ -206,7 +204,7 @@ class TrainingLoop:
         self.hooks.on_evaluation(record, self.parts.model)
 
     def save(self, done: int, top1: float | None) -> None:
-        """Start to write a checkpoint of the current state, once the previous one is on disk. Raises: as the saver."""
+        """Start to write a checkpoint of this state, once the previous one is on disk. Raises: as saver.start()."""
         self.settle(wait=True)
         # of the checkpoint's own step, like everything else in it: a run that starts after that step has not set it
         self.parts.set_lr_(step=max(done - 1, 0))
@@ -214,7 +212,7 @@ class TrainingLoop:
         self.saved_step = done
 
     def settle(self, *, wait: bool) -> None:
-        """Report the checkpoint that was being written, once it is on disk. Raises: as the saver."""
+        """Report the checkpoint that was being written, once it is on disk. Raises: as saver.settle()."""
         if saved := self.saver.settle(wait=wait):
             self._watch_notice("checkpoint", saved.seconds, done=saved.step)
             self.hooks.on_checkpoint(saved.path)
@@ -271,6 +269,6 @@ class TrainingLoop:
             if done > self.saved_step:
                 self.save(done, None)
             self.settle(wait=True)
-            # the first rank writes, and tells the others what to raise: none ends before all know
+            # the first rank writes, and tells the others what to raise: this barrier keeps all ranks until they know
             self.parts.communicator.gather_text("saved")
             raise

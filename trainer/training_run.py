@@ -61,11 +61,11 @@ class JoinedRank:
     mode_told: str = ""
     """Line for the log: how compute.mode=auto chose."""
     mode_record: str = ""
-    """Record by which it did, for the run folder."""
+    """Record of that choice, for the run folder."""
 
 
 def why_not_healing(backend: str) -> str:
-    """Return the line for the log of a run that is to heal in place and cannot."""
+    """Return the log line that says why this run cannot heal in place."""
     if backend in HEALING:
         why, remedy = "the ranks met in a process group of the script's own", "without one they can"
     else:
@@ -90,10 +90,10 @@ class TrainingRun:
         splits: tuple[build_input.Split, build_input.Split] | None = None,
         log: MetricsLog | None = None,
     ) -> None:
-        """kept: a state in memory, equal on all ranks, from which the run goes on after a loss.
+        """kept: a state in memory, equal on all ranks, from which the run continues after a loss.
 
-        stop, log: of the job, if it has had a run. listed: the images, if they are listed already; staged data is.
-        splits: if they are made already.
+        stop, log: those of the job's earlier run, if any. listed: the images, if already listed (staged data is).
+        splits: if already made.
         """
         communicator = self.communicator = job.communicator
         self.config, self.is_first, self.is_healed = config, communicator.rank == 0, kept is not None
@@ -108,7 +108,7 @@ class TrainingRun:
         plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
         self.plan: Plan = plan.ending_at_once() if is_finished else plan
-        score = make_score(config, communicator.device)  # before the model: what is wrong with it is told at once
+        score = make_score(config, communicator.device)  # before the model: an error in it ends the run early
         self.parts: Parts = make_parts(
             config,
             communicator,
@@ -122,7 +122,7 @@ class TrainingRun:
             path = start.path or Path("in memory")
             restore_(self.parts, state, path=path, stated=stated_settings(config.optimizer))
         else:
-            # restored weights bring theirs
+            # restored weights include their whitening
             fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
         self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples, classes=classes)
         self.saver.compare(done=self.plan.first_step)
@@ -132,7 +132,7 @@ class TrainingRun:
             self.parts,
             read=partial(build_input.read_microbatch, config, self.train_split, self.plan),
         )
-        digests = DigestRecorder(config, self.plan, self.parts)  # before a bar on the terminal: it may refuse a pattern
+        digests = DigestRecorder(config, self.plan, self.parts)  # before the progress bar: it may refuse a pattern
         self.output = RunOutput(
             config,
             communicator,
@@ -195,8 +195,8 @@ class TrainingRun:
     ) -> dict[str, Any] | None:
         """Train to the end or a stop signal; return the summary, or None if stopped.
 
-        came_back: why it starts here. since: when the ranks left off for others to join; awake_seconds(). wants_join:
-        returns what is true if other ranks want to join. Raises: Joining once all ranks have agreed on it.
+        came_back: why the run starts at this step. since: awake_seconds() when the ranks stopped for others to join.
+        wants_join: returns a true value if other ranks want to join. Raises: Joining after all ranks have agreed on it.
         """
         num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
         timeout_seconds = self.config.run.checkpoint_timeout_seconds
@@ -220,9 +220,9 @@ class TrainingRun:
             with self.parts.stop.watch(control, acknowledge=self._acknowledge, wants_join=wants_join):
                 try:
                     totals, seconds = self._train()
-                except Stopped:  # in an evaluation before the first step or beside all steps: nothing is new
+                except Stopped:  # in an evaluation outside the training loop: nothing new to save
                     totals, seconds = Totals(stopped_by=self.parts.stop.asked_by), 0.0
-                except (ReplicasDiffer, Joining):  # the run may go back to what is being written
+                except (ReplicasDiffer, Joining):  # the run may resume from what is being written
                     self.loop.settle(wait=True)
                     raise
             summary = write_on_first(
@@ -253,7 +253,7 @@ class TrainingRun:
         return found
 
     def _where_it_continues(self) -> list[str]:
-        """Return the line for the first rank that has failed; none if nothing was trained."""
+        """Return, on the first rank, the line that says how to continue; none if nothing was trained."""
         is_auto, newest = self.config.run.resume == "auto", list_checkpoints(self.rundir.checkpoints)[-1:]
         if not self.is_first or not (newest or (is_auto and self.loop.done)):
             return []
@@ -308,7 +308,7 @@ class TrainingRun:
     def _train(self) -> tuple[Totals, float]:
         """Train the rest of the run; return totals, and the seconds of its steps and evaluations. Collective.
 
-        Raises: Stopped, in an evaluation that is not the training loop's.
+        Raises: Stopped in an evaluation outside the training loop.
         """
         loop = self.loop
         caught_up = self._catch_up()
@@ -326,7 +326,7 @@ class TrainingRun:
         started = time.perf_counter()
         batches = build_input.train_batches(self.config, self.train_split, plan=self.plan, extra=loop.audit.extra)
         totals = loop.run(batches)
-        if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
+        if totals.stopped_by is None and not totals.last_evaluation:  # resumed after its last step
             totals.last_evaluation = caught_up or loop.evaluate(self.plan.num_steps)
         return totals, time.perf_counter() - started
 
