@@ -21,11 +21,11 @@ from bigbatch.launch.launchers.slurm_restarts import BEFORE, ON_ALL, ON_THE_OTHE
 from bigbatch.trainer.config.sections import CommConfig
 
 SIGNAL_EARLY_SECONDS = 60
-"""Slurm checks time limits once a minute, so its signal may come so much earlier."""
+"""Slurm checks time limits once a minute, so its signal may come this much earlier."""
 
 REFUSED = {
     "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
-    **dict.fromkeys(("node_rank", "master"), "the ranks find each other by Slurm's own words: leave it out"),
+    **dict.fromkeys(("node_rank", "master"), "the ranks find each other by Slurm's variables: leave it out"),
 }
 
 
@@ -38,10 +38,10 @@ MARK = "# run folder: "
 FOREIGN_VARIABLES = fill(
     " ".join(re.sub(r"(\w+)\*", r"${!\1@}", name) for name in IDENTITY_VARIABLES), width=110, break_on_hyphens=False
 ).replace("\n", " \\\n  ")
-"""Bash: variables of the submitting shell that describe another job, by their prefixes."""
+"""Bash: names or prefixes of variables in the submitting shell that describe another job."""
 
 SRUN_VARIABLES = "${!SRUN_@}"
-"""Bash: options for srun in the shell that submitted a kept script."""
+"""Bash: variables in the submitting shell that would set options of srun."""
 
 TAKEN = """\
 for name in {names}; do   # --export above: those of the shell that submits
@@ -149,7 +149,7 @@ def sbatch_script(
 ) -> str:
     """Return the script. folder: run folder, if any. timeout_seconds: the run's comm.timeout_seconds.
 
-    heals: the ranks go on in place after a loss, so Slurm must end none of them, nor the job for a lost node.
+    heals: the remaining ranks continue in place after a loss, so srun must not end them.
 
     python: interpreter on the nodes; None: bigbatch and python3 on PATH there or in the image.
     node_counts: numbers of nodes that divide the batch, in falling order; restarts use them after a lost node.
@@ -250,7 +250,7 @@ def _setup(job: JobSpec) -> str:
         "# of the shell that submitted this: they describe another job, and the ranks go by Slurm's words",
         f"unset {FOREIGN_VARIABLES} {SRUN_VARIABLES}",
         "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
-        # new for each start; other users cannot read a job's environment
+        # a new secret for each start; other users cannot read a job's environment
         f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # ranks prove that they know it",
         # 0: the job ends at the limit without a request to the ranks
         *([f"export {NOTICE_VARIABLE}={job.grace_seconds}   # as --signal above"] if job.grace_seconds else []),
@@ -265,7 +265,7 @@ def _setup(job: JobSpec) -> str:
 def _progress(job: JobSpec, *, folder: str | None) -> str:
     """Return bash that ends a job which restarts repeatedly without a new checkpoint."""
     most = job.restarts + 1 if job.restarts else MOST_STARTS
-    # this host's answer: the image's own recipe may name another folder
+    # folder is this host's answer: the recipe inside the image may name another one
     looked = '[ -d "$run" ] || run=""   # of another release in the image\n' if job.image and folder else ""
     return f"run={_words([folder or ''], job)}\n{looked}{PROGRESS.replace('@MOST', str(most))}"
 
@@ -320,7 +320,7 @@ def _rank_words(job: JobSpec, *, python: str | None) -> tuple[str, ...]:
 
 
 def _container(job: JobSpec) -> list[str]:
-    """Return srun's options for the image (pyxis), or the program before the command. Keeps the work folder."""
+    """Return srun's options for the image (pyxis), or the command prefix (Apptainer). Both keep the work folder."""
     if job.image is None:
         return []
     kind, name = job.container or ("apptainer" if job.image.endswith(".sif") else "pyxis"), job.image
