@@ -1,4 +1,4 @@
-"""A training step, and the steps of a run with their measurements: ready objects come in, nothing is built."""
+"""One training step, and the measured steps of a run. Takes ready objects and builds none."""
 
 import json
 import time
@@ -29,16 +29,16 @@ class TrainStep:
         self.plan, self.parts = plan, parts
         self.window = Window(parts.communicator.device)
         self.is_whole = True
-        """The weights and all that changes with them are those after a step. Not known of a captured step."""
+        """Whether weights and state are those after a whole step; unknown during a captured step."""
         self.before_update: Callable[[], object] = lambda: None
-        """Called in each step once the gradients are summed, while the weights are still those of its forward."""
+        """Called in each step after the gradients are summed and before the weights change."""
 
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
         self.parts.set_lr_(step=step)
-        # a replay would count in each step, or in none
+        # not with a CUDA graph: its replays would count in each step, or in none
         self.parts.reducer.count_underflow(self.plan.is_report(step + 1) and self.parts.execution.measures_waits)
-        # before what is captured: all microbatches but the last are then the same work
+        # outside the captured work, so that it is the same for all microbatches but the last
         self.parts.reducer.zero_grad()
         self.parts.accumulation.start_over()
         has_failed_1 = self.parts.execution(self.learn_from, self.draw(step, stream))
@@ -56,23 +56,23 @@ class TrainStep:
             seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
             parts.statistics.tell_(input_failed=stream.failure is not None)
             yield prepared, microbatch == plan.microbatches[-1]
-        # the optimizer's random numbers depend on the step alone: no ghost batch has this place
+        # for the optimizer, whose random numbers depend on the step alone: no ghost batch has this number
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 
     def learn_from(self, microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
-        """Update the weights from images; return whether (bool, one element) a rank had none, so nothing changed.
+        """Update the weights; return whether (bool, one element) a rank had no images, so that nothing changed.
 
-        This is what a CUDA graph captures: what changes from step to step, and from microbatch to microbatch but for
-        the last, is read from tensors that stay where they are, but for the learning rates.
+        A CUDA graph captures this. So values that change between steps, or between microbatches before the last, are
+        read from tensors that keep their address; CudaGraphExecution does that for the learning rates.
         """
         plan, parts = self.plan, self.parts
         span = partial(parts.communicator.timeline.span, row="step")
         for prepared, is_last in microbatches:
-            parts.reducer.is_active = is_last  # only then do finished gradients start on their way
+            parts.reducer.is_active = is_last  # only in the last backward are finished gradients sent
             with span("forward"), parts.precision.forward():
                 logits_BK = parts.model(prepared.images_BCHW).float()
             if is_last:
-                # the last forward is done with them, so they travel beside backward
+                # final after the last forward, so their all-reduce overlaps backward
                 parts.reducer.start_extra(parts.statistics.to_sum_N, label="all-reduce of batch-norm statistics")
             loss = parts.loss(logits_BK, prepared.targets)
             with span("backward"), parts.accumulation.microbatch(is_last=is_last):
@@ -93,13 +93,13 @@ class TrainStep:
 
 
 class InputLost(DataError):
-    """The input of a rank failed. All steps up to done had a batch on all ranks; the weights are those after it."""
+    """The input of a rank failed. Up to step done all ranks had a batch; the weights are those after it."""
 
     def __init__(self, reason: str, *, done: int, replaced: dict[int, str]) -> None:
         super().__init__(reason)
         self.done = done
         self.replaced = replaced
-        """Positions of bad images in these steps since the last report, and why."""
+        """Position -> reason, of the bad images in these steps since the last report."""
 
 
 class Steps:
@@ -111,7 +111,7 @@ class Steps:
         self.train_step = TrainStep(plan, parts)
         self.totals = Totals(measures_waits=parts.execution.measures_waits)
         parts.model.train()
-        parts.reducer.exposed.take_seconds()  # what was waited before, to restore a checkpoint, is of no step
+        parts.reducer.exposed.take_seconds()  # drop waits before the first step, to restore a checkpoint
         self.start_over()
 
     def __call__(self, step: int) -> None:
@@ -125,12 +125,12 @@ class Steps:
     def report(self, done: int) -> tuple[dict[str, Any], dict[int, str]]:
         """Sum what was measured since the last report over ranks. Syncs with the device.
 
-        Returns: the record, and positions of bad images for which others stood in since then, and why.
+        Returns: the record, and position -> reason of the bad images that were replaced since then.
         Raises: InputLost; TrainingDiverged; ReplicasDiffer.
         """
         plan, parts, window = self.plan, self.parts, self.train_step.window
         communicator = parts.communicator
-        compared = self._start_comparison(done)  # before the host waits for the device, which then goes on meanwhile
+        compared = self._start_comparison(done)  # first: the device computes digests while the host waits
         mine_N = self._window_of_this_rank().pack(communicator.device)
         sums = WindowSums.unpack(communicator.sum_(mine_N, label=f"report of step {done}"))
         if sums.num_failed:
@@ -171,12 +171,12 @@ class Steps:
     def _window_of_this_rank(self) -> WindowSums:
         parts, stream, window = self.parts, self.stream, self.train_step.window
         exposed_seconds = parts.reducer.exposed.take_seconds()
-        loss, correct, samples = window.sums_3.tolist()  # waits for the device: the seconds are the window's
+        loss, correct, samples = window.sums_3.tolist()  # waits for the device, so that seconds cover the window
         seconds = time.perf_counter() - window.start
         rank, num_ranks = parts.communicator.rank, parts.communicator.world_size
         num_lost, num_nonzero = parts.reducer.grid_sums.take_underflow() if parts.reducer.grid else (0, 0)
 
-        def at_own_place(share: float) -> tuple[float, ...]:  # so that the sum over ranks holds all of them
+        def at_own_place(share: float) -> tuple[float, ...]:  # so that the sum over ranks holds each rank's share
             return tuple(share if each == rank else 0.0 for each in range(num_ranks))
 
         return WindowSums(
@@ -195,7 +195,7 @@ class Steps:
         )
 
     def _lost_input(self) -> InputLost:
-        """Return what to raise for the first step that lacked a batch on some rank."""
+        """Return the error for the first step that lacked a batch on some rank."""
         communicator, failure = self.parts.communicator, self.stream.failure
         texts = communicator.gather_text(json.dumps([failure.step, failure.reason]) if failure else "")
         failures = [(*json.loads(text), rank) for rank, text in enumerate(texts) if text]
@@ -206,5 +206,5 @@ class Steps:
         return InputLost(f"{where}{reason}{stop} {outcome}", done=done, replaced=self._gather_replaced(before=done))
 
     def _gather_replaced(self, *, before: int) -> dict[int, str]:
-        # a rank continues after the step at which another one's input failed, and those steps do not count
+        # steps that a rank ran after the input of another one failed do not count
         return gather_replaced(self.parts.communicator, self.stream.take_replaced(before=before))

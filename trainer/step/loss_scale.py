@@ -13,8 +13,8 @@ from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.config.optimizer import LARGEST_SCALE, SMALLEST_SCALE
 
 MOST_OVERFLOWS_IN_A_ROW = 32
-"""Enough to halve the largest scale to the smallest, 24, and some more. A skipped update leaves the weights as they
-are, so no later step is likelier to succeed: what overflows in every second step does so 32 times once in 4e9."""
+"""24 halve the largest scale to the smallest; 8 are a margin. A skipped update leaves the weights unchanged, so later
+steps are not more likely to succeed. If half of all steps overflow by chance, 32 in a row have probability 2e-10."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleState:
-    """Scalars on the device; a LossScale writes its own in place."""
+    """Scalars on the device, which LossScale updates in place."""
 
     scale: Tensor
     clean_steps: Tensor
@@ -38,7 +38,7 @@ class ScaleState:
 
 
 class LossScale:
-    """Keeps a scale: doubled after so many steps without overflow, halved at each overflow; or static."""
+    """Keeps the scale: static, or doubled after growth_steps steps without overflow and halved at each overflow."""
 
     def __init__(self, scaling: Scaling, *, device: torch.device) -> None:
         self._scaling = scaling
@@ -51,16 +51,16 @@ class LossScale:
 
     @property
     def divisor(self) -> Tensor:
-        """Return the divisor of gradients of a scaled loss: a copy, since judge_ sets that of the next step."""
+        """Return the divisor of this step's gradients: a copy, because judge_ sets the scale of the next step."""
         return self.state.scale.clone()
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * self.state.scale
 
     def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
-        """Return whether to skip (bool) a step with that norm of scaled gradients; set the scale of the next one.
+        """Return whether to skip (bool) a step whose scaled gradients have this norm; set the scale of the next step.
 
-        A step that failed (bool) is skipped and changes nothing.
+        failed (bool): the step is skipped, and the scale and its counts stay unchanged.
         """
         state, overflow = self.state, ~norm.isfinite()
         scale, clean_steps = state.scale, torch.where(overflow, 0, state.clean_steps + 1)
@@ -75,16 +75,16 @@ class LossScale:
             (state.overflow_steps, state.overflow_steps + overflow),
             (state.overflows_in_a_row, torch.where(overflow, state.overflows_in_a_row + 1, 0)),
         ):
-            # in place, as a captured step reads and writes these very tensors
+            # in place, because a captured step reads and writes these tensors
             value.copy_(torch.where(failed, value, new))
         return overflow | failed
 
     def figures(self) -> dict[str, float | None]:
-        """Return what a report states. Waits for the device."""
+        """Return the figures of a report. Waits for the device."""
         return {"loss_scale": float(self.state.scale), "overflow_steps": int(self.state.overflow_steps)}
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
-        """Raise TrainingDiverged if each of many steps, or of all steps of a run, overflowed.
+        """Raise TrainingDiverged if the last MOST_OVERFLOWS_IN_A_ROW steps, or all steps of a run, overflowed.
 
         Waits for the device.
         """
@@ -103,7 +103,7 @@ class LossScale:
         return {name: tensor.item() for name, tensor in asdict(self.state).items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what state_dict returned, if anything; a static scale stays the config's. Raises: ValueError."""
+        """Load what state_dict returned, unless empty; a static scale is the config's. Raises: ValueError."""
         if not saved:
             return
         if saved.keys() != asdict(self.state).keys():

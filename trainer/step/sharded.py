@@ -24,7 +24,7 @@ STEP = "step"
 class Piece:
     """A rank's piece of a tensor. Elements of a tensor count in memory order.
 
-    A rank has a piece of every tensor, most of them empty, so that all ranks do the same to as many tensors.
+    Each rank has a piece of every tensor, most of them empty, so that all ranks run the same operations.
     """
 
     buffer: int
@@ -39,10 +39,10 @@ class Piece:
 
 
 def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
-    """Return a rank's piece of each tensor, if it has the rank-th of equal parts of each buffer."""
+    """Return a rank's piece of each tensor. The rank owns part number rank of world_size equal parts of each buffer."""
     pieces = {}
     for index, buffer in enumerate(plan.buffers):
-        # rounded up, so parts are equal; the last ones may reach behind the buffer's end
+        # rounded up, so parts are equal; the last ones may reach beyond the buffer's end
         part = round_up(buffer.num_elements, world_size * buffer.align) // world_size
         low, high = rank * part, (rank + 1) * part
         for tensor, first in buffer.places():
@@ -56,11 +56,11 @@ def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
 class ShardedWeights:
     """Weights of a model that are updated in parts, one per rank; with the methods of WholeWeights and Wholes.
 
-    The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
-    where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter; with a grid, too,
+    The parameters become views of flat buffers that are laid out like the reducer's gradients. fp32 parts are updated
+    in place; half-precision ones have fp32 masters and gradients. reducer: made with scatter; if it also has a grid,
     the update has the same bits on any number of ranks.
-    behind_forward: publish_ leaves the weights on their way, and each module of the model, when it is called, waits for
-    the buffers that hold its own. Whatever else reads or writes weights calls settle first.
+    behind_forward: publish_ does not wait for the all-gathers. Each module of the model waits, before its forward, for
+    the buffers of its own weights. All other code that reads or writes weights calls settle first.
     Source: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), stages 1 and 2 without freeing gradient buffers.
     """
 
@@ -95,7 +95,7 @@ class ShardedWeights:
         self._scatter_gather = ScatterGather(communicator)
         own_part = self._scatter_gather.own_part
         self._buffers = communicator.allocate_all([(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers])
-        with torch.no_grad():  # before anything takes a part: the parts are views of what is filled here
+        with torch.no_grad():  # before own_part below: its parts are views of these buffers
             for name, parameter in self._parameters.items():
                 view = self._view(name, self._buffers)
                 view.copy_(masters[name])
@@ -108,7 +108,7 @@ class ShardedWeights:
             for grads_M, full_M in zip(self._grads, self._full, strict=True)
         ]
         self._order = list(dict.fromkeys(self._pieces[name].buffer for name in self._parameters))
-        """Buffers in the order in which a forward uses and the ranks gather them; equal on all ranks."""
+        """Buffers in the order of their use in forward, in which ranks gather them; equal on all ranks."""
         self._gathers: list[InFlight] = []
         self._num_settled = 0
         self._behind_forward = behind_forward
@@ -122,7 +122,7 @@ class ShardedWeights:
         """This rank's parts, in fp32, by the names of the model's parameters."""
         self._names = {master: name for name, master in self.masters.items()}
         self._wholes: dict[int, Tensor] = {}
-        """fp32 buffers in which whole matrices are put together, by the number of the fusion buffer."""
+        """Index of a fusion buffer -> fp32 buffer in which its whole matrices are gathered."""
         self.replicated: Mapping[str, Tensor] = {}
         self.load_(masters)
 
@@ -141,20 +141,20 @@ class ShardedWeights:
 
     @torch.no_grad()
     def fetch_grads_(self) -> None:
-        """Copy half-precision gradients of the own parts into fp32."""
+        """Copy half-precision gradients of this rank's parts into fp32."""
         half = [(f, g) for f, g in zip(self._full_grads, self._grads, strict=True) if f is not g]
         if half:
             torch._foreach_copy_([f for f, _ in half], [g for _, g in half])
 
     @torch.no_grad()
     def publish_(self) -> None:
-        """Round the masters into the own parts, and spread these to all ranks: all are there after settle."""
+        """Round the masters into this rank's parts, and start to gather all ranks' parts; settle waits for these."""
         half = [(p, f) for p, f in zip(self._parts, self._full, strict=True) if p is not f]
         if half:
             torch._foreach_copy_([p for p, _ in half], [f for _, f in half])
         self._gathers = [
             self._scatter_gather.start_all_gather(self._buffers[index], label=f"all-gather of weights {index}")
-            # they run one after another, without a gap on the wire where all start before one is waited for
+            # all start before the first wait, so they run one after another without a gap on the wire
             for index in self._order
         ]
         self._num_settled = 0
@@ -162,14 +162,14 @@ class ShardedWeights:
             self.settle()
 
     def settle(self, num_gathers: int | None = None) -> None:
-        """Wait for the first so many gathers; without a number, until the model has all that publish_ wrote.
+        """Wait for the first num_gathers all-gathers of publish_; without a number, for all of them.
 
         Raises: PeerLostError naming the gather.
         """
         last = len(self._gathers) if num_gathers is None else num_gathers
         if self._num_settled < last:
             with self._exposed.measure(self._buffers):
-                self._gathers[last - 1].wait()  # and with it for those before
+                self._gathers[last - 1].wait()  # and so for all before it
             self._num_settled = last
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
@@ -199,7 +199,7 @@ class ShardedWeights:
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
         """Gather whole tensors from the ranks' parts, in reused fp32 buffers. Collective.
 
-        They are overwritten by the next call. weights: some of the masters, the same on all ranks.
+        The next call overwrites them. weights: some of the masters, the same on all ranks.
         """
         if not weights:
             return []
@@ -224,13 +224,13 @@ class ShardedWeights:
         return [self._piece_of(self._names[weight], whole) for weight, whole in zip(weights, wholes, strict=True)]
 
     def half_grads(self) -> list[Tensor]:
-        """List the half-precision gradients of the own parts, without what fills these up."""
+        """List the half-precision gradients of this rank's parts, without padding."""
         half = {index for index, grads_M in enumerate(self._grads) if grads_M.dtype != torch.float32}
         pieces = [piece for piece in self._pieces.values() if piece.buffer in half]
         return [self._grads[piece.buffer][piece.start : piece.stop] for piece in pieces]
 
     def sum_parts(self, counts_N: Tensor) -> Tensor:
-        """Add up over ranks. Collective."""
+        """Sum counts_N over ranks. Collective."""
         return self._communicator.sum_(counts_N, label="all-reduce of counts")
 
     def is_finite(self) -> bool:
@@ -252,7 +252,7 @@ class ShardedWeights:
 
     def _piece_of(self, name: str, whole: Tensor) -> Tensor:
         parameter, piece = self._parameters[name], self._pieces[name]
-        # pieces count elements as memory has them (channels-last, too), not as indices run
+        # pieces count elements in memory order (also of channels-last), not in index order
         if whole.stride() != (strides := dense_strides(parameter)):
             whole = torch.empty_strided(whole.size(), strides, dtype=whole.dtype, device=whole.device).copy_(whole)
         flat_N = whole.as_strided((whole.numel(),), (1,))
@@ -266,17 +266,18 @@ class ShardedWeights:
             whole_N = part_M.new_empty(part_M.numel() * self._communicator.world_size)
             self._scatter_gather.own_part(whole_N).copy_(part_M)
             self._scatter_gather.all_gather_(whole_N, label=f"all-gather of state {index}")
-            # one buffer at a time is whole on the device: all of them would cost what sharding saves
+            # only one whole buffer at a time is on the device: all of them would take the memory that sharding saves
             host_N = whole_N.cpu()
             for tensor in buffer.tensors:
                 tensors[tensor.name] = self._view(tensor.name, {index: host_N}).clone()
         return tensors
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer over the masters whole norms or matrices, and the state_dict of whole tensors.
+        """Let an optimizer over the masters use norms or matrices of whole tensors, and save whole tensors.
 
-        Its state_dict() and load_state_dict(), which are collective then, give and take that. No copy of it can update.
-        Raises: TypeError for one that adapts, but takes no norms: its own would be those of shares.
+        Its state_dict() and load_state_dict() then return and take whole tensors, and are collective. A copy of the
+        optimizer cannot update.
+        Raises: TypeError if it adapts, but has no norms to replace: it would use norms of pieces.
         """
         if isinstance(optimizer, MatrixOptimizer):
             optimizer.wholes = self
@@ -315,7 +316,7 @@ class ShardedWeights:
 
 
 def _replicated(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """List the parts of an optimizer's state that are not of the weights' shapes, and alike on all ranks."""
+    """List the keys of an optimizer's state that are equal on all ranks, and not of the weights' shapes."""
     return (STEP, *(optimizer.replicated_state if isinstance(optimizer, MatrixOptimizer) else ()))
 
 
