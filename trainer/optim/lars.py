@@ -47,11 +47,11 @@ class LARS(FusedOptimizer):
     lr_inside (MLPerf's reference):     v = momentum * v + lr * r * (g + weight_decay * w);  w -= v
     lr_outside (NVIDIA's SGDwFASTLARS): u = momentum * u + r * (g + weight_decay * w);       w -= lr * u
     The two agree while lr is constant (v = lr * u) and differ under warm-up. With nesterov, w changes by
-    momentum * v plus v's last summand instead of v (u alike), as in TensorFlow's reference.
+    momentum * v plus the term last added to v, instead of by v (the same for u), as in TensorFlow's reference.
 
     Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
-    Gradients are only read; a step on a GPU needs two more copies of a group's gradients, three under a GradScaler, and
-    as many zeros as its largest tensor has elements.
+    Gradients are not changed. A step on a GPU needs memory for two copies of a group's gradients, three with a
+    GradScaler, and for zeros of the size of the largest tensor.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an
     overflow leaves weights and momentum untouched.
     Source: mlcommons/training, retired_benchmarks/resnet-tf1 (tf.contrib LARSOptimizer);
@@ -87,7 +87,7 @@ class LARS(FusedOptimizer):
         }
         super().__init__(params, defaults)
         self.norms: Norms = norms_of
-        """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
+        """Computes norms; replaced if parameters are pieces of tensors, because a trust ratio needs whole tensors."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         if group["momentum_form"] not in MOMENTUM_FORMS:
@@ -97,7 +97,7 @@ class LARS(FusedOptimizer):
     def _update_groups_(self) -> None:
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
-                # norms over ranks are collective: as many on each rank, whatever its parts
+                # norms over ranks are collective: each rank computes as many, whatever its parts
                 is_by_portions = weights[0].device.type == "cpu" and self.norms is norms_of
                 update_ = self._update_on_cpu_ if is_by_portions else self._update_at_once_
                 update_(weights, group)
@@ -125,14 +125,14 @@ class LARS(FusedOptimizer):
             momenta = momentum_buffers(self, some_weights, momentum=group["momentum"])
             columns = (some_weights, grads, momenta) if momenta else (some_weights, grads)
             for scale, *tensors in zip(scales, *columns, strict=True):
-                # scale * (g + decay * w) by the kernel's own weight decay: one pass over w less
+                # the kernel's own weight decay adds scale * decay * w, which saves a pass over w
                 decay = group["weight_decay"] * scale
                 for weight, grad, *momentum in _pieces(tensors):
                     write_([weight], [grad * scale], momentum, weight_decay=decay, overflow=overflow, **writing)
 
     def _scales(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Return the factor of each decayed gradient before it enters the momentum."""
-        # inside, the momentum remembers the rates of earlier steps; outside, the kernel applies it
+        # lr_inside: the momentum contains the rates of earlier steps; lr_outside: the kernel applies the rate
         inner = group["lr"] if group["momentum_form"] == "lr_inside" else 1.0
         if not group["adapt"]:
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf
@@ -141,7 +141,7 @@ class LARS(FusedOptimizer):
 
 
 def _writing(group: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of the kernel that ends a step."""
+    """Return settings of the kernel that writes weights and momentum."""
     lr = 1.0 if group["momentum_form"] == "lr_inside" else group["lr"]
     return {"lr": lr, "momentum": group["momentum"], "nesterov": group["nesterov"]}
 
@@ -160,7 +160,7 @@ def _portions(weights: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _pieces(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one layout; those larger than a portion in flat pieces, as their memory lies."""
+    """Yield tensors of one layout; those larger than a portion in flat pieces, in memory order."""
     if tensors[0].numel() <= _CPU_PORTION:
         yield tensors
         return

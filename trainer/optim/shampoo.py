@@ -30,20 +30,20 @@ from bigbatch.trainer.optim.matrices import (
 
 
 class Shampoo(MatrixOptimizer):
-    """Does Nesterov SGD along gradients that are preconditioned from both sides and as long as they were.
+    """Does Nesterov SGD with gradients that are preconditioned on both sides, and keep their norm.
 
-    With gradient G of a matrix W, a convolution's filters as rows (out x in * kh * kw), in blocks of at most block_size
-    rows and columns, the blocks of a side as equal as they can be:
+    With gradient G of a matrix W. A convolution has one row per filter (out x in * kh * kw). Matrices are cut into
+    blocks of at most block_size rows and columns, as equal as possible:
     L = factor_decay * L + (1 - factor_decay) * G Gᵀ;  R alike with Gᵀ G
     P = L ** (-1/4) G R ** (-1/4);  u = P * |G| / |P|, with norms of the whole tensor (grafting to SGD)
     v = momentum * v + u + weight_decay * W;  W -= lr * (u + weight_decay * W + momentum * v), or lr * v
-    The roots are computed in the first and then in every root_every_steps-th update, eigenvalues below eps times the
-    largest taken as that. A group with `adapt=False` (bias, batch norm, whatever has fewer than two dimensions) has
-    u = G, so that all of its settings are those of a tuned SGD.
+    The roots are computed in the first and then in every root_every_steps-th update; eigenvalues below eps times the
+    largest count as that. A group with `adapt=False` (bias, batch norm, all that has fewer than two dimensions) has
+    u = G, so that the settings of a tuned SGD apply to it.
 
-    Momentum and decay can differ per parameter group. Gradients are only read. A GradScaler's scale and overflow flag
+    Momentum and decay can differ per parameter group. Gradients are not changed. A GradScaler's scale and overflow flag
     are applied on the device, and an overflow leaves weights and state untouched; the host waits for the device only
-    where roots are due.
+    if roots may be due.
     """
 
     _own = (*MatrixOptimizer._own, "_block_size", "_every", "_factor_decay", "_eps", "_calls_before_roots")
@@ -74,7 +74,7 @@ class Shampoo(MatrixOptimizer):
             raise ValueError("eps must be positive, such as 1e-6: an eigenvalue of 0 has no inverse root")
         self._block_size, self._every, self._factor_decay, self._eps = block_size, root_every_steps, factor_decay, eps
         self._calls_before_roots = 0
-        """Steps that certainly come before roots are due; 0 if the device has to be asked."""
+        """Calls before roots can be due; 0 if the host must read the update count from the device."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
         super().__init__(params, defaults)
 
@@ -93,7 +93,7 @@ class Shampoo(MatrixOptimizer):
             self._make_state(weights)
             self._follow_factors_(weights, grads)
         finish = self._start_roots(all_weights)
-        # while roots of other ranks are on their way
+        # while the other ranks' roots are in transit
         for group, weights in parts:
             if not group["adapt"]:
                 follow_(self, weights, group)
@@ -102,7 +102,7 @@ class Shampoo(MatrixOptimizer):
             follow_(self, weights, group, self.wholes.own(weights, self._grafted(weights, grads)))
 
     def _make_state(self, weights: list[Tensor]) -> None:
-        """Return factors of zeros and roots of identity: until roots are due, a weight follows SGD."""
+        """Make factors of zeros and roots of identity: until roots are due, a weight follows SGD."""
         for w in weights:
             state = self.state[w]
             if "factors" not in state:
@@ -136,7 +136,7 @@ class Shampoo(MatrixOptimizer):
             for block_MN in self._blocks(grad):
                 next(squares).lerp_(block_MN @ block_MN.mT, share)
                 next(squares).lerp_(block_MN.mT @ block_MN, share)
-        # a list: with one tensor of no dimension torch takes its number, for which the host waits
+        # a list: of a single 0-d tensor torch reads the value, for which the host waits
         counted = 1.0 if overflow is None else [1 - overflow] * len(weights)
         torch._foreach_add_([self.state[w]["step"] for w in weights], counted)
 
@@ -155,12 +155,12 @@ class Shampoo(MatrixOptimizer):
         return finish_
 
     def _are_roots_due(self, weights: list[Tensor]) -> bool:
-        """Return whether this is update 1, 1 + root_every_steps and so on: skipped calls are none."""
+        """Return whether this is update 1, 1 + root_every_steps and so on: skipped calls do not count."""
         if self._calls_before_roots:
             self._calls_before_roots -= 1
             return False
         overflow = overflow_flag(self, weights[0].device)
-        # as many on every rank: the counts and the flag are
+        # the same on all ranks, because the counts and the flag are
         is_skipped = overflow is not None and bool(overflow)
         since = (max(int(self.state[w]["step"]) for w in weights) - 1) % self._every
         if is_skipped or since:
@@ -170,7 +170,7 @@ class Shampoo(MatrixOptimizer):
         return True
 
     def _grafted(self, weights: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """Return the preconditioned gradients, each as long as its gradient, and laid out like it."""
+        """Return the preconditioned gradients, each with the norm and the memory layout of its gradient."""
         directions = []
         for weight, grad in zip(weights, grads, strict=True):
             direction_MN = grad.new_empty((len(grad), math.prod(grad.shape[1:])))
@@ -201,14 +201,14 @@ def root_cost(size: int) -> float:
 
 
 def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
-    """List cost and elements of each of the roots that ranks share out, by weights' shapes."""
+    """List cost and elements of each root that ranks divide among them, for weights of these shapes."""
     size = (settings.options or {})["block_size"]
     sizes = (side for each in shapes for block in block_shapes(each, block_size=size) for side in block)
     return [(root_cost(size), size**2) for size in sizes]
 
 
 def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:
-    """Return A ** (-1/4) of each positive semidefinite A; smaller eigenvalues count as eps times the largest.
+    """Return A ** (-1/4) of each positive semidefinite A; eigenvalues count as at least eps times the largest.
 
     A matrix of zeros gives eps ** (-1/4) times the identity; one that is not finite gives NaN, which the check for a
     diverged run finds, while LAPACK would raise.
@@ -229,8 +229,8 @@ def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:
 def _eigh(matrices_BNN: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of fp64 matrices with largest element 1.
 
-    LAPACK does not converge for some of low rank with rows of zeros, as where a convolution sees nothing but padding:
-    in fp32 for many, in fp64 for few, and by chance. With 1 added on the diagonal they have the same vectors.
+    LAPACK does not converge for some matrices of low rank with rows of zeros, such as those of a convolution that sees
+    only padding: for many in fp32, for few in fp64. Adding 1 to the diagonal keeps the eigenvectors.
     """
     try:
         values_BN, vectors_BNN = torch.linalg.eigh(matrices_BNN)
