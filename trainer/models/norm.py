@@ -1,4 +1,4 @@
-"""Ghost batch norm: the same running statistics however a step is spread over ranks and microbatches; freezing."""
+"""Ghost batch norm, whose running statistics do not depend on ranks and microbatches; freezing of weights."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import filter as matching
@@ -29,9 +29,9 @@ def ghost_momentum(ghost_index: int, *, momentum: float, ghosts_per_step: int) -
 
 
 class NormalizeGhosts(torch.autograd.Function):
-    """Normalises each ghost batch by torch's own kernel, which writes it where it lies in the result.
+    """Normalises each ghost batch by torch's own kernel, which writes into the ghost batch's slice of the result.
 
-    Bits are those of F.batch_norm of each ghost batch alone, so they do not depend on how many share a microbatch.
+    The bits are those of F.batch_norm of each ghost batch alone, whatever the number of ghost batches in a microbatch.
     """
 
     @staticmethod
@@ -45,7 +45,7 @@ class NormalizeGhosts(torch.autograd.Function):
         momenta: Sequence[float],
         eps: float,
     ) -> Tensor:
-        """Normalise as many ghost batches as there are momenta, and move the running statistics by each in turn."""
+        """Normalise len(momenta) ghost batches, and update the running statistics with each in turn."""
         moments_G2C = weight_C.new_empty(len(momenta), 2, len(weight_C))
         normalized_BCHW = torch.empty_like(images_BCHW)
         ghosts = zip(*_ghosts(len(momenta), images_BCHW, normalized_BCHW), moments_G2C, momenta, strict=True)
@@ -68,7 +68,7 @@ class NormalizeGhosts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BCHW: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of images, weight and bias; the last two add up from the last ghost batch on."""
+        """Compute the gradients of images, weight and bias; the last two are sums from the last ghost batch on."""
         images_BCHW, weight_C, moments_G2C = ctx.saved_tensors
         grad_images_BCHW = torch.empty_like(images_BCHW)
         totals: list[Tensor] = []
@@ -77,7 +77,7 @@ class NormalizeGhosts(torch.autograd.Function):
             images_grad_BCHW, *sums = torch.ops.aten.native_batch_norm_backward(
                 ghost_grad_BCHW, ghost_BCHW, weight_C, None, None, *moments_2C, True, ctx.eps, [True] * 3
             )
-            result_BCHW.copy_(images_grad_BCHW)  # no kernel of torch writes it there
+            result_BCHW.copy_(images_grad_BCHW)  # torch's backward kernel takes no output tensor
             totals = [total_C.add_(sum_C) for total_C, sum_C in zip(totals, sums, strict=True)] if totals else sums
         return grad_images_BCHW, *totals, None, None, None, None
 
@@ -89,8 +89,8 @@ def _ghosts(count: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 class GhostBatchNorm2d(nn.BatchNorm2d):
     """Normalises groups of exactly bn_span samples, taken in sample order (Hoffer et al. 2017).
 
-    ghosts_per_step (K) counts the ghost batches after which the running statistics are (1-m) * old + m * mean over
-    the K ghost statistics: those of a step, or of a microbatch if MicrobatchStatistics gathers them.
+    After ghosts_per_step (K) ghost batches the running statistics are (1-m) * old + m * mean of the K ghost statistics.
+    K is their number in a step, or in a microbatch if MicrobatchStatistics gathers them.
     Statistics are computed and kept in the dtype of the weights (fp32) for half-precision input too.
     group: ranks that share each ghost batch, an equal part each; None if this rank holds it whole. Forward and
     backward are then collectives of the group.
@@ -118,7 +118,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         self.gathered: tuple[Tensor, Tensor] | None = None
         """Buffers for mean and variance from MicrobatchStatistics, used instead of the running ones."""
         self.is_frozen = False
-        """Whether it computes as in evaluation during training too."""
+        """Whether training uses the running statistics, as evaluation does."""
 
     def train(self, mode: bool = True) -> "GhostBatchNorm2d":
         return super().train(mode and not self.is_frozen)
@@ -142,7 +142,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         momenta = [self._take_momentum() for _ in range(num_ghosts)]
         if num_ghosts == 1:  # not split: backward of a split copies, even of one part
             return self._normalize_ghost(images_BCHW, momenta[0])
-        # a compiler fuses the kernels; on a GPU torch takes cuDNN's, which write no slices (docs/decisions/003)
+        # not if a compiler fuses the kernels, nor on a GPU: cuDNN's write no slices (docs/decisions/003)
         is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
         if self.group is None and is_eager_cpu:
             normalized: Tensor = NormalizeGhosts.apply(
@@ -153,14 +153,14 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return torch.cat([self._normalize_ghost(*pair) for pair in zip(parts, momenta, strict=True)])
 
     def _take_momentum(self) -> float:
-        """Return the momentum of the next ghost batch: a Python number, for which nothing waits."""
+        """Return the momentum of the next ghost batch: a Python number, so the host does not wait."""
         assert self.momentum is not None
         momentum = ghost_momentum(self.ghost_index, momentum=self.momentum, ghosts_per_step=self.ghosts_per_step)
         self.ghost_index = (self.ghost_index + 1) % self.ghosts_per_step
         return momentum
 
     def _running(self) -> tuple[Tensor, Tensor]:
-        """Return the buffers of mean and variance that training moves."""
+        """Return the buffers of mean and variance that training updates."""
         if self.gathered is not None:
             return self.gathered
         assert self.running_mean is not None
@@ -180,7 +180,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
                 momentum=momentum,
                 eps=self.eps,
             )
-        with torch.no_grad():  # SpreadNormalize knows the gradient through the moments
+        with torch.no_grad():  # SpreadNormalize itself computes the gradient through the moments
             mean_C, inverse_C = moments(
                 ghost_BCHW,
                 self.group,
@@ -197,9 +197,9 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def freeze_scale_(norm: nn.Module, value: float) -> nn.Module:
-    """Fix the scales of a batch norm: a buffer of the same name in place of the parameter, which no optimizer sees."""
+    """Replace the scales of a batch norm by a constant buffer of the same name, which no optimizer sees."""
     scale_C = torch.full_like(norm.get_parameter("weight"), value, requires_grad=False)
-    # a parameter's name cannot be given to a buffer while it is there
+    # a buffer cannot take the name of an existing parameter
     del norm.weight
     norm.register_buffer("weight", scale_C)
     return norm
@@ -218,8 +218,8 @@ def flatten_running_statistics(model: nn.Module) -> Tensor:
     statistics_N = torch.cat([none, *(buffer.float() for buffer in buffers)])
     views = statistics_N.split([buffer.numel() for buffer in buffers])
     for (norm, name), view in zip(slots, views, strict=True):
-        # .data: a version counter of its own. Backward saves the buffers, though it does not read them
-        # in training, and would refuse to run after a change through a shared counter.
+        # .data gives each view its own version counter. Autograd saves the buffers, though backward does not
+        # read them in training, and backward would refuse to run after a change through a shared counter.
         setattr(norm, name, view.data)
     return statistics_N
 
@@ -229,22 +229,22 @@ def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
     return [
         (norm, name)
         for norm in model.modules()
-        # the average of a frozen one over ranks would be the same but for rounding
+        # averaging a frozen one over ranks would only add rounding errors
         if isinstance(norm, _BatchNorm) and norm.track_running_stats and not getattr(norm, "is_frozen", False)
         for name in ("running_mean", "running_var")
     ]
 
 
 class MicrobatchStatistics:
-    """Hands over the statistics that a training forward of model finds, all norms' in one tensor, at its end.
+    """Passes the statistics of all norms, in one tensor, to take after each training forward of model.
 
-    statistics_N: as flatten_running_statistics gives it. The norms then gather the mean over the ghost batches of a
-    microbatch elsewhere, always from the first one on. So forward is the same program for each of the step's
-    microbatches, which torch.compile and a CUDA graph capture once; and a block may run again in backward, when the
-    statistics are already on their way to other ranks. Only model(...) hands over, not model.forward(...).
+    statistics_N: from flatten_running_statistics. The norms write the mean over a microbatch's ghost batches into
+    other buffers, and start again in each microbatch. So forward is the same program for all microbatches of a step,
+    and torch.compile and a CUDA graph capture it once. A block may also run again in backward, while the statistics
+    are sent to other ranks. Only model(...) calls take, not model.forward(...).
     The norms' ghosts_per_step must be those of a microbatch.
     take: called with the mean over each microbatch's ghost batches, like statistics_N, and the momentum of the norms.
-    unseen: written over what was taken, to mark a norm that the next forward skips; None: it stays.
+    unseen: fills the buffers after take, so that it marks a norm that the next forward skips; None: nothing does.
     """
 
     def __init__(
@@ -284,8 +284,8 @@ class MicrobatchStatistics:
 def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
     """Disable gradients of weights that match patterns, and fix running statistics of norms that match them.
 
-    Such a norm normalises by these, in training as in evaluation: statistics of new images would change a part that
-    is to stay as it is (so do Keras, timm's freeze and Detectron2's FrozenBatchNorm).
+    Such a norm normalises by its running statistics in training, too: those of new images would change a part that must
+    not change (the same in Keras, timm's freeze and Detectron2's FrozenBatchNorm).
     Raises: ConfigError for a pattern that matches nothing, and if nothing is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -305,4 +305,4 @@ def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
             module.is_frozen = True
             module.eval()
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(f"model.frozen={list(patterns)} leaves nothing to train: name less")
+        raise ConfigError(f"model.frozen={list(patterns)} leaves nothing to train: freeze less")
