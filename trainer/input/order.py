@@ -33,7 +33,7 @@ class ImageIndex:
     labels_N: np.ndarray
     """Position of each image's class in classes, int64."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """How many files look like images and are not read, by kind."""
+    """Kind -> number of files that look like images, but are not read."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -69,7 +69,7 @@ def read_problem(error: OSError, *, file: str = "it") -> str:
 
 
 def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
-    """List root/split/<class>/<image>; classes, if given, are those that the split must have (train's).
+    """List root/split/<class>/<image>. classes: those of the training split, which this split must have.
 
     Raises: DataError for a missing or unreadable folder, an empty class, or classes that differ.
     """
@@ -114,7 +114,7 @@ def describe_left_out(root: Path | str, *indices: object) -> str | None:
 
 
 def require_same_classes(folder: Path | str, *, found: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise DataError unless both have the same names: labels are positions, so one more would shift them."""
+    """Raise DataError unless both have the same names: labels are positions, so one more class would shift them."""
     problems = [
         f"{kind} {len(names)} class(es): {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         for kind, names in (
@@ -152,9 +152,9 @@ def train_requests(
 ) -> Iterator[Request]:
     """Yield this rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
 
-    Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. microbatches: the
-    numbers of this rank's in the global batch. All world sizes see the same global order. extra: step -> numbers of
-    further microbatches that follow the rank's own.
+    Each epoch has num_samples // global_batch_size steps, and drops the rest of its order. microbatches: indices of
+    this rank's microbatches in the global batch. All world sizes see the same global order. extra: step -> indices of
+    further microbatches, after the rank's own.
     Raises: ValueError, at the first draw, when no global batch fits into an epoch.
     """
     if num_samples < global_batch_size:
@@ -174,11 +174,11 @@ def train_requests(
 def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_size: int) -> Iterator[Request]:
     """Yield this rank's microbatches of one pass in which every image is valid exactly once over all ranks.
 
-    All ranks get equally many, full microbatches (a collective may follow each); what exceeds the split
-    repeats its last image with valid_B False.
+    All ranks get the same number of full microbatches, because a collective may follow each. Places beyond the end of
+    the split repeat its last image, with valid_B False.
     """
     stride = microbatch_size * world_size
-    # start and end both shifted by the rank's place, so that all ranks go round equally often
+    # the rank's offset shifts start and end, so that all ranks have the same number of iterations
     for start in range(rank * microbatch_size, num_samples + rank * microbatch_size, stride):
         positions_B = np.arange(start, start + microbatch_size, dtype=np.int64)
         valid_B = positions_B < num_samples

@@ -1,4 +1,4 @@
-"""Read images ahead of use, with crop box and flip of each."""
+"""Read images in advance, and draw the crop box and flip of each."""
 
 import math
 from collections import deque
@@ -50,9 +50,9 @@ class UndecodableError(DataError):
 
 
 class BadImages:
-    """Lists those of one split that this process has met. In training the next usable image stands in for each.
+    """Lists the bad images of one split that this process has read. In training the next usable image replaces each.
 
-    An image is bad by its bytes and the decoder alone, so all ranks skip the same ones, in every epoch.
+    Only its bytes and the decoder decide whether an image is bad, so all ranks skip the same ones in every epoch.
     """
 
     def __init__(self, *, max_skipped: int | None, num_images: int) -> None:
@@ -93,7 +93,7 @@ def too_many(number: int, *, max_skipped: int, last: str) -> DataError:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Holds one request with its files in memory: what is left is to decode each box, resize and flip it."""
+    """Holds one request with its files in memory, ready to decode, resize and flip each box."""
 
     request: Request
     positions: list[int]
@@ -117,7 +117,7 @@ Found = tuple[int, bytes, Sequence[int]]
 """Position, content, (height, width)."""
 
 IMAGES_PER_SECOND = 12_000
-"""Rate that reading aims at: beyond any GPU's need, since the threads of a batch also wait for its slowest read."""
+"""Target rate of reads: above any GPU's need, because the threads of a batch also wait for its slowest read."""
 MOST_THREADS = 64
 PAUSE_BATCHES = 16
 
@@ -132,10 +132,10 @@ class ReadingThreads:
         self._pause_batches = 0
 
     def learn(self, latency_seconds: float) -> None:
-        """Choose for the next batch by the mean time of this one's reads.
+        """Set the number of threads for the next batch from the mean time of this batch's reads.
 
-        At a rate, rate * latency reads are under way (Little 1961). The number doubles up to that while reads take as
-        long as before; if they take longer, they wait for cores, the interpreter lock or a server that is busy.
+        A rate needs rate * latency reads in progress at a time (Little 1961). The number doubles up to that while reads
+        do not become slower; slower ones wait for cores, the interpreter lock or a busy server.
         """
         needed = max(self._least, min(MOST_THREADS, math.ceil(IMAGES_PER_SECOND * latency_seconds)))
         before, self._before = self._before, None
@@ -159,14 +159,14 @@ class EncodedReader:
     image_size: ImageSize
     microbatch_size: int
     num_threads: int
-    """Least threads; if each read takes long, more of them wait at the same time."""
+    """Minimum number of threads; more of them read if each read takes long."""
     prefetch_batches: int
     patience_seconds: float
-    """An image that cannot be read is tried again for so long."""
+    """How long an image that cannot be read is tried again."""
     max_skipped: int | None = None
-    """Most bad images to replace by others, or None to end at the first one."""
+    """Maximum number of bad images to replace by others, or None to end at the first one."""
     max_pixels: int = MAX_PIXELS
-    """An image that states more is bad."""
+    """An image whose header or index states more is bad."""
     draw: Draw | None = field(default=None, init=False)
     """Draw that a consumer waits for now; the consumer of batches sets it."""
 
@@ -190,7 +190,7 @@ class EncodedReader:
         return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)
 
     def interrupt(self) -> None:
-        """Stop the last read and drop its batches: closing it then need not wait for the storage."""
+        """Stop the last call of read and drop its batches: closing it then does not wait for the storage."""
         if self._reads is not None:
             self._reads.stop()
 
@@ -218,7 +218,7 @@ class EncodedReader:
         valid_B = request.valid_B
         replaced: tuple[BadImage, ...] = ()
         if positions != asked:
-            # a stand-in is not the image asked for: an evaluation must not count it twice
+            # a replacement occurs twice in the split's pass: an evaluation must not count it again
             valid_B = valid_B & (np.array(positions) == request.indices_B)
             replaced = tuple(
                 BadImage(position, self.bad.reasons[position])
@@ -240,9 +240,9 @@ class EncodedReader:
         )
 
     def _read_usable(self, position: int, size: Sequence[int] | None, reads: PatientReads) -> Found:
-        """Read the image at position, or the next one behind it that is not bad.
+        """Read the image at position, or the next one after it that is not bad.
 
-        size: that of the source, or None for that of the image's header.
+        size: (height, width) from the source; None: take it from the image's header.
         """
         while True:
             if position not in self.bad.reasons:
@@ -257,7 +257,7 @@ class EncodedReader:
                     raise
                 except DataError as error:
                     self.bad.add(position, error)
-            # ends, as BadImages raises where all images are bad
+            # the loop ends, because BadImages raises if all images are bad
             position = (position + 1) % len(self.source)
             known_12 = self.source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()
