@@ -46,15 +46,15 @@ def main(argv: Sequence[str]) -> int:
             data=replace(config.data, stage=None),
             comm=replace(config.comm, calibrate="never"),
         )
-    leave_compiler_out()  # the process is the command's: bigbatch.train leaves a script's own as it is
+    leave_compiler_out()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
-    gc.freeze()  # or each collection looks at all that torch's imports made, also while other ranks wait for healing
+    gc.freeze()  # else each collection scans all objects of torch's imports, also while other ranks wait
     summary = lead(config, job, is_dry_run=is_dry_run, is_quiet="--quiet" in argv)
     return leave_stopped(env) if summary is None else 0
 
 
 def join(config: Config, env: ProcessEnv) -> JoinedRank:
-    """Meet the other ranks; a rank that joins them later is alone so far. Collective.
+    """Connect to the other ranks; a process that joins a running job stays alone for now. Collective.
 
     Raises: ConfigError; CommError; TunedError.
     """
@@ -77,7 +77,7 @@ def lead(
 ) -> dict[str, Any] | None:
     """Run the training and leave the job; return the summary: empty for a dry run, None if stopped. Collective.
 
-    Raises: UserError, such as OutOfMemory; the job is not left then.
+    Raises: UserError, such as OutOfMemory, without leaving the job.
     """
     communicator = job.communicator
     groups = [communicator]
@@ -132,16 +132,16 @@ def _run_agreed(
     """Train to the end or to a stop signal; return the summary, or None if stopped. Collective.
 
     If the ranks' weights differ during the run, go back to the newest checkpoint on which they agreed, or to the start
-    of the run. If the run heals in place, go on without a lost rank, and with one that joins; append each new
-    connection to groups. A process that joins does so first.
+    of the run. If the run heals in place, continue without a lost rank, or with a rank that joins; append each new
+    communicator to groups. A process that joins a running job does so first.
     Raises: PeerLostError; ReplicasDiffer if they differ at the start, or again after the run went back to that step.
     """
     been_back_at: int | None = None
     came_back, since = "", None
-    stop: StopRequest | None = None  # one for all runs: its handlers note signals between two of them, too
+    stop: StopRequest | None = None  # one for all runs: its handlers also record signals between two runs
     kept: dict[str, Any] | None = None
     log = MetricsLog(RunDir(Path(config.run.directory)))
-    splits: tuple[Split, Split] | None = None  # of a rank that joins
+    splits: tuple[Split, Split] | None = None  # only of a rank that joins
     if job.env.joins:
         arrived = arrive(config, job, ownership=ownership)
         healed, splits, been_back_at = arrived.healed, arrived.splits, arrived.back_at
@@ -152,7 +152,7 @@ def _run_agreed(
         difference, lost, left_at = "", None, None
         facts: Facts = dict
         try:
-            if len(groups) > 1 and kept is None:  # loggers may send for a minute, for which others would not wait
+            if len(groups) > 1 and kept is None:  # loggers may send for a minute: the others wait here
                 control, seconds = job.communicator.control, config.run.checkpoint_timeout_seconds
                 write_on_first(log.close, control, what="end of the former group's records", timeout_seconds=seconds)
             run = make_run(

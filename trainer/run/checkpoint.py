@@ -93,7 +93,7 @@ def save_checkpoint(
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {why_unwritten(path, error)}; put that right and start again"
+            f"cannot write checkpoint {path}: {why_unwritten(path, error)}; correct this and start again"
         ) from error
     _drop_old(directory, keep=keep)
     return path
@@ -102,7 +102,7 @@ def save_checkpoint(
 def write_on_first(write: Callable[[], str | None], control: Control, *, what: str, timeout_seconds: float) -> str:
     """Write on rank 0, and return its result on all ranks. Collective, over the control channel.
 
-    All ranks wait here, because a write may take longer than the network's time limit of the next sum or barrier.
+    All ranks wait here, because a write may take longer than the time limit of the next collective.
     what: name of the operation in messages.
     Raises: on rank 0 the write's error; on other ranks CheckpointError with the message of a UserError, and
     PeerLostError naming rank 0 for any other error and after timeout_seconds.
@@ -115,13 +115,13 @@ def write_on_first(write: Callable[[], str | None], control: Control, *, what: s
             told = f"+{write() or ''}"
         except UserError as found:
             error, told = found, f"-{found}"
-        except Exception as found:  # for any error: the others must not wait for rank 0 in vain
+        except Exception as found:  # any error: the other ranks must not wait until their time limit
             error, told = found, f"!{': '.join(filter(None, (type(found).__name__, str(found))))}"
     told = control.tell_all(told, what=what, timeout_seconds=timeout_seconds)
     if told[0] == "+":
         return told[1:]
     where = control.host_of(0)
-    control.gather_text("", what=what)  # rank 0 may hold the store: it ends after all have read the reason
+    control.gather_text("", what=what)  # rank 0 may host the store: it ends after all have read the reason
     if error:
         raise error
     if told[0] == "-":
@@ -196,7 +196,7 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def _folders(directory: Path) -> dict[Path, int]:
-    """Return steps and folders of all finished checkpoints; of an interrupted replacement, the replaced one."""
+    """Return folder -> step of all finished checkpoints. After an interrupted replacement the replaced one counts."""
     named = {int(n): p for p in directory.glob("step-*") if (n := p.name.removeprefix("step-")).isdecimal()}
     for path in directory.glob(f".step-*{REPLACED}"):
         step = path.name.removeprefix(".step-").removesuffix(REPLACED)
@@ -211,7 +211,7 @@ def set_aside_after(directory: Path, *, step: int) -> list[Path]:
     _drop_unfinished(directory)
     for checkpoint in list_checkpoints(directory):
         if checkpoint.step > step:
-            # not "step-*": it is not listed, resumed or deleted
+            # not "step-*", so that it is not listed, resumed or deleted
             aside.append(checkpoint.path.with_name(f"abandoned-{checkpoint.path.name}-{time.time_ns()}"))
             checkpoint.path.rename(aside[-1])
     return aside
@@ -245,7 +245,7 @@ def require_free_disk(directory: Path, *, num_bytes: int) -> None:
 
 
 def _put_in_place(aside: Path, path: Path) -> None:
-    """Rename; one of the same step (saved before its evaluation) makes room, and until then stands in as REPLACED."""
+    """Rename aside to path; a checkpoint of the same step (saved before its evaluation) first becomes REPLACED."""
     if path.exists():
         replaced = path.with_name(f".{path.name}{REPLACED}")
         shutil.rmtree(replaced, ignore_errors=True)
