@@ -1,4 +1,4 @@
-"""compute.mode=auto: time the ways to compute a job's update at its first start, and take the fastest. Collective."""
+"""compute.mode=auto: at a job's first start, time the ways to compute its update, and use the fastest. Collective."""
 
 import json
 import math
@@ -46,7 +46,7 @@ from bigbatch.trainer.machine.gpu_driver import driver_version
 
 FORMAT = "bigbatch compute mode 2"
 FEW_IMAGES = 32
-"""Images per rank and step with which a step of ResNet-50 was several times as fast in a CUDA graph (docs/gpu.md)."""
+"""Images per rank and step at which a CUDA graph made ResNet-50 several times as fast (docs/gpu.md)."""
 KEYS = (
     *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
     *(f"augment.{field.name}" for field in fields(AugmentConfig) if field.name != "randaugment_magnitude"),
@@ -55,16 +55,16 @@ KEYS = (
     *("optimizer.precision", "optimizer.sharded", "optimizer.clip_norm", "optimizer.loss", "optimizer.loss_options"),
     *("optimizer.ema_decay", "comm.buffers"),
 )
-"""Keys on which the speed of a mode depends, besides those that are chosen."""
+"""Keys on which the speed of a mode depends, besides those that the mode sets."""
 
 
 @dataclass(frozen=True)
 class ChosenMode:
     config: Config
     told: str = ""
-    """Line for the log."""
+    """Line for the log: the mode, and why it was chosen."""
     text: str = ""
-    """Text of the record's file, for a run to keep; empty if there is none."""
+    """Record of the choice, which the run stores in its folder; empty if there is none."""
 
 
 def is_on_gpus(communicator: Communicator) -> bool:
@@ -85,18 +85,18 @@ def choose_mode(
     start_trials: Callable[..., ModeTrials] = ModeTrials,
     clock: Callable[[], float] = time.monotonic,
 ) -> ChosenMode:
-    """Return the config in the fastest mode that computes the same update, or as it is. Collective.
+    """Return the config with the fastest mode that computes the same update, or unchanged. Collective.
 
-    num_samples: images of an epoch, over all ranks. Rank 0 reads the files and tells the other ranks: first kept, of a
-    run that may be resumed, then one in folder (None: there is none). Without a valid file all ranks try the same modes
-    at the same time, and store what they found. Nothing that a trial does ends the run. A dry run tries nothing, and
-    neither does a short run. Raises: PeerLostError.
+    num_samples: images of an epoch, over all ranks. Rank 0 reads a stored record and sends it to the others: kept, the
+    record of a run that may be resumed, or else one in folder (None: there is none). Without a valid record all
+    ranks try the same modes at the same time, and rank 0 stores the result. A failed trial does not end the run. Dry
+    runs and short runs try nothing. Raises: PeerLostError.
     """
     if config.compute.mode != "auto" or not measures(communicator):
         return ChosenMode(config)
     prefix = "compute.mode auto: "
     if config.run.reproducible:
-        return ChosenMode(config, f"{prefix}as stated, since run.reproducible keeps the bits of one way to compute")
+        return ChosenMode(config, f"{prefix}as stated, since other modes change the bits that run.reproducible keeps")
     ranks = communicator.world_size
     modes = find_modes(config, world_size=ranks)
     if not modes.has_others:
@@ -136,7 +136,7 @@ def choose_mode(
 
 
 def graph_hint(mode: Mode, *, images_per_rank: int) -> str:
-    """Return what a job of several ranks loses without a CUDA graph, which is not tried with these; "" if little."""
+    """Return a hint that a CUDA graph, not tried with several ranks, may be faster; "" if it would gain little."""
     if mode.cuda_graph or images_per_rank > FEW_IMAGES:
         return ""
     return (
@@ -154,12 +154,12 @@ def _trial_time(config: Config, *, num_samples: int, world_size: int) -> TrialTi
 
 
 def _images_per_rank(config: Config, *, world_size: int) -> int:
-    """Return the images of a step of the rank with the most."""
+    """Return the images per step of the rank that has the most."""
     return config.batch.microbatch_size * accumulation_steps(config.batch, world_size=world_size)
 
 
 def _collect_facts(config: Config, communicator: Communicator, modes: Modes) -> dict[str, Any]:
-    """Collect the facts of config and ranks on which a choice depends, as JSON values. Collective."""
+    """Collect the facts of config and ranks on which the choice of a mode depends, as JSON values. Collective."""
     device = communicator.device
     gpus = communicator.gather_text(f"{device_name(device)}, driver {driver_version(device)}")
     facts = {
@@ -183,7 +183,7 @@ def _find(
     check: Callable[[dict[str, Any]], object],
     trial_time: TrialTime,
 ) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]:
-    """Return rank 0's record and its origin, or what was wrong with the files; and a record that is tried once more."""
+    """Return rank 0's record, its origin or the faults of the files, and an earlier record to measure again."""
     record, told, earlier = None, "", None
     if communicator.rank == 0:
         record, told = find_record([kept] if kept else [], form=FORMAT, check=check)
@@ -198,7 +198,7 @@ def _find(
 
 
 def _has_time_for_more(record: Mapping[str, Any], trial_time: TrialTime) -> bool:
-    """Return whether this start may take the time that trials of a record's start needed and had not."""
+    """Return whether this start has time for the trials that the start of a record could not finish."""
     needed = record["needs_seconds"]
     return (
         needed is not None
@@ -215,14 +215,14 @@ def _record(
     found: dict[str, Any],
     earlier: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], str]:
-    """Return rank 0's record of what was found, or the earlier one if that was faster; and whether it was stored."""
+    """Return rank 0's new record, or the earlier one if its mode was faster; and whether it was stored."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record = {"format": FORMAT, "date": date, **facts, **found}
     if earlier:
         was_cut = earlier["is_cut"]
         record = max(record, earlier, key=lambda each: float(each["images_per_second"]["mode"]))
         record |= {key: found[key] for key in ("is_cut", "needs_seconds")}
-        if was_cut and found["is_cut"]:  # its compiled code of then did not help
+        if was_cut and found["is_cut"]:  # code that the earlier start compiled did not help
             record["needs_seconds"] = None
     record, stored = from_first(communicator, [record, store_record(path, record) if communicator.rank == 0 else ""])
     return record, stored
@@ -241,9 +241,9 @@ def _require_valid(record: dict[str, Any], *, facts: Mapping[str, Any], modes: M
 def _try_all(
     modes: Modes, trials: ModeTrials, communicator: Communicator, *, trial_time: TrialTime, clock: Callable[[], float]
 ) -> tuple[Mode, dict[Mode, Trial], float]:
-    """Try modes until none is left or the next one does not fit; return the best, all, and the seconds. Collective.
+    """Try modes until none is left or the next does not fit; return the best, all trials, and the seconds. Collective.
 
-    All ranks try the same one, and time it at the same time.
+    All ranks time the same mode at the same time.
     """
     start, used = clock(), 0.0
     tried: dict[Mode, Trial] = {}
