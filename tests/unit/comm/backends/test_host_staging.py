@@ -53,6 +53,7 @@ def test_copies_on_a_thread_take_up_no_other_gpu(gpus: PlayedGpus) -> None:
     on_a_thread(there_and_back)
     assert device_N.tolist() == [2.0, 4.0, 6.0]
     assert gpus.contexts == {2}
+    assert gpus.recorded == staging._stream.waited == [gpus.current_stream(THIRD)], "it waits for its own GPU's work"
 
 
 def test_the_stream_of_a_queue_takes_up_no_other_gpu(gpus: PlayedGpus) -> None:

@@ -134,6 +134,7 @@ def test_config_refuses_numbers_outside_of_the_range_of_each_key():
         ("optimizer.weight_decay", 1001.0, "0 or more, and at most 1000"),
         ("data.max_megapixels", 179.0, "above 0 and at most 178"),
         ("augment.mixup_alpha", float("nan"), "0 or more, and at most 1e9"),
+        ("augment.erasing_probability", 1.5, "at least 0 and at most 1"),
         ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
         ("run.target_top1", 76.1, "above 0 and at most 1"),
         ("optimizer.ema_decay", -0.1, "at least 0 and below 1"),

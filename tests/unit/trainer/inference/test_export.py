@@ -101,7 +101,9 @@ def test_export_libraries_load_the_weights(form: str, tmp_path: Path, capsys: py
     assert sorted(path.name for path in out.parent.iterdir()) == ["resnet18.pth", "resnet18.pth.json", "weights.pt"]
 
 
-def test_export_of_a_librarys_own_model_is_by_its_name(tmp_path: Path) -> None:
+def test_export_of_a_librarys_own_model_is_by_its_name_and_with_its_norms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = timm.create_model("resnet10t", num_classes=10, stem_width=8).eval()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     options = ["--config", "quickstart", "--model.name=timm:resnet10t", "--model.options.stem_width=8", *SMALL]
@@ -111,6 +113,9 @@ def test_export_of_a_librarys_own_model_is_by_its_name(tmp_path: Path) -> None:
     kept = torch.load(out, weights_only=True)
     assert all(kept[name].equal(tensor) for name, tensor in model.state_dict().items())
     assert main([*command, "torchvision", "--out", str(out)]) == 1
+    capsys.readouterr()
+    assert main([*command, "timm", "--fold", "--out", str(out)]) == 1
+    assert re.search(naming("timm", "resnet10t", "--fold", "--format onnx"), refusal(capsys))
 
 
 @pytest.mark.long

@@ -109,6 +109,17 @@ def test_predict_class_names_are_the_runs_and_numbers_without(
     assert re.search(naming("bigbatch: ", old, "no class names", "numbers"), line)
 
 
+def test_predict_class_names_that_no_run_wrote_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = load_checkpoint(next((run / "checkpoints").iterdir()))
+    kept = {**state["classes"], "names": state["classes"]["names"][::-1]}  # beside the digest of their own order
+    odd = save_checkpoint(tmp_path, {**state, "classes": kept}, step=1, top1=None, keep=1)
+    assert main(["predict", str(run), "--checkpoint", str(odd), str(images_of(run)[0])]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(naming(f"{odd} is damaged", "class names"), line)
+
+
 def test_predict_in_python(run: Path) -> None:
     classify = load_classifier(str(run), "--optimizer.precision=bf16")
     assert list(classify([])) == []

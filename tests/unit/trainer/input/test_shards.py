@@ -298,6 +298,8 @@ def test_shards_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make
         return opened(*given)
 
     monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError, match=naming("image 00000000: ", "`ulimit -n ")):
+        index.read(0)
     loader = make(index, microbatch_size=1, patience_seconds=20.0)
     asked = list(eval_requests(num_samples=len(index), microbatch_size=1, rank=0, world_size=1))
     assert len(list(loader.load(asked))) == len(index)
