@@ -82,6 +82,13 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
     assert job.collect_text("seed: 1", what="seeds") == ["seed: 1", "seed: 2"]
 
 
+def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection_and_not_before() -> None:
+    job = half_a_job(rank_of_two(), 3.0)
+    job.detector.give_up("buffer 0", 2.9)
+    with pytest.raises(PeerLostError, match=naming("buffer 0", "3.1 s", "rank 1 on node1", "control")):
+        job.detector.give_up("buffer 0", 3.1)
+
+
 def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
     job = half_a_job(rank_of_two(), 5.0)
     other = copy.copy(job)
