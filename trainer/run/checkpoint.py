@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,11 +159,27 @@ def load_intact(path: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"checkpoint {path} is truncated: {size} of {manifest['bytes']} bytes")
         if sha256_of(path / STATE_FILE) != manifest["sha256"]:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: its checksum differs")
-        return dict(torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))
+        return dict(load_tensors(path / STATE_FILE))
     except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"checkpoint {path} is not readable: {first_line(error)}") from error
+
+
+def load_tensors(path: Path) -> Any:
+    """Load a file of torch.save without executing code. Raises: RuntimeError for a zip bomb; errors of torch.load."""
+    with open(path, "rb") as file:
+        if file.read(4) == b"PK\x03\x04":  # by which torch.load knows an archive
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    num_bytes = sum(entry.file_size for entry in archive.infolist())
+            except zipfile.BadZipFile as error:
+                raise RuntimeError("it is a damaged zip archive, or ends too soon") from error
+            if num_bytes > path.stat().st_size:
+                raise RuntimeError(
+                    f"its entries are compressed or overlap, {num_bytes} bytes, unlike those of torch.save"
+                )
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign, holds_weights, names_head, partly_from_foreign
 from bigbatch.trainer.models.libraries import cached_weights
-from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
+from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint, load_tensors
 from bigbatch.trainer.run.class_names import kept_names, require_names
 from bigbatch.trainer.step.ema import evaluated_weights
 
@@ -81,6 +81,8 @@ def load_weights_(
 
 def _apex_scale(state: Any) -> float | None:
     """Return the loss scale of apex.amp in a checkpoint; None if there is none."""
+    if not isinstance(state, Mapping):  # a tensor warns of such an index
+        return None
     try:
         return float(state["amp"]["loss_scaler0"]["loss_scale"])
     except (KeyError, IndexError, TypeError, ValueError):
@@ -135,7 +137,7 @@ def _load(path: Path, *, stand_in_for: Sequence[str] = ()) -> Any:
     stand_ins: list[Any] = [(_StandIn, name) for name in stand_in_for]
     with warnings.catch_warnings(), torch.serialization.safe_globals(stand_ins):
         warnings.simplefilter("ignore")  # about pickle protocols: the caller reports the result
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return load_tensors(path)
 
 
 class _StandIn:

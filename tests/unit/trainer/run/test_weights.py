@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy
 import pytest
@@ -93,6 +94,21 @@ def test_file_whose_nests_hold_each_other_is_refused(tmp_path: Path) -> None:
     inner["model"] = outer
     torch.save(outer, tmp_path / "a.pt")
     assert "holds no state_dict" in refusal(tmp_path / "a.pt", small())
+
+
+def test_weights_a_bomb_is_refused_before_it_is_inflated(tmp_path: Path) -> None:
+    """torch.load inflates entries, which torch.save never compresses: 1 MB may hold 1 GB."""
+    torch.save({"weight": torch.zeros(1 << 20)}, tmp_path / "plain.pt")
+    with ZipFile(tmp_path / "plain.pt") as plain, ZipFile(tmp_path / "a.pt", "w", ZIP_DEFLATED) as bomb:
+        for name in plain.namelist():
+            bomb.writestr(name, plain.read(name))
+    assert "compressed or overlap" in refusal(tmp_path / "a.pt", small())
+
+
+def test_tensor_is_refused_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    torch.save(torch.ones(3), tmp_path / "a.pt")
+    assert "holds a Tensor and no state_dict" in refusal(tmp_path / "a.pt", small())
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
