@@ -41,8 +41,8 @@ def as_pairs(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple
 class TrainedSet:
     """The parameters that a reducer sums, by name, and the frozen ones that it was given with them.
 
-    Raises: TypeError without names; ValueError for two parameters of one name, one on another device than the ranks',
-    one that is watched already, or none to sum.
+    Raises: TypeError without names; ValueError for two parameters of one name, one of two names, one on another device
+    than the ranks', one that is watched already, or none to sum.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, device: torch.device) -> None:
@@ -60,6 +60,9 @@ class TrainedSet:
                     "model.to(communicator.device) before making the reducer"
                 )
         self._names = {id(p): name for name, p in self.parameters.items()}
+        if twice := next((name for name, p in self.parameters.items() if self._names[id(p)] != name), None):
+            other = self._names[id(self.parameters[twice])]
+            raise ValueError(f"{twice} and {other} are one parameter: give it once, as model.named_parameters() does")
         for other in tuple(_watched):
             if shared := self._names.keys() & other._names.keys():
                 raise ValueError(

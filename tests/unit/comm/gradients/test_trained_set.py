@@ -310,3 +310,10 @@ def test_trained_set_that_changes_on_one_rank_alone_keeps_no_other_rank_waiting(
         first, second = pool.map(of_rank, range(2))
     assert first == []
     assert [text.split(" has ")[0] for text in second] == ["parameter 1.bias"]
+
+
+def test_parameter_of_two_names_is_refused() -> None:
+    """As model.named_parameters(remove_duplicate=False) gives tied weights: its buffer would have two places for it."""
+    tied = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=naming("0.weight", "1.weight")):
+        GradientReducer(nn.Sequential(tied, tied).named_parameters(remove_duplicate=False), alone())
