@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.communicator import open_connections
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, exit_code_of
@@ -37,12 +38,15 @@ def train(
     One process alone may train as often as it likes. A stop signal, as Ctrl-C is one, saves a checkpoint and then
     raises SystemExit with the command's exit code 130: the same call goes on from there. Another Ctrl-C interrupts.
     Raises: bigbatch.errors.UserError with a message that says what to do; its subclass ConfigError outside of the main
-    thread.
+    thread. TypeError for hooks or overrides of another type.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("bigbatch.train handles signals, which only the main thread can do: call it there")
-    hooks, env = hooks or TrainingHooks(), read_process_env()
-    words = [f"--{key}={_word(key, value)}" for key, value in (overrides or {}).items()]
+    hooks, overrides = TrainingHooks() if hooks is None else hooks, {} if overrides is None else overrides
+    require_type(hooks, TrainingHooks, what="hooks", legal="bigbatch.TrainingHooks(...)")
+    require_type(overrides, Mapping, what="overrides", legal='a dict, such as {"run.epochs": 2}')
+    env = read_process_env()
+    words = [f"--{key}={_word(key, value)}" for key, value in overrides.items()]
     experiment = load_config(["--config", str(config), *words, *([TRUST] if trust_code else [])])
     others = set(open_connections)
     with _process_as_before():

@@ -146,6 +146,10 @@ def interruptions(root: str, out: str, undisturbed: str) -> int:
         bigbatch.train("quickstart", {"optimizer.lr": 1})
     with pytest.raises(ConfigError, match=naming("run.seed", "Tensor")):
         bigbatch.train("quickstart", {"run.seed": torch.ones(1)})
+    with pytest.raises(TypeError, match=naming("overrides", "list")):
+        bigbatch.train("quickstart", ["--run.epochs=2"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=naming("hooks", "TrainingHooks")):
+        bigbatch.train("quickstart", hooks=bigbatch.TrainingHooks)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as threads, pytest.raises(ConfigError, match="main thread"):
         threads.submit(bigbatch.train, "quickstart").result()
     assert {number: signal.getsignal(number) for number in handlers} == handlers
