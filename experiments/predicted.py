@@ -21,8 +21,8 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
     measured: dict[int, float] = {}
     for point in points:
         summary = folder.read_summary(point.number) if folder.state_of(point.number) == DONE else None
-        if summary is not None and (rate := summary.get("images_per_second")):
-            measured[point.number] = float(rate)
+        if summary is not None and isinstance(rate := summary.get("images_per_second"), float) and rate > 0:
+            measured[point.number] = rate
     base = min((point for point in points if point.number in measured), key=lambda point: point.ranks, default=None)
     fitted = None
     if base is not None:

@@ -62,7 +62,7 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
     rate, top1 = summary.get("images_per_second"), summary.get("top1")
     is_trained = summary.get("loader") != "synthetic" and isinstance(top1, float)
     told = [f"top-1 {100 * (top1 or 0.0):.2f}%"] if is_trained else []
-    return ", ".join([*told, *([f"{rate:,.0f} images/s"] if rate else [])]) or "done"
+    return ", ".join([*told, *([f"{rate:,.0f} images/s"] if isinstance(rate, float) and rate else [])]) or "done"
 
 
 def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -> None:

@@ -12,6 +12,7 @@ from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.predicted import predicted_table
+from bigbatch.experiments.show import outcome
 
 OPTIONS = {key: value for key, value in SWEEP["options"].items() if key != "batch.global_batch_size"}
 GRID = {"scaling": ["weak"], "ranks": [1, 2, 4]}
@@ -40,6 +41,9 @@ def test_done_point_gives_the_speed_of_the_others(file, tmp_path):
     assert (errors[0], errors[2]) == ("", "")
     assert float(errors[1].removesuffix("%")) == pytest.approx(100 * (numbers[1] / 150 - 1), abs=0.5)
     assert table.head[-1] == "error"
+    folder.run(1).summary.write_text(json.dumps({"images_per_second": "fast"}))  # damaged
+    assert [row[3] for row in predicted_table(points, folder, cluster="emulated").rows] == ["100 images/s", "", ""]
+    assert outcome(folder, folder.read_state(1)) == "done"
     # one rank alone at 100 images/s, and two together at 500: the first was disturbed
     folder.run(1).summary.write_text(json.dumps({"images_per_second": 500.0}))
     doubted = predicted_table(points, folder, cluster="emulated")
