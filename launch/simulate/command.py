@@ -35,19 +35,18 @@ DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
 
 def main(argv: Sequence[str]) -> int:
     """Print the answer, and write the requested files; return 0."""
-    arguments, overrides = _parser().parse_known_args(argv)
+    parser = _parser()
+    arguments, overrides = parser.parse_known_args(argv)
     if moved := [word for word in overrides if word.partition("=")[0] in MOVED]:
         raise LaunchOptionError(
             f"{moved[0]} was removed: a checkout predicts rows of a table by python -m benchmarks.twin.predict "
             "with --given, --rows and --out"
         )
     if arguments.config and arguments.named:
-        raise LaunchOptionError(f"{arguments.config} and --config {arguments.named} both name a recipe: keep one")
+        parser.error(f"{arguments.config} and --config {arguments.named} both name a recipe: keep one")
     arguments.config = arguments.config or arguments.named
     if not arguments.config or not arguments.cluster:
-        raise LaunchOptionError(
-            "name a recipe and a cluster, as in bigbatch simulate imagenet/resnet50_64k --cluster p40_roce100"
-        )
+        parser.error("name a recipe and a cluster, as in bigbatch simulate imagenet/resnet50_64k --cluster p40_roce100")
     return _simulate(arguments, overrides, asked=shlex.join(["bigbatch", "simulate", *argv]))
 
 

@@ -417,7 +417,6 @@ def test_arguments_are_read_and_refused():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["quickstart"], ("--cluster",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a10"], ("dgx_a100",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--model.name", "timm:resnet18"], ("timm",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "1000000"], ("microbatch_size",)),
@@ -425,7 +424,6 @@ def test_arguments_are_read_and_refused():
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--input-rate", "0"], ("--input-rate",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--html", "/nowhere/x.html"], ("/nowhere/x.html",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
-        (["quickstart", "--config", "pilot/x", "--cluster", "dgx_a100"], ("quickstart", "--config pilot/x")),
         (["--config", "quickstart", "--cluster", "dgx_a10"], ("dgx_a100",)),
         (["--given", "a.csv"], ("--given", "benchmarks.twin.predict")),
     ],
@@ -434,6 +432,22 @@ def test_refusals_name_what_to_do(words, said, capsys):
     assert main(["simulate", *words]) != 0
     error = capsys.readouterr().err
     assert error.startswith("bigbatch: ")
+    assert all(each in error for each in said), error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ("--cluster",)),
+        (["quickstart"], ("--cluster",)),
+        (["quickstart", "--config", "pilot/x", "--cluster", "dgx_a100"], ("quickstart", "--config pilot/x")),
+    ],
+)
+def test_wrong_command_line_exits_with_2(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *words])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
     assert all(each in error for each in said), error
 
 
