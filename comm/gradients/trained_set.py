@@ -61,8 +61,8 @@ class TrainedSet:
                 )
         self._names = {id(p): name for name, p in self.parameters.items()}
         if twice := next((name for name, p in self.parameters.items() if self._names[id(p)] != name), None):
-            other = self._names[id(self.parameters[twice])]
-            raise ValueError(f"{twice} and {other} are one parameter: give it once, as model.named_parameters() does")
+            first = self._names[id(self.parameters[twice])]
+            raise ValueError(f"{twice} and {first} are one parameter: give it once, as model.named_parameters() does")
         for other in tuple(_watched):
             if shared := self._names.keys() & other._names.keys():
                 raise ValueError(
