@@ -77,11 +77,11 @@ def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[t
     Raises: DataError naming path.
     """
     if decode:
-        image = open_image(data, path=path, max_pixels=max_pixels)
-        size = jpeg_size(data) or (image.height, image.width)
+        decoded = open_image(data, path=path, max_pixels=max_pixels)
+        size = jpeg_size(data) or (decoded.height, decoded.width)
     else:
         size = encoded_size(data, path=path, max_pixels=max_pixels)
-        image = open_header(data, path=path, max_pixels=max_pixels)
+    image = open_header(data, path=path, max_pixels=max_pixels)  # the decoded one forgets a transparent colour
     kind = "JPEG" if image.format == "MPO" else str(image.format)
     mode, info = image.mode, image.info
     suffix = os.path.splitext(path)[1].lower()  # an image in a shard has none
