@@ -1,7 +1,7 @@
 """What a sum over many ranks loses to rounding, against float64: by algorithm, precision and comm.reduce_dtype.
 
 Ranks are rows of one tensor: the additions and roundings of comm/algorithms are done in their order, by the same Wire
-(tests/unit/comm/algorithms/test_replayed_sums.py compares the bits with ranks that are threads). Nodes have 8 ranks,
+(tests/unit/comm/algorithms/test_rounding.py compares the bits with ranks that are threads). Nodes have 8 ranks,
 except with ring, which is also what NCCL and gloo do to half precision where they take a ring.
 """
 

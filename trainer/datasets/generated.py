@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import parse_json, write_new
+from bigbatch.files import parse_json, read_plain, write_new
 from bigbatch.locks import share_lock, try_lock
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.listed import SPLITS
@@ -239,7 +239,7 @@ def _manifest(recipe: ShapesRecipe) -> dict[str, object]:
 def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
     """Return True for exactly this data set, False for nothing at all; anything else in root is a DataError."""
     try:
-        found = parse_json((root / MANIFEST).read_text())
+        found = parse_json(read_plain(root / MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
         if (root.is_dir() and not any(root.iterdir())) or not root.exists():
             return False

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DataError, StorageError, first_line
-from bigbatch.files import parse_json, write_new, write_whole
+from bigbatch.files import parse_json, read_plain, write_new, write_whole
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.datasets.archives import Archive, ArchiveMember, check_md5, download, find_archive, read_members
 from bigbatch.trainer.datasets.show_progress import Report
@@ -210,7 +210,7 @@ def _read_sources(root: Path) -> dict[str, Any]:
     """Return what earlier runs wrote there; empty if none did."""
     path = root / SOURCES
     try:
-        return dict(parse_json(path.read_bytes()))
+        return dict(parse_json(read_plain(path)))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:

@@ -215,8 +215,8 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
 def _is_complete(split: _Split) -> bool:
     """Return whether a split was staged from this source, by its index and the sizes of its files."""
     try:
-        is_ours = (split.target / FACTS).read_bytes() == split.index
-        if not is_ours or (split.target / STAGED).read_bytes() != CHECKED:
+        is_ours = read_plain(split.target / FACTS) == split.index
+        if not is_ours or read_plain(split.target / STAGED) != CHECKED:
             return False
         read_packed(split.target)
     except (OSError, DataError):  # what is missing or broken is made again
@@ -231,7 +231,7 @@ def _make_way(split: _Split) -> None:
     with _named(split.target):
         split.target.mkdir(exist_ok=True)
         if index.exists():
-            if index.read_bytes() != split.index:
+            if read_plain(index) != split.index:
                 raise DataError(f"{index}: is not that of {split.source}; {_ANOTHER}")
             ours |= {FACTS, SETTINGS}  # a copy by other means brings pack.json
         foreign = sorted(p.name for p in split.target.iterdir() if p.name not in ours and p.suffix != UNFINISHED)

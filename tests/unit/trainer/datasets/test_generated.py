@@ -116,6 +116,10 @@ def test_generated_unreadable_manifest_is_refused(tmp_path, text, reason):
     (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=naming(tmp_path / MANIFEST, reason)):
         write_dataset(tmp_path, **SMALL)
+    (tmp_path / MANIFEST).unlink()
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(DataError, match=naming(tmp_path / MANIFEST, "not a regular file")):
+        write_dataset(tmp_path, **SMALL)
 
 
 def test_generated_foreign_folder_and_plain_file_stay_untouched(tmp_path):

@@ -350,6 +350,14 @@ def test_stage_another_data_set_is_refused_and_stays(source, target, tmp_path):
     assert staged(target) == before
 
 
+def test_stage_a_pipe_in_place_of_the_copied_index_is_named(source, target):
+    stage(source, target)
+    (target / "val/index.json").unlink()
+    os.mkfifo(target / "val/index.json")
+    with pytest.raises(DataError, match=naming(target / "val", "not a regular file")):
+        stage(source, target)
+
+
 @pytest.mark.parametrize("name", ["mine.txt", "shard-000099.tar", "pack.json", "a/0.jpg"])
 def test_stage_a_folder_with_something_else_is_refused_and_stays(source, target, name):
     sample_images.write(target / "val", {name: b"mine", "shard-000000.tar": b"mine, too"})
