@@ -246,9 +246,10 @@ def follow(way: Method, folder: Path, options: argparse.Namespace) -> Progress:
             if began and pending and time.time() - began >= pending[0][0]:
                 when, rank = time.time() - began, pending[0][1]
                 if process := find_rank(mark, rank):
-                    process.kill()
-                    progress.strikes.append((when, rank))
-                    pending.pop(0)
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now: then another turn
+                        process.kill()
+                        progress.strikes.append((when, rank))
+                        pending.pop(0)
                 elif way.goes_on:  # it was lost before
                     pending[0] = pending[0][0], (rank + 1) % options.nodes
             time.sleep(LOOK_SECONDS)
