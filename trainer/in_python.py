@@ -92,8 +92,9 @@ def _process_as_before() -> Iterator[None]:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
+            # casts that a nested block of a model keeps would stay until the end of these, as weights change
+            torch.autocast("cpu", enabled=False, cache_enabled=False),
+            torch.autocast("cuda", enabled=False, cache_enabled=False),
         ):
             yield
     finally:
