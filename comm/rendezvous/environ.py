@@ -197,7 +197,8 @@ def terminal_columns(environ: Mapping[str, str] = os.environ) -> int | None:
     """
     if TERMINAL_VARIABLE in environ:
         return number(environ, TERMINAL_VARIABLE, "bigbatch launch") or None
-    is_terminal = getattr(sys.stdout, "isatty", bool)()  # a script may have closed or replaced the stream
+    # a script may have closed or replaced the stream
+    is_terminal = not getattr(sys.stdout, "closed", True) and getattr(sys.stdout, "isatty", bool)()
     if find_launcher(environ, host=socket.gethostname()) == "openmpi" or not is_terminal:
         return None
     return shutil.get_terminal_size().columns

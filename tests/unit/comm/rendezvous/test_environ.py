@@ -271,11 +271,13 @@ def test_width_of_the_terminal(
     assert read_process_env(variables).terminal_columns == columns
 
 
-@pytest.mark.parametrize("stream", [None, object()])
-def test_stream_of_a_script_is_no_terminal(stream: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has none where the caller closed it; a script may replace it by anything that it can print to."""
-    monkeypatch.setattr(sys, "stdout", stream)
-    assert terminal_columns({}) is None
+def test_stream_of_a_script_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has none where the caller closed it; a script may close it, or replace it by anything to print to."""
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, object(), closed):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert terminal_columns({}) is None
 
 
 @pytest.mark.parametrize(
