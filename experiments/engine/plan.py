@@ -162,9 +162,9 @@ def _with_names(cases: list[Any]) -> Any:
     """Name each case of a list by the keys in which the cases differ."""
     if not all(isinstance(case, dict) for case in cases):
         return cases  # its type check refuses it
-    shared = {key for key in cases[0] if all(key in case and case[key] == cases[0][key] for case in cases)}
-    if len(cases) == 1:
-        shared = set()
+    shared = set()
+    if len(cases) > 1:
+        shared = {key for key in cases[0] if all(key in case and case[key] == cases[0][key] for case in cases)}
     names = [describe_values({k: v for k, v in case.items() if k not in shared}) or "as it is" for case in cases]
     return dict(zip(names, cases, strict=True)) if len(set(names)) == len(names) else cases
 

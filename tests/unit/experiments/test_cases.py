@@ -139,6 +139,10 @@ def test_name_of_a_case_in_a_list_is_what_differs(tmp_path: Path) -> None:
     assert names == ["optimizer.name=sgd", "optimizer.name=lars"]
 
 
+def test_list_of_no_case_is_the_same_as_no_list(tmp_path: Path) -> None:
+    assert plan_of(tmp_path, cases=[]) == plan_of(tmp_path, cases={})
+
+
 def test_work_of_making_points_is_a_config_each_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run of 10,000 points once parsed a file and built a parser for each."""
     parsed: list[object] = []
