@@ -18,6 +18,7 @@ def main(argv: Sequence[str]) -> int:
 
     That rank is named if it was ended by a signal or runs a user's script: any other has told its failure itself.
     """
+    from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
         torchrun.run(arguments)
     except SignalException:
         return FAILED  # its ranks have saved and stopped, or were ended
+    except DistNetworkError as error:
+        at = f"{arguments.master_addr}:{arguments.master_port}"
+        tell(f"no rendezvous at {at}: {str(error).splitlines()[0]}; --master states a free port of the first node")
+        return FAILED
     except ChildFailedError as error:
         # a rank that ends because another one was lost is not the cause
         rank, failure = min(error.failures.items(), key=lambda each: (each[1].exitcode == LOST, each[1].timestamp))

@@ -2,6 +2,9 @@
 
 import argparse
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -66,6 +69,16 @@ def test_torchrun_adds_nothing_to_a_ranks_own_error(
     assert LAUNCHERS["torchrun"].start(job, environ=os.environ, options=argparse.Namespace()) == code
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(told)
+
+
+@pytest.mark.long
+def test_torchrun_names_a_port_in_use_in_a_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = [sys.executable, *torchrun_argv(JobSpec(("rank.py",), 1, is_python=True), port=port)[1:]]
+        ended = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert (ended.returncode, f"127.0.0.1:{port}" in line, "address already in use" in line) == (1, True, True)
 
 
 @pytest.mark.long
