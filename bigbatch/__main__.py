@@ -1,4 +1,4 @@
-"""`python -m bigbatch` is the same as `bigbatch`: no file of the work folder replaces a library."""
+"""Run `python -m bigbatch` like `bigbatch`: neither imports libraries from the work folder."""
 
 import os
 import sys

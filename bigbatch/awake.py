@@ -53,7 +53,7 @@ def awake_seconds() -> float:
 
 
 def wait_awake(wait: Callable[[float], bool], seconds: float) -> bool:
-    """Call wait(seconds) again for the time in which this process was stopped; wait returns whether it ended."""
+    """Return whether wait(seconds) succeeds within seconds of awake time; it is called again after a stop."""
     deadline = awake_seconds() + seconds
     while not wait(max(0.0, deadline - awake_seconds())):
         if awake_seconds() >= deadline:

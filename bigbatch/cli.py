@@ -27,7 +27,7 @@ TURN_SECONDS = 0.3
 
 HELP, VERSION = ("-h", "--help"), "--version"
 NO_VALUE = re.compile("--[^=]+=--")
-"""Words that argparse fails on before Python 3.13."""
+"""Matches words such as --name=--, on which argparse fails before Python 3.13."""
 
 NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
 """Errors that pathlib raises when it tests whether a path exists; the user named the path, so main() reports it."""
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # other ranks between them.
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     code = _write_out(_answer(arguments))
-    _record_end(code)  # before this rank waits for the others, in which mpirun may end it
+    _record_end(code)  # first: mpirun may end this rank while it waits for the others
     if code:
         _tell_the_others(code)
     worker = _worker()
@@ -121,15 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if worker is not None and code and worker.launcher == "openmpi":
             # one after the other: mpirun may crash or hang if several exit at once (docs/decisions/039)
             time.sleep(worker.rank % 10 * TURN_SECONDS)
-        # Without the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort: all files are
-        # closed and the job has ended by now. A good run must exit with 0, and a failed rank must not wait for its
-        # peers or for a dead file system.
+        # Skip the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort: a good run must
+        # exit with 0, and a failed rank must not wait for its peers or for a dead file system. All files are closed.
         os._exit(code)
     return code
 
 
 def _open_closed_streams() -> None:
-    """Open streams that the caller closed (>&-, a daemon) on the null device, or files would get their numbers."""
+    """Open standard streams that the caller closed (>&-, a daemon) on /dev/null; else files would get their numbers."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -140,9 +139,9 @@ def _open_closed_streams() -> None:
 
 
 def _write_out(code: int) -> int:
-    """Write what is still buffered; return the exit code, PIPE_CLOSED if all went well but the reader has ended.
+    """Flush stdout and stderr; return code, or, if it is 0 and stdout cannot be written, that error's code.
 
-    What cannot be written is dropped: the interpreter would try again as it ends, and exit with a code of its own.
+    Unwritable output is dropped: the interpreter would try again when it ends, and exit with a code of its own.
     """
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
@@ -161,7 +160,7 @@ def _answer(arguments: list[str]) -> int:
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich has noticed the closed pipe
             return PIPE_CLOSED
-        if not ended.code:  # argparse has printed its help, and takes no notice of a broken pipe
+        if not ended.code:  # argparse has printed its help, and ignores a broken pipe
             if _is_pipe_closed():
                 return PIPE_CLOSED
             _record_end(0)
@@ -259,7 +258,7 @@ def _code_of(error: BaseException) -> int:
         where = printable(os.fsdecode(error.filename)) if error.filename else "a file, or the output,"
         tell(f"{where} cannot be written ({error.strerror}): free some disk")
         return FAILED
-    traceback.print_exception(error)  # print the traceback, and still leave the job as a rank must
+    traceback.print_exception(error)  # and return: main() still has to leave the job as a rank must
     return CRASHED
 
 

@@ -37,7 +37,7 @@ def add_note(error: BaseException, *notes: str) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a process that this error ends; CRASHED for one that is not for a user."""
+    """Return the exit code of a process that this error ends; CRASHED if it is not a UserError."""
     return error.exit_code if isinstance(error, UserError) else CRASHED
 
 
@@ -50,7 +50,7 @@ class DataError(UserError, RuntimeError):
 
 
 class StorageError(DataError):
-    """The storage of a data set fails, not one image: no policy skips it."""
+    """The storage of a data set fails, not a single image: no policy of skipping images applies."""
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -70,7 +70,7 @@ class ComputeError(UserError, RuntimeError):
 
 
 class OutOfMemory(UserError, RuntimeError):
-    """A run does not fit into memory; the message says which one does."""
+    """A run does not fit into memory; the message says which settings do."""
 
 
 class RunFolderError(UserError, RuntimeError):
@@ -82,7 +82,7 @@ class TrainingDiverged(UserError, RuntimeError):
 
 
 class ReplicasDiffer(UserError, RuntimeError):
-    """Ranks hold other weights, or computed other gradients of the same images; the message names step and ranks."""
+    """Ranks hold different weights, or computed different gradients from the same images; names step and ranks."""
 
     exit_code = DIFFERENT
 
@@ -115,11 +115,11 @@ class TunedError(UserError, ValueError):
 
 
 class EmulationError(UserError, RuntimeError):
-    """The cluster cannot be built, found or left; the message says what to do."""
+    """An emulated cluster cannot be built, found, entered or removed; the message says what to do."""
 
 
 class FaultError(UserError, ValueError):
-    """A campaign of faults or one of its trials is not possible as asked for; the message says what is."""
+    """Flight recorders' dumps cannot be read, or a trial of faults is impossible; the message says what is possible."""
 
     exit_code = REFUSED
 
@@ -200,10 +200,10 @@ def tell(*lines: object) -> None:
 
 
 tell_once = cache(tell)
-"""Like tell, unless the process has told these lines: a launcher reads its job's config several times."""
+"""Like tell, but each text once per process: a launcher reads its job's config several times."""
 
 FOLLOWS = re.compile(r" ended with exit code \d+(; ending the others)?$")
-"""Matches a launcher's line on a rank that has reported its own error: no reason, if there is another line."""
+"""Matches a launcher's line about a failed rank; any other line of the log, such as the rank's own, says more."""
 
 
 def shortened(value: object) -> str:
@@ -222,18 +222,18 @@ def first_line(error: BaseException) -> str:
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The system's messages on a full disk, or on a user's full quota."""
+"""Error numbers of a full disk, and of a user's full quota."""
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return the system's error behind that of a library which writes; None if there is none."""
+    """Return the OSError among an error and its contexts, such as behind a library's own error; None without one."""
     if isinstance(error, OSError) or error.__context__ is None:
         return error if isinstance(error, OSError) else None
     return find_os_error(error.__context__)
 
 
 def why_unwritten(path: Path, error: Exception) -> str:
-    """Return the reason why path was not written, the system's if there is one, and the free space of a full disk."""
+    """Return why path was not written: the system's reason if there is one; for a full disk also its free space."""
     system = find_os_error(error)
     reason = first_line(error) if system is None else system.strerror or str(system)
     if system is not None and system.errno in FULL:

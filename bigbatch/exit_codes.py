@@ -9,7 +9,7 @@ SOME_FAILED = 3
 UNFIT = 4
 """Something is wrong with a node, or between nodes."""
 DIFFERENT = 5
-"""The ranks of a run hold different weights, a second time; or `bigbatch diff` found a difference."""
+"""Ranks hold different weights at the start, or again after a rollback; or diff or replay found a difference."""
 LOST = 6
 """Another rank was lost: the same command resumes from the newest checkpoint."""
 CRASHED = 7

@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file that replaces path in one step if the block ends well, and is removed if it does not.
 
-    Until then path is unchanged, and file.name is a hidden name beside it. No other writer on any node has that name,
-    unless mark is given: if a lock admits one writer, the next run overwrites what a killed one left. suffix ends the
-    name without a mark. sync flushes the bytes to the disk first, so that a power cut leaves the old file or the new
-    one. Raises: OSError.
+    Until then path is unchanged, and the new file has a hidden name beside it, unique on all nodes and ending in
+    suffix. With mark the name is always the same, for one writer under a lock: the next run overwrites what a killed
+    one left. sync flushes the bytes to the disk first: after a power cut path is the old file or the new one.
+    Raises: OSError.
     """
     aside = path.parent / f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}"
     file = open_anew(aside)
@@ -49,9 +49,9 @@ def write_whole(path: Path, data: bytes, *, mark: str | None = None, sync: bool 
 
 
 def make_folder(path: Path, *, within: Path) -> None:
-    """Make a folder and its parents below within, which the user named and which alone may be a link.
+    """Make a folder and its parents below within; only within, which the user named, may be a link.
 
-    Raises: OSError, also if one of the others is a link.
+    Raises: OSError, also if another of these folders is a link.
     """
     folder = within
     for name in path.relative_to(within).parts:
@@ -202,7 +202,7 @@ def _open_plain_sized(name: str | Path, flags: int) -> tuple[int, int]:
 def read_plain(path: str | Path) -> bytes:
     """Read a plain file, as open_plain opens it. Raises: OSError.
 
-    In four system calls: after each, a thread waits for the interpreter lock, and up to 64 threads read images.
+    It takes four system calls: after each a thread waits for the interpreter lock, and up to 64 threads read images.
     """
     descriptor, size = _open_plain_sized(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
-"""Locks between processes: the kernel's flock on an open file, freed when its process ends, in any way.
+"""Locks between processes: the kernel's flock on an open file, released when its process ends, in any way.
 
-Not filelock's: it frees a lock for the children that inherited it too, opens no folder, and puts a marker file where a
-file system cannot lock, which outlives its process. Each of these matters to a caller here.
+The package filelock does not fit: it releases the lock also for children that inherited it, cannot lock a folder, and
+falls back to a marker file, which outlives a killed process, on file systems that cannot lock.
 """
 
 import fcntl
@@ -11,9 +11,9 @@ from typing import IO
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open the file of a lock, made if needed; close it to free the lock. Keeps its content, and follows no link.
+    """Open a lock file, and create it if needed; closing it releases the lock. Keeps its content; follows no link.
 
-    A child process holds the lock too only if it inherits the descriptor, and then until both have ended.
+    A child process that inherits the descriptor holds the lock, too: it lasts until both have ended.
     Raises: OSError.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)

@@ -28,7 +28,7 @@ def decimal(text: str) -> float:
 
 
 def spans(numbers: Iterable[int], *, between: str = ", ") -> str:
-    """Return sorted numbers in short, such as 0-3, 7."""
+    """Write sorted numbers as ranges, such as 0-3, 7."""
     # within a run of neighbours, number minus position stays the same
     runs = [[each for _, each in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return between.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -40,5 +40,5 @@ def is_measure(value: object) -> bool:
 
 
 def has_measures(record: Mapping[str, object], *names: str) -> bool:
-    """Return whether a record, perhaps of a damaged file or of another release, has such a number under each name."""
+    """Return whether a record, perhaps damaged or of another release, has a number (is_measure) under each name."""
     return all(is_measure(record.get(name)) for name in names)

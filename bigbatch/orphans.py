@@ -1,4 +1,4 @@
-"""End the child processes of a process that was killed, also by SIGKILL, which it cannot pass on to them."""
+"""End the child processes of a process that was killed, even by SIGKILL, which it cannot pass on."""
 
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +13,15 @@ for pid in $pids; do kill -s "$0" "$pid"; done
 for pid in $pids; do while [ -e "/proc/$pid/exe" ]; do sleep 0.2; done; done
 rm -rf -- "$@"
 """
-"""Reads process ids until all writers have ended. A zombie, whose parent need not look, has no exe."""
+"""Reads process ids until all writers have ended, then ends them. A zombie, perhaps never reaped, has no exe."""
 
 
 @contextmanager
 def ending_orphans(number: Signals, *, leaves: Sequence[Path] = ()) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the id of a started process: it gets this signal if this process is killed meanwhile.
+    """Yield a function that registers a process id: if this process is killed inside, each of them gets the signal.
 
-    leaves: files and folders that are removed once these processes have ended then. A shell in a session of its own
-    does this: it reads a pipe that ends with this process. Unlike the signal at a parent's death (prctl) it outlives
-    the job.
+    leaves: files and folders that are removed after these processes have ended. A shell in a session of its own does
+    both: it reads a pipe that ends with this process. Unlike the parent-death signal (prctl) it outlives the job.
     """
     argv = ["/bin/sh", "-c", WATCHER, number.name.removeprefix("SIG"), *map(str, leaves)]
     nowhere = subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Paths as users write them: expands a leading ~ and $NAME in all options and keys, or refuses them."""
+"""Expand a leading ~ and $NAME in the paths of all options and keys; refuse names without a value."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def work_folder() -> str:
 
 
 def as_path(text: str) -> Path:
-    """Return expand_path(text) as a Path. Raises: PathError, also for an empty text, to Path the work folder."""
+    """Return expand_path(text) as a Path. Raises: PathError, also for an empty text, which Path reads as '.'."""
     if not text:
         raise PathError("an empty path: a variable behind it may have no value")
     return Path(expand_path(text))
