@@ -1,4 +1,4 @@
-"""Measure inference with a sweep's trained runs, form by form, each on top of the ones before: `bigbatch evaluate`."""
+"""Measure inference with a sweep's trained runs by `bigbatch evaluate`, in forms: each adds options to those before."""
 
 import statistics
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Inference:
 
     @property
     def tables(self) -> list[Table]:
-        """Return a row for each form. Its gain is in images per second, over the forms before it."""
+        """Return a table with a row for each form; its gains are over the form before it, and over the first one."""
         head = ("form", "runs", "images/s of the model, median", "lowest to highest", *GAINS, "top-1, mean")
         told = {name: [each for each in found if not isinstance(each, str)] for name, found in self.forms.items()}
         gained = gains([1 / statistics.median(rate for rate, _ in each) for each in told.values() if each])
@@ -55,9 +55,9 @@ class Inference:
 
 
 def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> Inference | None:
-    """Evaluate the runs of the last case that has any, if not done yet; None if there is nothing to do.
+    """Evaluate the finished runs of the last case that has any; None if there is none, or the plan states no form.
 
-    Forms take turns on each run. Raises: Interrupted; RunFolderError.
+    Each run is evaluated in all forms; results of earlier calls are kept. Raises: Interrupted; RunFolderError.
     """
     done = [point for point in points if folder.state_of(point.number) == DONE]
     if not done or not plan.inference:
@@ -70,7 +70,7 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
         for name in words:
             # a result measured with other words does not count
             log = folder.point(point.number) / f"evaluate{''.join(words[name])}.txt".replace("/", "_")
-            # stated again: imports named in a run folder do not count
+            # stated on the command line: import paths in a run folder are not trusted
             imported = dict.fromkeys(key for key, _ in import_paths(point.config))
             stated = [f"--{key}={as_yaml(lookup(point.config, key))}" for key in imported]
             argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *stated, *words[name], "--json"]

@@ -15,8 +15,8 @@ from bigbatch.launch.tables import Table
 def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: str) -> Table:
     """Return a table of predicted and measured images per second, with the error.
 
-    A device's speed comes from the done point with the fewest ranks, which is then not predicted; from the cluster's
-    rates if no point is done. Raises: SimulationError if neither is known.
+    A device's speed comes from the done point with the fewest ranks, which then has no error; for another model, or if
+    no point is done, from the cluster's rates. Raises: SimulationError if neither is known.
     """
     measured: dict[int, float] = {}
     for point in points:
@@ -63,7 +63,7 @@ def _row(point: Point, question: Question, known: float | None, *, base: Point |
     predicted = f"{found.images_per_second:,.0f} images/s"
     if known is None or base is None or point is base:  # without a base nothing is measured
         return (*begin, predicted, band, "", "")
-    # a slower point has many causes; one faster than its own speed allows has one
+    # a point slower than predicted may have many causes; a faster one has one: the base was measured too slow
     is_too_fast = known > batch / found.low_seconds
     doubt = f"more than point {base.number}'s speed allows: measure that one again" if is_too_fast else ""
     error_percent = 100 * (found.images_per_second / known - 1)

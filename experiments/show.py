@@ -32,7 +32,7 @@ class Show:
             self._bar.start()
 
     def skip(self) -> None:
-        """Count a point that had ended before."""
+        """Leave a point that ended in an earlier start out of the count."""
         self._num_points -= 1
 
     def end(self, point: Point, state: dict[str, Any]) -> None:

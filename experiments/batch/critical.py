@@ -1,7 +1,7 @@
 """The critical batch of a whole run, and what other batches cost: pure functions.
 
-At batch B a step makes 1 / (1 + B_noise / B) of the progress of one over all images. So where a run of any batch
-needs S steps and E = B * S images to one loss, S / S_min = 1 + B_crit / B and E / E_min = 1 + B / B_crit, where
+At batch B a step makes 1 / (1 + B_noise / B) of the progress of a step over all images. If a run at batch B needs S
+steps and E = B * S images to reach a loss, then S / S_min = 1 + B_crit / B and E / E_min = 1 + B / B_crit.
 B_crit = E_min / S_min is the mean of B_noise over progress (McCandlish et al. 2018, arXiv 1812.06162, appendix D).
 """
 
@@ -49,7 +49,7 @@ def _moments(pairs: Sequence[Pair]) -> Moments:
 
 
 def critical_batch(shares: Sequence[Share], *, global_batch_size: int) -> NoiseScale:
-    """Return the critical batch of a run from the shares of signal in its parts of as many steps each.
+    """Return the critical batch of a run from the signal's share in each of its parts, which are equally long.
 
     The progress of a step is the share of signal in it, p = 1 / (1 + B_noise / B), so the mean of B_noise over progress
     is B * mean(1 - p) / mean(p): the noise scale of the mean share.
@@ -73,7 +73,7 @@ def thirds(pairs: Sequence[Pair], *, global_batch_size: int) -> list[NoiseScale]
 
 
 def recommended(critical: float, *, microbatch_size: int, num_train: int | None = None) -> int:
-    """Return the microbatch doubled until it is nearest to the critical batch, by ratio, but at most num_train.
+    """Return the microbatch, doubled to come nearest to the critical batch by ratio, but at most to num_train.
 
     A step takes no image twice, so no batch is larger than the training set.
     """

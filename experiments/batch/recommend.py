@@ -26,13 +26,13 @@ from bigbatch.trainer.run.noise_scale import FEWEST, measured
 
 KEY = "run.noise_scale_every_steps"
 SIGNALLED = 128
-"""Added to a signal's number, it is the exit code of a process that the signal ended."""
+"""A process that a signal ended has this plus the signal's number as its exit code."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Train a config or read a run, as argv says, and recommend a batch; return the exit code.
 
-    Raises: ConfigError; RunFolderError; TuneError if the training failed or measured too little, or in a job.
+    Raises: ConfigError; RunFolderError; TuneError if the training failed or measured too little, or in a rank of a job.
     """
     if (size := read_process_env().world_size) > 1:
         raise TuneError(f"bigbatch tune batch is one process, not {size}: start it alone, and give --launch")
@@ -97,7 +97,7 @@ def num_train(records: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """Return the command of a short run that measures. Raises: ConfigError."""
+    """Return the command of a short run that measures the noise scale. Raises: ConfigError."""
     if arguments.epochs < 1:
         raise ConfigError(f"--epochs {arguments.epochs} must be at least 1")
     words = ["--config", arguments.what, *overrides]

@@ -1,4 +1,4 @@
-"""The engine: starts points on this machine or from it, resumes and judges them, several at once if asked for."""
+"""Run a sweep's points as child processes, several at once if asked: start or resume each, watch it, record its end."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from bigbatch.trainer.step.signals import handling_stops
 
 POLL_SECONDS = 0.1
 DISK_IS_FULL = ("No space left on device", "Disk quota exceeded")
-"""The system's messages: a point that ends so has not failed, and the next one would end the same way."""
+"""Messages of a full disk. A point that they end has not failed: the next one would end the same way."""
 
 
 class Interrupted(Exception):
@@ -33,7 +33,7 @@ class _Running:
     point: Point
     process: ChildProcess
     why: str = ""
-    """Why it was asked to stop; empty if the user stopped it."""
+    """Why the engine asked it to stop; empty if it did not, also if the user stopped it."""
     state: str = FAILED
     """State of a point that was stopped for this reason."""
     last_epoch: float = 0.0
@@ -50,10 +50,10 @@ def run_points(
     parallel: int = 1,
     gpus: Sequence[str] = (),
 ) -> None:
-    """Run all points, so many at once, and go on if one fails. A point is drawn from points when its turn comes.
+    """Run all points, up to parallel at once, and go on if one fails; each is drawn from points when a slot is free.
 
     on_end: gets each point that ended, with its state. why_stop: gets each new evaluation of a running point; returns
-    why to stop that point early, or nothing. gpus: to share out; empty: each point sees all.
+    why to stop that point early, or "". gpus: divided among the points; empty: each point sees all GPUs.
     Raises: Interrupted; RunFolderError, also if the disk is full.
     """
     engine = _Engine(plan, folder, on_end, why_stop, gpus)
@@ -72,7 +72,7 @@ class _Engine:
     gpus: Sequence[str]
     stops: list[int] = field(default_factory=list)
     heard: int = 0
-    """Number of the stops that were passed on."""
+    """Number of stop signals that were passed on to the points."""
 
     def run(self, points: Iterator[Point], parallel: int) -> None:
         """Run points until none is left or a signal comes. Raises: RunFolderError."""
@@ -114,7 +114,7 @@ class _Engine:
         return _Running(point, ChildProcess(argv, log=folder.log(number), within=folder.path))
 
     def _watch(self, running: _Running) -> None:
-        """Ask a running point to stop if it takes too long, or if one of its new evaluations is a reason."""
+        """Ask a running point to stop if it takes too long, or if why_stop gives a reason for a new evaluation."""
         limit, process = self.plan.timeout_minutes, running.process
         if limit is not None and process.seconds > 60 * limit and not process.was_asked:
             running.why = f"took longer than {limit:g} min, and was ended"
@@ -149,7 +149,7 @@ class _Engine:
 
 
 def seen_gpus(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
-    """Return words that give a point's ranks their GPUs, taken in turn; none if they need all of them."""
+    """Return an env command that sets CUDA_VISIBLE_DEVICES by the point's slot; empty if it needs all GPUs."""
     if ranks >= len(gpus):
         return []
     mine = [gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks)]
@@ -157,7 +157,7 @@ def seen_gpus(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
 
 
 def start_over(folder: SweepFolder, number: int) -> None:
-    """Remove the results of an earlier try, which would count as measured. Raises: RunFolderError."""
+    """Remove the run folder and log of an earlier try, which would count as this try's. Raises: RunFolderError."""
     require_idle(folder, number)
     path = folder.run(number).path
     with writing(path):
@@ -168,7 +168,7 @@ def start_over(folder: SweepFolder, number: int) -> None:
 
 
 def require_idle(folder: SweepFolder, number: int) -> None:
-    """Check that no earlier try still trains, as after its sweep was killed: it would slow the next one.
+    """Check that no earlier try of the point still trains, such as after its sweep was killed: it would slow this one.
 
     Raises: RunFolderError.
     """

@@ -30,7 +30,7 @@ EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}nam
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """Paths in the folder of a sweep."""
+    """The files of a sweep's folder, and the states of its points."""
 
     path: Path
 
@@ -63,7 +63,7 @@ class SweepFolder:
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
     def prepare(self, plan: SweepPlan, points: Sequence[Point]) -> None:
-        """Write what is missing. Raises: LaunchOptionError if the folder holds something else; RunFolderError."""
+        """Write the plan, and missing states. Raises: LaunchOptionError if the folder holds others; RunFolderError."""
         self.require_same(plan, points)
         RunDir(self.path).write_text(self.sweep, dump_plan(plan))
         for point in points:
@@ -71,12 +71,12 @@ class SweepFolder:
                 self.write_state(point.number, first_state(point))
 
     def write_config(self, point: Point) -> None:
-        """Write a point's experiment, unless an earlier start has. Raises: RunFolderError."""
+        """Write a point's experiment, unless an earlier start has written it. Raises: RunFolderError."""
         if not self.config(point.number).exists():
             RunDir(self.path).write_text(self.config(point.number), dump_config(point.config))
 
     def require_same(self, plan: SweepPlan, points: Sequence[Point]) -> None:
-        """Check without writing. Raises: LaunchOptionError if the folder holds anything but this sweep's points."""
+        """Raise LaunchOptionError if the folder holds anything but this sweep's points; write nothing."""
         if not self.sweep.exists():
             if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
                 if (self.path / "search.json").exists():
@@ -180,11 +180,11 @@ def first_state(point: Point) -> dict[str, Any]:
 
 
 def require_same_experiment(path: Path, now: Config, *, config: str, of_machine: tuple[str, ...] = ()) -> None:
-    """Check without writing. config: its name; of_machine: keys with old values. Raises: LaunchOptionError."""
+    """Raise LaunchOptionError if path has another config. config: name of now; of_machine: keys that may differ."""
     try:
         text = read_plain(path).decode()
         old = read_dumped(text)
-        modes = set(MODES) - flatten(parse_yaml(text)).keys()  # of a folder that is older than these keys
+        modes = set(MODES) - flatten(parse_yaml(text)).keys()  # a folder may be older than these keys
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {path.parent}") from error
     new = read_dumped(dump_config(now))

@@ -1,4 +1,4 @@
-"""Make a launcher's job from a point or an array of points, check it, and the command line that starts the same job."""
+"""Build and check the launcher's job of a point or of an array of points, and the command line that starts it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from bigbatch.launch.launchers.slurm import job_script
 
 
 def point_command(plan: SweepPlan, point: Point, folder: SweepFolder) -> list[str]:
-    """Return the command that runs a point as a child process, so that its end does not end the plan."""
+    """Return the command that runs a point as a child process, so that its failure does not end the sweep."""
     launcher = ("emulate", "run") if plan.where == "emulated" else (plan.where,)
     words = [*stated_words(_size(plan, point)), *launch_words(plan.launch)]
     return [*bigbatch_argv(), "launch", *launcher, *words, *_command(plan, folder, point.number)]
@@ -38,7 +38,7 @@ def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
 
 
 def array_job(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> JobSpec:
-    """Return the job that runs such points under that name; their time limit is the job's.
+    """Return the Slurm array that runs these points, of one number of ranks; timeout_minutes is its time limit.
 
     Raises: LaunchOptionError.
     """
@@ -53,7 +53,7 @@ def array_words(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *
 
 
 def rank_words(plan: SweepPlan, folder: SweepFolder, number: int | str) -> tuple[str, ...]:
-    """Return the command of all ranks; number may stand for each point of an array."""
+    """Return the command of each rank; number: the point's, or INDEX for all points of an array."""
     return (*(("train",) if plan.script is None else plan.script), "--config", str(folder.config(number)))
 
 

@@ -23,7 +23,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
 Place = Literal["local", "mpirun", "torchrun", "emulated", "slurm"]
 SCALINGS = ("weak", "strong")
 RANKS, SCALING, CASE = "ranks", "scaling", "case"
-"""Words of a grid that are not keys of an experiment; and the column of named cases."""
+"""Words of a grid that are not config keys, and the column that names a point's case."""
 BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
 OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
@@ -72,7 +72,7 @@ class SweepPlan:
     script: tuple[str, ...] | None = None
     """Runs instead of `bigbatch train`: a Python script, or -m and a module, with arguments; --config FILE follows."""
     inference: dict[str, Any] = field(default_factory=dict)
-    """Forms of inference with what the last case trained, and the words of `bigbatch evaluate` that each adds."""
+    """Forms of inference to measure with the last case's runs: name -> words that it adds to `bigbatch evaluate`."""
 
     search: dict[str, Any] = field(default_factory=dict)
     """Settings of bigbatch tune search in its folder; a sweep has none."""
@@ -83,7 +83,7 @@ class SweepPlan:
         return Path("runs/sweeps") / self.name
 
     def changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each case with all that it changes; one without a name if none is stated."""
+        """Yield each case's name and all its changes; one unnamed case without changes if the file states none."""
         before: dict[str, Any] = {}
         for name, own in (self.cases or {"": {}}).items():
             before = {**before, **own} if self.cumulative else own

@@ -19,7 +19,7 @@ from bigbatch.trainer.config.schema import Config, lookup, typed
 from bigbatch.trainer.config.short_run import shorten
 
 EARLY = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
-"""Keys that end a run early, so runs of unlike length would be compared: they count only if the sweep states them."""
+"""Keys that end a run early. They count only if the sweep states them: runs of unlike length do not compare."""
 REPORTS = 8
 """Reports of a point that measures speed; the first one does not count."""
 SPEED = {
@@ -46,7 +46,7 @@ class Point:
     nodes: int
     config: Config
     of_machine: tuple[str, ...] = ()
-    """Keys with values of this machine: a sweep keeps the values that it began with."""
+    """Keys whose values follow from this machine; a continued sweep keeps the values that it began with."""
     is_seeded: bool = False
     """True if other points differ from it only in their seeds."""
 
@@ -58,8 +58,8 @@ class Point:
 def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
     """Make all points: cases, each with all combinations of the grid; then the same with the next seed.
 
-    In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one of
-    its microbatches. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
+    In strong scaling every number of ranks has the experiment's global batch; in weak scaling the global batch is one
+    microbatch per rank. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
     Reads each file once, for any number of points. Raises: ConfigError, a line for each reason why points cannot be
     trained.
     """
@@ -100,7 +100,7 @@ class _Maker:
         self._base = experiment.with_values({}).config
         self._hosts = _hosts(plan)
         self._cores = _cores_per_rank(plan)
-        # its learning rates are the ones that a sweep scales
+        # the global batch for which the learning rates are stated: `scale` scales them from it
         self._batch = plan.grid.get(BATCH, [plan.options.get(BATCH, self._base.batch.global_batch_size)])[0]
         if plan.steps is not None and plan.options.get("data.loader", "synthetic") != "synthetic":
             raise ConfigError(f"steps: {plan.steps} are of generated tensors: leave data.loader out, or the steps")
@@ -126,7 +126,7 @@ class _Maker:
         own = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=value("batch.bn_span"))
         own["run.directory"] = self._directory(number)
         own["run.seed"] = seed = value("run.seed") + repeat
-        if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # the rate for that batch
+        if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # a case with both has the rate of its batch
             factor = total / self._batch
             own[RATE] = value(RATE) * (factor if plan.scale == "linear" else math.sqrt(factor))
         machine = {}
@@ -173,9 +173,10 @@ ONE_HOST = ("local", "mpirun", "torchrun")
 
 
 def _cores_per_rank(plan: SweepPlan) -> int | None:
-    """Return the CPU threads per rank of the point with the most ranks; with more, fewer ranks would seem faster.
+    """Return the CPU threads of each rank, for all points: this host's cores divided by the most ranks of a point.
 
-    For this host alone, as others are unknown; None if all points have as many ranks. A GPU is not affected.
+    With more threads each, fewer ranks would seem faster. None if all points have the same number of ranks, or other
+    hosts, whose cores are unknown.
     """
     if plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys():
         return None

@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 600.0
 def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:
     """Submit one array for each number of ranks; if Slurm refuses one, its points fail with Slurm's message.
 
-    Each array has a unique name, noted before it is submitted, by which find_submitted finds it.
+    Each array has a unique name, recorded before it is submitted, by which find_submitted finds it.
     Raises: SchedulerError if Slurm does not answer at all; those submitted stay submitted.
     """
     with writing(folder.logs):
@@ -64,7 +64,7 @@ def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder)
 
 
 def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
-    """Find out whether points are in Slurm, or missing, if their submission ended without a job's number.
+    """Find the Slurm jobs of points whose submission ended before a job's number was recorded, or mark them missing.
 
     Raises: SchedulerError.
     """
@@ -92,7 +92,7 @@ def wait_for_points(
 ) -> None:
     """Wait until none of the points is in the queue, and the results of each have reached this host.
 
-    With waits=False, only for those that have left the queue. Raises: SchedulerError if Slurm no longer answers.
+    With waits=False, wait only for results of those that have left it. Raises: SchedulerError if Slurm does not answer.
     """
     left = {point.number: point for point in points}
     gone: dict[int, float] = {}

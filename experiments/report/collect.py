@@ -47,7 +47,7 @@ class SweepResults:
     target: float | None
     conditions: dict[str, Any]
     numbers: dict[tuple[Variant, int], tuple[int, ...]]
-    """Numbers of the points with the same values and ranks, by these."""
+    """(variant, ranks) -> numbers of its points, one for each seed."""
 
     def again(self, point: MeasuredPoint) -> str:
         numbers = ",".join(map(str, self.numbers[point.variant, point.ranks]))
@@ -115,7 +115,7 @@ class RunResults:
 
     @cached_property
     def noise_scale(self) -> dict[str, Any] | None:
-        """Return the newest figures of its noise scale; None where none were measured. Raises: RunFolderError."""
+        """Return the newest figures of its noise scale; None if none were measured. Raises: RunFolderError."""
         newest = None
         for record in self.records():
             if record["kind"] == "train" and record.get("noise_scale_low") is not None:
@@ -151,7 +151,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
 
 
 def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> SweepResults:
-    """Read a sweep's results, repeats of a point together; a damaged point has no figures. Raises: RunFolderError."""
+    """Read a sweep's results; seeds are measured together, a damaged point has no figures. Raises: RunFolderError."""
     sweep = _mapping(folder.sweep, parse_yaml)
     target = target if target is not None else sweep.get("target_top1")
     states: dict[int, dict[str, Any]] = {}
@@ -211,7 +211,7 @@ class _PointRun:
     state: dict[str, Any]
     trained: TrainedRun
     records: list[dict[str, Any]]
-    """Reports that speed is computed from; only of sweeps over numbers of ranks."""
+    """Reports from which speed is computed; empty unless the sweep is over numbers of ranks."""
     summary: dict[str, Any]
     global_batch_size: int
     nodes: int
@@ -224,7 +224,7 @@ def _read_point(
     run = folder.run(number)
     config = _mapping(run.config if run.config.is_file() else folder.config(number), parse_yaml)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
-    # a run of an older bigbatch did not note its own
+    # runs of older releases did not record num_nodes
     nodes = summary.get("num_nodes") or (
         1 if state.get("where") in ONE_HOST else -(-state["ranks"] // state["ranks_per_node"])
     )
@@ -275,7 +275,7 @@ def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) 
 
 
 def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the conditions of the figures; all values of one in which points differ, as these then do not compare."""
+    """Return the conditions of the figures; DIFFER and all values for one in which points differ, a range for dates."""
     found = {}
     for key in CONDITIONS:
         values = list(dict.fromkeys(str(summary[key]) for summary in summaries if key in summary))
@@ -295,7 +295,7 @@ def differences(conditions: dict[str, Any]) -> list[str]:
 
 
 def train_records(run: RunDir) -> list[dict[str, Any]]:
-    """Return the reports of the newest start without its first; each with its number of steps."""
+    """Return the newest start's reports without the first, each with its number of steps. Raises: RunFolderError."""
     records: list[dict[str, Any]] = []
     for record in read_records(run.metrics):
         if record["kind"] == "start":

@@ -65,7 +65,7 @@ class Cell:
         return [figure for figure in found if figure is not None]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure; None where no run has it."""
+        """Return the mean of a figure; None if no run has it."""
         found = self.each(name)
         return statistics.fmean(found) if found else None
 
@@ -122,7 +122,7 @@ def read_figures(
         if record["kind"] == "start":
             starts += 1
         elif record["kind"] == "train":
-            if record["step"] > step:  # steps lost after a checkpoint are done again
+            if record["step"] > step:  # steps that a restart repeats count once
                 seconds += (record["step"] - step) * global_batch_size / record["images_per_second"]
                 step, epochs = record["step"], record["epoch"]
         elif record["kind"] == "eval" and not is_generated:
@@ -191,7 +191,7 @@ def comparison_table(found: Comparison) -> Table:
 
 
 def best_of(found: Comparison) -> str:
-    """Return a sentence on the cell with the best accuracy and its lead; empty for cells without an order."""
+    """Return a sentence on the most accurate cell and its lead; empty for cumulative cases, or fewer than two cells."""
     cells = [cell for cell in found.cells if cell.each("top1")]
     if found.is_cumulative or len(cells) < 2:
         return ""

@@ -42,7 +42,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
 
 
 def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Draw the parts of lost efficiency, a bar for each of these points; each has a smaller one to compare with."""
+    """Draw the parts of lost efficiency as a stacked bar for each point; none of the points is its own base."""
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
@@ -71,9 +71,9 @@ def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
 
 
 def draw_comparison(found: Comparison) -> "Figure":
-    """Draw top-1, or images per second, over a key of numbers: a line for each other value, with a band over seeds.
+    """Draw top-1, else images per second, over a numeric key: a line for each value of other keys, a band over seeds.
 
-    Cases without an order have no line between them, but bars of seconds and points of accuracy.
+    Without a numeric key, and for cumulative cases, draw a bar of seconds and points of accuracy for each cell.
     """
     numbers = [key for key in found.keys if all(type(cell.values[key]) in (int, float) for cell in found.cells)]
     key = next((key for key in (BATCH, "ranks", *numbers) if key in numbers), None)

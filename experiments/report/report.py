@@ -83,7 +83,7 @@ class Report:
         return found
 
     def name_of(self, sweep: SweepResults) -> str | None:
-        """Return a sweep's folder if there are several sweeps, as their names may be equal."""
+        """Return a sweep's folder if there are several sweeps, because their names may be equal; else None."""
         return str(sweep.folder) if len(self.sweeps) > 1 else None
 
     @property
@@ -134,7 +134,7 @@ class Report:
             show_table(table, console)
 
     def write(self, folder: Path, *, within: Path) -> list[str]:
-        """Write all files into a folder, which is or lies in one that the user named; return their names.
+        """Write all files into folder, and return their names; within: the folder that the user named, or folder.
 
         Raises: RunFolderError.
         """

@@ -17,7 +17,7 @@ ENOUGH_REPORTS = 3
 STEADY = 0.2
 """Largest distance between the quartiles of a point's rates, as a share of their median."""
 PERFECT = 1.05
-"""Highest credible efficiency: ranks with the same share are not faster together, except for measurement noise."""
+"""Highest credible efficiency: more ranks with the same local batch are not faster each, but for measurement noise."""
 
 
 def doubts(each: Efficiency) -> list[str]:
@@ -195,7 +195,7 @@ def noise_table(runs: Sequence[RunResults]) -> Table:
 
 
 def conditions_table(conditions: Mapping[str, Any]) -> Table:
-    """Show the conditions of the figures; a sweep's options in YAML, and not in Python."""
+    """Show the conditions of the figures, a sweep's options as YAML values."""
     rows = [(key, describe_values(each) if isinstance(each, dict) else str(each)) for key, each in conditions.items()]
     return Table("Conditions", ("", ""), tuple(rows))
 
@@ -205,6 +205,6 @@ def _energy(joules: float | None, *, images: float = 1.0) -> str:
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
-    """Write 28.0 GPU-hours, and their cost if an hour has a price."""
+    """Write 28.0 -> '28.000 GPU-hours', and their cost if an hour has a price."""
     text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
     return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"

@@ -69,7 +69,7 @@ def _set_ticks(panel: "Axes", axis: Axis) -> None:
 
 
 def _point(record: TrialRecord, axis: Axis, *, metric: Metric) -> tuple[float, float]:
-    """Return the place of a trial: on grids the index of the value."""
+    """Return a trial's coordinates: its value, or the value's index in a list, and its result."""
     text, result = record.values[axis.key], record.result or 0.0
     x = float(text) if isinstance(axis, SearchRange) else float(axis.texts.index(text))
     return x, 100 * result if metric == "top1" else result

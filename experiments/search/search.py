@@ -1,6 +1,6 @@
 """A search from coarse to fine: rounds of short runs, each in a smaller space around the best so far.
 
-Jia et al. 2018 (arXiv 1807.11205, section 4.3) tune so by hand, the learning rate first of all.
+Jia et al. 2018 (arXiv 1807.11205, section 4.3) tune in this way by hand, the learning rate first of all.
 """
 
 import math
@@ -77,7 +77,7 @@ class Search:
 
     @property
     def plan(self) -> SweepPlan:
-        """Return a plan of where and how long trials run, and of all that determines the trials."""
+        """Return the trials as a sweep's plan: where and how long they run, and the settings that choose values."""
         decides = ("space", "trials", "rounds", "metric", "prune")
         return SweepPlan(
             name="search",
@@ -105,7 +105,7 @@ class Search:
                     raise ConfigError(*(f"--space {text}: at {end}, {line}" for line in error.args)) from error
 
     def _load(self, values: dict[str, str]) -> Config:
-        """Load the experiment with these values; if the rate is searched, without the file of a range test."""
+        """Load the experiment with these values; without a range test's file if the rate is searched but not given."""
         is_searched = any(axis.key == RATE for axis in self.axes)
         without = [f"--{RANGE_TEST}=null"] if is_searched and RATE not in values else []
         tried = [f"--{key}={value}" for key, value in values.items()]
@@ -161,7 +161,7 @@ def search(stated: Search) -> list[TrialRecord] | None:
     stated.check()
     folder = SweepFolder(stated.folder)
     try:
-        _require_same(stated, folder)  # before the lock is written there, and again under it
+        _require_same(stated, folder)  # before the lock file is created there, and again under the lock
         with folder.alone():
             _require_same(stated, folder)
             folder.prepare(stated.plan, [])
@@ -220,7 +220,7 @@ def first_commands(stated: Search) -> None:
 
 
 def _require_same(stated: Search, folder: SweepFolder) -> None:
-    """Check without writing. Raises: LaunchOptionError if the folder holds anything but this search."""
+    """Raise LaunchOptionError if the folder holds anything but this search; write nothing."""
     base = folder.path / "base.yaml"
     folder.require_same(stated.plan, [])
     if folder.sweep.exists() and base.exists():
@@ -228,13 +228,13 @@ def _require_same(stated: Search, folder: SweepFolder) -> None:
 
 
 class _Trials:
-    """Makes the points of one round by the values that its study chooses, and reports the results to it."""
+    """Makes a round's points from the values that its study chooses, and reports their results to the study."""
 
     def __init__(self, stated: Search, folder: SweepFolder, study: Round, show: Show) -> None:
         self._stated, self._folder, self._study, self._show = stated, folder, study, show
 
     def points(self, size: int) -> Iterator[Point]:
-        """Yield the trials of a round of that size which are left to run."""
+        """Yield the trials that a round of that size has yet to run."""
         left = self._study.unfinished()
         for _ in self._study.ended():
             self._show.skip()
@@ -258,7 +258,7 @@ class _Trials:
                 self.end(point, state)
 
     def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
-        """Note an evaluation in the study; return why to stop the trial, if the study prunes it before its end."""
+        """Note an evaluation in the study; return why to stop the trial before its end, or "" to let it run."""
         stated, epoch = self._stated, round(evaluation["epoch"])
         is_worse = self._study.should_stop(point.number, epoch=epoch, result=evaluation[stated.metric])
         is_stopped = stated.prune and is_worse and epoch < stated.epochs
@@ -281,7 +281,7 @@ class _Trials:
 
 
 def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord]) -> None:
-    """Write files and print the result. Raises: TuneError if no trial finished."""
+    """Write the report, best.yaml and the plot, and print the result. Raises: TuneError if no trial finished."""
     best = best_record(records, metric=stated.metric)
     if best is None:
         # reasons that differ only in their numbers count as one

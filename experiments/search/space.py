@@ -12,8 +12,8 @@ from bigbatch.trainer.config.schema import KEYS, key_of, require_known
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
 
 SHRINK = 3
-"""A round's range is one such part of the last one's (of its logarithm if it is sampled so): Jia et al. 2018 go from
-coarse to fine, without stating a factor."""
+"""Each round's range is the last one's (or its logarithm, if log) divided by this. Jia et al. 2018 go from coarse to
+fine without stating a factor."""
 EDGE_SHARE = 0.05
 """A best value within this share of a range's end may have a better one beyond it."""
 NUM_DIGITS = 4

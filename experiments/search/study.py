@@ -1,4 +1,4 @@
-"""The trials of a search in its journal, and the choice of their values, by Optuna; the only file that imports it."""
+"""Choose the values of a search's trials by Optuna, and keep trials in its journal; only this file imports Optuna."""
 
 import os
 import warnings
@@ -36,7 +36,7 @@ class TrialRecord:
 
 
 def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecord | None:
-    """Find the first finished one with the highest top-1 or the lowest loss; None where none finished."""
+    """Return the first finished trial with the highest top-1 or the lowest loss; None if none finished."""
     finished = [(record, record.result) for record in records if record.state == "finished"]
     sign = -1 if metric == "top1" else 1
     best = min(finished, key=lambda pair: (sign * (pair[1] or 0.0), pair[0].number), default=None)
@@ -49,7 +49,7 @@ def show_result(record: TrialRecord, *, metric: Metric) -> str:
 
 
 def import_optuna() -> Any:
-    """Import Optuna, with its messages from warnings on. Raises: TuneError naming the extra to install."""
+    """Import Optuna, and limit its log to warnings. Raises: TuneError naming the extra to install."""
     try:
         import optuna
 
@@ -99,8 +99,8 @@ class Round:
         seed += number  # else all rounds would try the same shares of their ranges
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # before Optuna 5
-            # Optuna draws the first trial of a study at random, and others until one has finished: from a new stream
-            # after every start, or the draws would repeat
+            # Optuna draws a study's trials at random until one has finished; the seed differs after every start, or the
+            # draws would repeat
             independent = optuna.samplers.RandomSampler(seed=(seed + len(self._study.trials)) % 2**32)
             # Sobol's sequence, scrambled by the seed; the journal holds its position
             self._study.sampler = optuna.samplers.QMCSampler(
