@@ -1,8 +1,8 @@
 """Scaling efficiency, and the causes of the loss. Pure.
 
-A step of S seconds is computing + waiting for the wire + waiting for images + waiting for stragglers. At perfect
-scaling a step with b images a rank would take S0 * b / b0 seconds, as at the fewest ranks; efficiency E is that over
-S. What each part takes beyond its own share of the ideal step, over S, adds up to 1 - E exactly.
+A step of S seconds is computing + waiting for the wire + waiting for images + waiting for stragglers. The ideal step
+with b images per rank takes S0 * b / b0 seconds; S0 and b0 are those at the fewest ranks. Efficiency E is the ideal
+step over S. What each part takes beyond its own share of the ideal step, over S, adds up to 1 - E exactly.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class MeasuredPoint:
 
     @property
     def million_images_rank_hours(self) -> float:
-        """Return the hours of a rank, over all ranks, that 10^6 images take."""
+        """Return the rank-hours that 10^6 images take."""
         return 1e6 * self.ranks / self.rate / 3600
 
     @property
@@ -94,14 +94,14 @@ class Efficiency:
 
     @property
     def lost_to(self) -> str:
-        """Return a sentence on what the rest is lost to, the most first; empty if nothing is worth naming."""
+        """Return a sentence that names the losses, the largest first; empty if none is worth naming."""
         lost = {self.name_of(part): share for part, share in self.losses.items() if share and share >= WORTH_NAMING}
         named = sorted(lost, key=lambda name: -lost[name])
         return f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in named)}." if named else ""
 
 
 def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) -> Step:
-    """Take the median of a run's train records."""
+    """Return the step with the median seconds and parts of train records; computing is the rest."""
     seconds = median(global_batch_size / record["images_per_second"] for record in records)
     keys = {"communication": "wire_wait_fraction", "input": "input_wait_fraction", "stragglers": "straggler_fraction"}
     shares = {part: _median([record[key] for record in records]) for part, key in keys.items()}
@@ -112,7 +112,7 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
 
 
 def _median(shares: Sequence[float | None]) -> float | None:
-    """Return None if a report lacks it."""
+    """Return the median; None if a report lacks its share."""
     told = [share for share in shares if share is not None]
     return median(told) if len(told) == len(shares) else None
 
@@ -130,7 +130,7 @@ def compare(points: Sequence[MeasuredPoint]) -> list[Efficiency]:
 
 
 def efficiency_of(point: MeasuredPoint, base: MeasuredPoint) -> Efficiency:
-    """Divide by the base's images per second and rank."""
+    """Compare a point with its base: efficiency in images per second and rank, and the loss of each part."""
     # a larger batch alone is not a loss: the loss is the time beyond the base's step, scaled to this batch
     scale = point.local_batch / base.local_batch
     losses: dict[str, float | None] = {}

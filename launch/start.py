@@ -77,7 +77,7 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
         findings.ask(_apply_site, arguments, launcher)
         job = read_job(arguments, command, findings=findings, default_ranks=default_ranks, is_python=arguments.python)
         environ = without_identity(keep={name for name, _ in job.taken})
-        # numbers that contradict each other make 0 ranks, by which a launcher need not be able to divide
+        # contradicting numbers give 0 ranks, by which a launcher might divide
         shown = findings.ask(launcher.dry_run, replace(job, num_ranks=job.num_ranks or 1), environ)
         if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.sees != "none":
             findings.ask(require_taken, job, os.environ)

@@ -52,7 +52,7 @@ def parse_counters(text: str, *, num_nodes: int) -> tuple[LinkBytes, ...]:
 def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: int | None = None) -> EmulatedCluster:
     """Build a cluster and leave it running; with a lifeline, a file descriptor, until its other end is closed.
 
-    Raises: EmulationError if one of that name runs, a tool is missing or the kernel does not let this user.
+    Raises: EmulationError if one of that name runs, a tool is missing, or the kernel does not allow it to this user.
     """
     path = _require_tools(environ)
     folder = root / plan.name
@@ -182,7 +182,7 @@ def format_table(counted: Sequence[LinkBytes]) -> str:
 
 @contextmanager
 def reaching(cluster: EmulatedCluster) -> Iterator[None]:
-    """Raise EmulationError for any system error inside, as after the cluster was taken down."""
+    """Raise EmulationError for any system error inside, such as after the cluster was removed."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
@@ -194,7 +194,7 @@ def reaching(cluster: EmulatedCluster) -> Iterator[None]:
 
 
 def join(cluster: EmulatedCluster) -> None:
-    """Make the children of this single-threaded process be processes of the cluster. Raises: EmulationError."""
+    """Put later children of this single-threaded process into the cluster. Raises: EmulationError."""
     with reaching(cluster):
         namespaces.enter_cluster(cluster.keeper)
     if not is_alive(cluster):  # the process number may have been reused before we entered

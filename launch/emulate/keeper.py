@@ -29,7 +29,7 @@ from bigbatch.launch.emulate.switch import forward, open_port
 
 
 def main(argv: Sequence[str]) -> None:
-    """Become the cluster; return in the process that was only needed to start it."""
+    """Fork the keeper, which builds the cluster and does not return; return in the parent, or print an error."""
     folder, facts = Path(argv[0]), json.loads(argv[1])
     plan = ClusterPlan(**facts | {"ranks_per_node": tuple(facts["ranks_per_node"])})
     try:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
 def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     pid = int(os.readlink("/proc/self"))  # in the machine's numbering: /proc is still the machine's
     namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # our own, to come back to
-    # mounts of the machine come in, ours do not get out
+    # later mounts of the machine appear here, too; ours do not appear there
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
     # from here on /proc shows the cluster's processes
     namespaces.mount("proc", "/proc", kind="proc")
@@ -63,7 +63,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are reaped silently
     save(folder, EmulatedCluster(plan, pid, start_ticks("self") or 0, boot_id()))
-    # fails, and ends the cluster, if no process waits for it any more; with once the end of its input does both
+    # raises, which ends the cluster, if the process that started it has gone; with once the end of stdin ends it
     with suppress(BrokenPipeError) if is_once else nullcontext():
         print("ok", flush=True)
     # the starting process reads until all ends of the pipe are closed

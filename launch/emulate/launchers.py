@@ -24,7 +24,7 @@ AGENT = "bigbatch.launch.emulate.agent"
 
 @dataclass(frozen=True)
 class Site:
-    """Facts that the starts of a job depend on, besides the job and the plan."""
+    """What a job's processes depend on, besides the job and the plan."""
 
     order: str = "block"
     """Order in which ranks are placed on nodes: one of ORDERS."""
@@ -36,7 +36,7 @@ class Site:
     terminal_columns: int = 0
     """Width of the terminal; 0 without one."""
     variables: tuple[str, ...] = ()
-    """Names of the variables that are set here."""
+    """Names of the variables in the environment of this process."""
 
 
 MakeStarts = Callable[[JobSpec, ClusterPlan, Site], tuple[NodeProcess, ...]]
@@ -85,7 +85,7 @@ def torchrun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodePr
 def mpirun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return mpirun in the first node, which reaches the others by the agent instead of ssh.
 
-    All processes are root inside. Ranks that wait yield their core: they share a few.
+    Inside, all processes are root. Waiting ranks yield their core: all nodes share this machine's cores.
     Raises: LaunchOptionError for a path of Python that mpirun cannot take.
     """
     if re.search(r"[\s:]", sys.executable):  # mpirun splits its agents at colons and their words at blanks; no quotes
@@ -114,7 +114,7 @@ NODE_LAUNCHERS: dict[str, tuple[MakeStarts, signal.Signals]] = {
     "torchrun": (torchrun_starts, torchrun.ASKS_TO_STOP),
     "plain": (plain_starts, signal.SIGTERM),
 }
-"""Function that makes the processes, and signal by which they pass on a request to save a checkpoint and stop."""
+"""Launcher -> function that makes its processes, and signal that asks these to make ranks save and stop."""
 
 RUN_OPTIONS = (
     Option("link", "rate of each node's link, each way, such as 200mbit (default: none = unlimited)"),

@@ -1,4 +1,4 @@
-"""Losses of a node that a job rehearses: killed, stopped or cut off at a stated step."""
+"""Lose nodes on purpose while a job runs: kill, stop or cut off a node at a stated step."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ def _parse_loss(kind: str, text: str, *, num_nodes: int) -> Loss:
 
 
 class Rehearsal:
-    """Causes losses while a job runs, each once: call it again and again. metrics: the file of the run's reports."""
+    """Causes each loss once, after the report of its step: call it repeatedly. metrics: file of the run's reports."""
 
     def __init__(
         self, losses: tuple[Loss, ...], *, metrics: Path, cluster: EmulatedCluster, environ: Mapping[str, str]
@@ -72,7 +72,7 @@ class Rehearsal:
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
         with suppress(FileNotFoundError), self._metrics.open("rb") as file:
             file.seek(max(0, self._offset - 1))
-            # the rest of a line, if the file has grown again past the place of the last look
+            # the file may have shrunk and grown again since the last call: then this is the rest of a line
             is_begun = self._offset > 0 and file.read(1) != b"\n"
             for line in file:
                 if not line.endswith(b"\n"):

@@ -58,7 +58,7 @@ def enter_node(keeper: int, node: int) -> None:
 
 
 def enter_cluster(keeper: int) -> None:
-    """Make the children of this process be processes of the cluster, under its owner's user namespace.
+    """Put later children of this process into the cluster, in the user namespace of its owner.
 
     This process must have one thread, and can start none afterwards. Raises: OSError; also if keeper's number belongs
     to another process by now: a signal for the cluster must never reach a process outside it.

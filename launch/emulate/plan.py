@@ -108,7 +108,7 @@ def address(node: int) -> str:
 
 
 def mac(node: int) -> str:
-    """Return the Ethernet address of a node; it is locally administered, so that a switch need not learn it."""
+    """Return a node's Ethernet address (locally administered); it follows from the number, so no switch learns it."""
     return f"02:62:62:00:00:{node + 1:02x}"
 
 

@@ -25,7 +25,7 @@ def burst_bytes(rate: int) -> int:
 
 
 def shape_commands(device: str, rate: int | None) -> list[list[str]]:
-    """Limit the rate out of a device. Both ends of a link are shaped, which makes it full duplex like a real one."""
+    """Return commands that limit the rate out of a device. Both ends of a link are shaped: it is full duplex."""
     # TCP hands the link packets of half a burst at most, as larger ones stall a small bucket
     largest = MAX_GSO_BYTES if rate is None else min(MAX_GSO_BYTES, burst_bytes(rate) // 2)
     gso = ["ip", "link", "set", "dev", device, "gso_max_size", str(largest)]
@@ -36,14 +36,14 @@ def shape_commands(device: str, rate: int | None) -> list[list[str]]:
 
 
 def cut_command(device: str) -> list[str]:
-    """Drop all packets out of a device until it is shaped: a queue of one byte takes none, and says so to no end."""
+    """Return a command that silently drops all packets out of a device until it is shaped: none fits its queue."""
     return ["tc", "qdisc", "replace", "dev", device, "root", "bfifo", "limit", "1"]
 
 
 def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
     """Return all commands in order, each with its place: a host name or 'switch', the namespace of process 1.
 
-    Without a bridge, as where there is a delay, a program forwards the packets from port to port.
+    With a delay there is no bridge: the keeper forwards the packets from port to port.
     """
     is_bridged = plan.delay_us == 0
     set_, quiet = ["ip", "link", "set", "dev"], ["addrgenmode", "none"]  # no IPv6 chatter among the counted bytes

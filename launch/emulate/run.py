@@ -101,7 +101,7 @@ def _count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...]:
 
 @contextmanager
 def _swept() -> Iterator[None]:
-    """Sweep at the end, in any case: if this process is killed, a watcher in the cluster does it.
+    """Kill the job's remaining processes at the end; if this process is killed, a watcher in the cluster does it.
 
     A signal at the parent's death (prctl) would reach only the launchers, not the processes of torchrun or a rank.
     Raises: OSError if the cluster has ended.

@@ -52,7 +52,7 @@ def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
     """Return the text of slurm.conf of a cluster with Slurm's files in folder.
 
     A node has a CPU for each of its ranks, whatever the machine has, and no job waits for memory. Nodes share the
-    machine's control groups and its /tmp, so no plugin may use the former, and each has a part of the latter.
+    machine's control groups and its /tmp: no plugin uses control groups, and each node has another folder for TmpFS.
     """
     daemons = [
         f"ClusterName={plan.name}",
@@ -137,7 +137,7 @@ def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
 
 
 def _may_set_groups() -> bool:
-    """Return whether this user may: root may, except root of a user namespace that was made without root."""
+    """Return whether this user may set groups: root may, except in a user namespace that was made without root."""
     switch = Path("/proc/self/setgroups")
     return os.geteuid() == 0 and not (switch.exists() and switch.read_text().strip() == "deny")
 

@@ -16,7 +16,7 @@ from bigbatch.launch.emulate.plan import ClusterPlan
 
 @dataclass(frozen=True)
 class EmulatedCluster:
-    """A cluster that was built. keeper is the process that holds it; when that ends, all of it ends."""
+    """A cluster that was built. keeper: number of the process that holds it; the cluster ends with that process."""
 
     plan: ClusterPlan
     keeper: int

@@ -186,7 +186,7 @@ def _run(arguments: argparse.Namespace, command: tuple[str, ...], *, root: Path,
 
 
 def _checked_job(command: tuple[str, ...], plan: ClusterPlan, arguments: argparse.Namespace) -> JobSpec:
-    """Return the job. Raises: JobRefused for errors that such a cluster would give."""
+    """Return the command's job, one rank for each of the plan's. Raises: JobRefused if its check finds errors."""
     job = JobSpec(command, plan.world_size, is_python=arguments.python, restarts=arguments.restarts)
     with Problems() as findings:
         check_job(job, findings, starts=not arguments.dry_run)
@@ -215,7 +215,7 @@ def _run_on(
     heals, is_mpirun, is_plain = heals_in_place(job), arguments.launcher == "mpirun", arguments.launcher == "plain"
 
     def start(job: JobSpec) -> Ended:
-        # the exit codes of other launchers are those of their ranks, which end with 0 where there is a file for it
+        # for mpirun only: ranks that stop exit with 0 if there is a file, and other launchers return their ranks' codes
         with exit_file(exit_path(site.folder)) if is_mpirun else nullcontext() as path:
             ended = run_job(
                 make_starts(replace(job, environment=telling(path)), cluster.plan, site),
@@ -224,7 +224,7 @@ def _run_on(
                 environ={"OMP_NUM_THREADS": "1", **environ},
                 asks_to_stop=asks_to_stop,
                 counters=arguments.counters,
-                # the others end a job that has lost a rank themselves
+                # other launchers end a job that has lost a rank
                 heals=has_begun(job) if heals and is_plain else None,
                 joins=count_joins(job) if is_plain else 0,
                 look=rehearsal,
@@ -240,7 +240,7 @@ def _run_on(
 def _rehearsal(
     arguments: argparse.Namespace, job: JobSpec, cluster: EmulatedCluster, *, environ: Mapping[str, str]
 ) -> Rehearsal:
-    """Return what causes the losses that are stated, if any. Raises: LaunchOptionError; ConfigError."""
+    """Return the object that causes the stated losses, perhaps none. Raises: LaunchOptionError; ConfigError."""
     losses = parse_losses(arguments, num_nodes=cluster.plan.num_nodes)
     config = load_experiment(job) if losses else None
     if losses and config is None:
@@ -251,7 +251,7 @@ def _rehearsal(
 
 @contextmanager
 def _lifeline() -> Iterator[int]:
-    """Yield the file descriptor that keeps a cluster for one job up: it closes with this process, also by kill -9."""
+    """Yield a pipe's read end for `up`: the cluster ends when this process closes the other end, also by kill -9."""
     reader, writer = os.pipe()
     try:
         yield reader

@@ -111,7 +111,7 @@ def rank_of(path: Path) -> int | None:
 
 
 def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
-    """Read each rank's dump; name files that are none on stderr. Raises: FaultError, also for a dump with code."""
+    """Read each rank's dump; report other files on stderr. Raises: FaultError, also for a dump with code."""
     recordings: dict[int, Recording] = {}
     reasons = []
     for rank, paths in sorted(files.items()):
@@ -123,7 +123,7 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
                 if isinstance(error.__cause__, RunsCode):
                     raise
                 reasons.append(str(error))
-        # torch's dump and bigbatch's of one job have one name, but for .json
+        # torch's dump and bigbatch's of one job have the same name, except for .json
         jobs = {path.with_name(path.name.removesuffix(".json")) for path, _ in read}
         if len(read) > 2 or len(jobs) > 1:
             names = " and ".join(str(path) for path, _ in read[:2])

@@ -101,7 +101,7 @@ class _Search:
         return found
 
     def ends(self) -> list[Culprit]:
-        """Return the ranks at the ends of all chains: others wait for them, and they wait for no other."""
+        """Return the ranks at the ends of all chains, which wait for no other, and one circle of ranks, if any."""
         nodes = self._waits.keys() | frozenset().union(*self._waits.values())
         ends = {rank for rank in nodes if not self._waits.get(rank)}
         grouped: dict[tuple[str, _Place], set[int]] = defaultdict(set)
@@ -151,7 +151,7 @@ class _Search:
     def _waits_for(self, rank: int) -> frozenset[int]:
         """Return the ranks that a rank waits for in its first unended operation; empty if it is to blame itself.
 
-        A rank in that operation that is in another one first delays all others.
+        If it is itself a cause there, it waits only for those causes that are held up in another operation first.
         """
         cause = self._causes[rank]
         if cause.kind == LATE or rank not in cause.ranks:
@@ -206,7 +206,7 @@ class _Search:
     def _partner(
         self, rank: int, group: ProcessGroup, message: Operation, peer: int
     ) -> tuple[Operation, Operation] | tuple[None, None]:
-        """Return the peer's matching message, and its batch; both sides keep one order."""
+        """Return the peer's matching message and its batch, or (None, None); both sides post in the same order."""
         mine = self._job.messages[rank, group, message.kind, peer]
         theirs = self._job.messages[peer, group, "recv" if message.kind == "send" else "send", rank]
         if not (self._is_whole(rank) and self._is_whole(peer)):
@@ -215,9 +215,9 @@ class _Search:
         return theirs[place] if place < len(theirs) else (None, None)
 
     def _earliest(self, rank: int) -> _Cause:
-        """Return why others wait for a rank that does not wait: the operation that comes first in the program.
+        """Return why others wait for a rank that does not wait: the cause whose operation comes first in the program.
 
-        One comes before another if a rank of both waits in it first.
+        An operation comes before another one if a rank that belongs to both waits in it.
         """
         causes = [(each, cause.place) for each, cause in self._causes.items() if rank in cause.ranks]
         num_waiting = Counter(place for _, place in causes)
@@ -233,7 +233,7 @@ class _Search:
     def _circle(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
         """Return ranks that wait for each other, without a chain to an end; empty if every rank has one.
 
-        Among several circles one in which a rank has not begun what another waits in, and the smallest of these.
+        Of several circles, prefer one with a rank that waits for a late rank; of these, return the smallest.
         """
         open_ends = set(ends)
         while grown := {rank for rank in self._waits.keys() - open_ends if not self._waits[rank].isdisjoint(open_ends)}:
@@ -244,7 +244,7 @@ class _Search:
         return sorted(found)
 
     def _way_back(self, rank: int) -> list[int]:
-        """Return the fewest ranks by which a rank waits for itself, including it; empty if it does not."""
+        """Return the shortest circle of waits through a rank, including it; empty if there is none."""
         came_from: dict[int, int] = {}
         todo = deque([rank])
         while todo:
@@ -260,7 +260,7 @@ class _Search:
         return []
 
     def _finding(self, kind: str, ranks: Iterable[int], place: _Place) -> Culprit:
-        """Make the finding; for ranks that are late for a collective, only those that have begun least."""
+        """Return the finding; of ranks late for a collective, it names only those that have begun the least."""
         if place.of_rank is None:
             calls = self._job.collectives[place.group][place.number]
         else:
@@ -271,7 +271,7 @@ class _Search:
         ranks = tuple(sorted(ranks))
         others = [rank for rank in calls if rank not in ranks]
         example = calls[_most_common(calls, others or calls)]
-        if kind == HELD and place.of_rank is None:  # also of ranks with recorders that have overwritten it
+        if kind == HELD and place.of_rank is None:  # also ranks whose recorders have overwritten it
             others = [rank for rank in self._job.begun[place.group] if rank not in ranks]
         doing = calls if kind == DIFFERS else self._job.waiting
         theirs = {rank: doing[rank] for rank in ranks if rank in doing}
@@ -286,7 +286,7 @@ def _most_common(calls: Mapping[int, Operation], ranks: Iterable[int]) -> int:
 def _odd(calls: Mapping[int, Operation], *, is_exact: bool = False) -> frozenset[int]:
     """Return the ranks that call another collective than most, or with other sizes or types.
 
-    All of those that differ if no call has a majority. is_exact: [2, 8] is not [4, 4], either.
+    All ranks if the two most common calls are equally common. is_exact: [2, 8] also differs from [4, 4].
     """
     raw = {(each.name, each.sizes, each.types, len(each.parts)) for each in calls.values()}
     if len(raw) == 1 and not any(each.parts for each in calls.values()):
@@ -313,6 +313,6 @@ def _signature(operation: Operation, *, is_exact: bool) -> tuple[object, ...]:
 
 
 def _amount(message: Operation) -> tuple[int, frozenset[str]]:
-    """Return a message's number of elements and types; both sides name its one tensor, some releases only once."""
+    """Return the elements and types of a message's tensor; some releases of torch record it only as input or output."""
     inputs, outputs = message.sizes
     return sum(map(math.prod, inputs or outputs)), frozenset((*message.types[0], *message.types[1]))

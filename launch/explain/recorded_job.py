@@ -22,7 +22,7 @@ class RecordedJob:
         self.collectives: dict[ProcessGroup, dict[int, dict[int, Operation]]] = {}
         """Group -> number -> rank -> its operation."""
         self.messages: dict[tuple[int, ProcessGroup, str, int], list[tuple[Operation, Operation]]] = defaultdict(list)
-        """Rank, group, send or recv, peer -> its messages, each with its batch, or itself."""
+        """(rank, group, send or recv, peer) -> its messages, each with its batch, or with itself if it has none."""
         for rank, recording in recordings.items():
             self._index(rank, recording)
 

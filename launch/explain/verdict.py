@@ -130,7 +130,7 @@ def called_at(operation: Operation, *, most: int = MOST_FRAMES) -> str:
 
 
 def table(job: RecordedJob, group: ProcessGroup | None) -> str:
-    """Return a line for each rank, or for all ranks in one state, in a group or in the operation that they wait in."""
+    """Return a table of the ranks' states in group, or else in their last operation's; equal states share a line."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank in job.ranks:
         rows.setdefault(_row(job, rank, group), []).append(rank)

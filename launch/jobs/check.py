@@ -93,7 +93,7 @@ def check_experiment(job: JobSpec) -> None:
 
 
 def _check_files(job: JobSpec, certain: Problems, *, doubts: Problems, of_image: Problems, sees: Sees) -> None:
-    """Check that each file exists; if the nodes may have their own disks, only those in the work folder count."""
+    """Check that each file exists; if the nodes may have other disks, one outside the work folder is only a doubt."""
 
     def of_path(path: str) -> Problems:
         is_shared = sees == "all" or Path(path).absolute().is_relative_to(Path.cwd())
@@ -209,7 +209,7 @@ def _check_script(path: Path) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Check the nearest existing folder; / does not show what the nodes mount below it."""
+    """Check that the nearest existing folder is writable, except /: the nodes may mount another one below it."""
     path = folder.absolute()
     there = next(each for each in (path, *path.parents) if os.path.exists(each))
     if there != Path(there.anchor) and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):

@@ -17,13 +17,13 @@ from bigbatch.launch.jobs.spec import JobSpec
 
 
 def exit_path(folder: Path) -> Path:
-    """Return a new name of a file for rank 0. What removes it if this process is killed starts before it is there."""
+    """Return a new path for rank 0's file; not created yet, so that a watcher which removes it can start before."""
     return folder / f".stopped-{secrets.token_hex(8)}"
 
 
 @contextmanager
 def exit_file(path: Path) -> Iterator[Path | None]:
-    """Create the empty file; None if its folder is not writable."""
+    """Create the empty file, yield its path, and remove it at the end; yield None if its folder is not writable."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except OSError:

@@ -80,13 +80,13 @@ def run_in_foreground(
 ) -> Ended:
     """Start argv and wait for its end. is_recalled: called every RECALL_SECONDS; if true, the job is stopped.
 
-    has_left: called every LOOK_SECONDS; if true, rank 0 ended some time ago, and the launcher is ended. It may wait a
-    quarter of an hour for a lost host otherwise.
+    has_left: called every LOOK_SECONDS; if true, rank 0 ended some time ago, and the launcher is ended. Otherwise it
+    might wait a quarter of an hour for a lost host.
 
     The job runs in a new session, so Ctrl-C reaches only this process. The first Ctrl-C sends asks_to_stop to the
     launcher, which passes it on (the ranks save a checkpoint and stop), the second SIGTERM, the third SIGKILL. If this
-    process is killed, the launcher gets asks_to_stop. Under nohup a closed terminal changes nothing. watch: of the
-    caller's ending_orphans, which it starts before it makes files for the job.
+    process is killed, the launcher gets asks_to_stop. Under nohup a closed terminal changes nothing. watch: function
+    of an ending_orphans that the caller entered before it created files for the job; None: one is entered here.
     Raises: LaunchOptionError when the launcher is not installed.
     """
     started: list[subprocess.Popen[bytes]] = []

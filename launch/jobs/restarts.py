@@ -17,7 +17,7 @@ FINAL = (0, REFUSED, INTERRUPTED, PIPE_CLOSED)
 
 
 def may_go_on(code: int, *, is_python: bool) -> bool:
-    """Return whether a job that exited with this code can restart without a repair.
+    """Return whether a job that exited with this code can restart without a change by the user.
 
     The codes of a user's script are unknown, so any failure counts.
     """
@@ -47,7 +47,7 @@ def run_healing(
 ) -> Ended:
     """Start the job, restart it up to job.restarts times in a row without a newer checkpoint, and return its end.
 
-    refit: returns the job on the remaining hosts after a loss. If a host is missing, it restarts whatever the code is.
+    refit: returns the job on its remaining hosts. If one was lost, the job restarts after any exit code not in FINAL.
     Raises: errors of start and refit.
     """
     restarts = job.restarts or 0

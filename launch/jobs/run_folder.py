@@ -20,7 +20,7 @@ from bigbatch.trainer.run.owner import has_failed, newest_number
 
 OF_A_RUN = (("evaluate",), ("predict",), ("export",))
 LEFT_LOOKS = 3
-"""Checks that the other ranks and their launcher get to end after rank 0 has failed. Counted in checks, because none
+"""Number of checks in which the other ranks and their launcher may end after rank 0 has failed. Not a time: no check
 happens while this process is stopped with its job."""
 LEAVE_SECONDS = 30
 """Time for the ranks to name a lost rank after comm.timeout_seconds; then the launcher ends them."""
@@ -64,7 +64,7 @@ def tuned_script(job: JobSpec) -> str | None:
 def find_run_folder(job: JobSpec) -> str | None:
     """Return the run folder of `train`; None for other commands.
 
-    An image has its own bigbatch: this host's answer counts if there is one, in the work folder, which both see.
+    An image has its own bigbatch: this host's answer counts only if it is in the work folder, which both see.
     In an array it may contain {index}; the first job's experiment is checked.
     Raises: ConfigError for a wrong experiment, or one that could not resume after it was requeued.
     """
@@ -112,9 +112,10 @@ def count_joins(job: JobSpec) -> int:
 
 
 def has_begun(job: JobSpec) -> Callable[[], bool]:
-    """Return a check whether the ranks of `train` on this host, which are about to start, own their run folder.
+    """Return a function that tells whether the ranks, which are about to start, have taken the run folder of `train`.
 
-    They have met then: before, they wait in vain for one that is lost. True if the folder may be on other hosts only.
+    By then all ranks have met; before, they would wait for a lost one in vain. Always true for another command, and for
+    several nodes, whose folder this host may not see.
     """
     config = known_experiment(job)
     if config is None or (job.num_nodes or 1) > 1:
@@ -147,7 +148,7 @@ def newest_checkpoint(folder: str | None) -> Path | None:
 
 
 class RunLeft:
-    """Returns whether rank 0 of a start failed at least LEFT_LOOKS checks ago; called once a second.
+    """Tells whether rank 0 of a start failed more than LEFT_LOOKS checks ago; called once a second.
 
     A thread checks, so storage that does not answer does not block the caller.
     """

@@ -103,7 +103,7 @@ def apply_site(
     refused: fields of JobSpec that the launcher does not support; files may state them for others. A list is taken as a
     whole; env and sbatch are merged by name. The ranks receive the settings for the run's summary.
     table: use only this table of TABLES.
-    Raises: LaunchOptionError, also for an invalid file without a used value.
+    Raises: LaunchOptionError, also if a file is invalid from which no value would be used.
     """
     taken: dict[str, dict[str, Any]] = {}
     for path in site_files(None):

@@ -246,7 +246,7 @@ def make_job(
 
 
 def check_time(job: JobSpec, *, stop_seconds: int, early_seconds: int = 0) -> None:
-    """Raise LaunchOptionError if the request to stop would come before the ranks have trained a little.
+    """Raise LaunchOptionError if the request to stop may come as soon as the job starts.
 
     early_seconds: how much earlier the scheduler may send it.
     """

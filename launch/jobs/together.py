@@ -50,15 +50,15 @@ def run_together(
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
-    heals: whether the others go on without one that is lost now; then 0 if any succeeded and no other failed than by
-    being lost. If all others are stopped from the exit of one with LOST on, for GRACE_SECONDS, none goes on, and all
-    are ended.
-    joins: how often, in all, a process that a signal or CRASHED has ended starts again, to join the others: not if it
-    was to join and has not, nor if there are no others.
-    enter(node): called in each new process. look: called again and again while they run. Every process has its own
-    session, so Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third
-    SIGKILL. If this process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its
-    own watcher ends them. A Ctrl-C before all have started ends those that have: there is nothing to save yet.
+    heals: called when a process is lost (signal, CRASHED or LOST); if true, the others go on. The result is then 0 if
+    any succeeds and all failures are losses. If one exits with LOST and all others stay stopped (SIGSTOP) from then on
+    for GRACE_SECONDS, none can go on, and all are ended.
+    joins: number of restarts in all, if the others go on. A process that a signal or CRASHED ended starts again to join
+    them, unless it was restarted before and has not joined yet, one has finished, or no others run.
+    enter(node): called in each new process. look: called every LOOK_SECONDS. Every process has its own session, so
+    Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third SIGKILL. If this
+    process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its own watcher ends
+    them. A Ctrl-C before all have started ends those that have: there is nothing to save yet.
     Raises: LaunchOptionError if a program is not installed; SubprocessError if a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -124,9 +124,9 @@ def _wait(
 ) -> int:
     """Wait until all have ended; each is removed from running when it ends.
 
-    start_again(number): starts a lost one again, and returns whether it has. has_to_join(number): returns whether that
-    one has not joined the others yet.
-    Polls: after this process has joined a cluster's namespaces it cannot start threads that wait.
+    start_again(number): starts a lost process again, and returns whether it did. has_to_join(number): returns whether
+    a restarted process has not joined the others yet.
+    It polls: a process that has joined a cluster's namespaces cannot start threads that would wait.
     """
     failed: int | None = None
     has_finished = False

@@ -1,4 +1,4 @@
-"""Legal words of a job, which no script, argument list or manifest can misread."""
+"""Check and parse a job's words, so that no script, argument list or manifest can misread them."""
 
 import math
 import re
@@ -15,7 +15,7 @@ UNLIMITED = 2**32 - 1
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+@-]*"
 
 INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}"
-"""Longest file name of Linux."""
+"""Name of a network interface; Linux allows 15 characters."""
 
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
@@ -55,7 +55,7 @@ PATTERNS = {
 }
 
 NO_OPTION = re.compile(r"(?!-)")
-"""Pattern of a path: one that begins with - would be read as an option."""
+"""Matches words that do not begin with -, which would be read as options."""
 
 MIN_VALUES = {
     "gpus_per_node": 0,
@@ -111,7 +111,7 @@ def option(field: str) -> str:
 
 
 def check_words(field: str, value: Any) -> Any:
-    """Return a field's value in a JobSpec. Raises: LaunchOptionError naming the option, the value and a legal one."""
+    """Return value, if JobSpec's field may have it. Raises: LaunchOptionError naming option, value and a legal one."""
     if value is None:
         return None
     if field in PATTERNS:
@@ -183,7 +183,7 @@ def _check_characters(text: str, *, what: str) -> None:
 
 
 def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
-    """Raise LaunchOptionError if it is not an option's name, could be misread, or is set by our scripts.
+    """Raise LaunchOptionError if a key is no option's name, is set by our scripts, or has a value that is misread.
 
     sbatch accepts abbreviated names, so abbreviations of our options are refused, too.
     """
@@ -264,7 +264,7 @@ def parse_gpus(text: str) -> tuple[str | None, int]:
 
 
 def parse_minutes(text: str, *, option: str = "--time") -> int:
-    """Read Slurm's forms of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; begun minutes count.
+    """Read Slurm's forms of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; seconds round up to a minute.
 
     UNLIMITED and INFINITE, in letters of any case, are UNLIMITED. Raises: LaunchOptionError.
     """

@@ -125,7 +125,7 @@ def _draw_name(job: JobSpec) -> str:
 
 
 def _submit(job: JobSpec, text: str) -> None:
-    """Apply a manifest by kubectl, with the Secret of its ranks, which is deleted with the job.
+    """Create the manifest's job by kubectl, and the Secret of its ranks, which Kubernetes deletes with the job.
 
     The Secret's value appears in no process list and in no file of ours.
     Raises: SchedulerError with kubectl's message, or if it is not installed; nothing remains then.

@@ -63,7 +63,7 @@ def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
 
 
 def find_node(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
-    """Return this host's node index, and the meeting point: of one node, this port on this host.
+    """Return this host's node index, and the rendezvous address: for one node, this port on loopback.
 
     Raises: LaunchOptionError for several nodes without --node-rank and --master.
     """

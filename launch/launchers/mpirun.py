@@ -55,8 +55,8 @@ def mpirun_argv(
     """Return mpirun's command line with one process per rank; pure.
 
     Ranks are not bound to cores (each would decode and compute on one); waiting ranks yield their core if ranks
-    outnumber cores. mpirun passes SIGUSR1 to all ranks, which then save a checkpoint and stop. Of a job that heals in
-    place it ends no rank because another one failed, and its own exit code is 0.
+    outnumber cores. mpirun passes SIGUSR1 to all ranks, which then save a checkpoint and stop. If the job heals in
+    place, mpirun does not end the others after a rank fails, and exits with 0.
     variables: names of the variables set here; mpirun's environment must have job.variables. options: of mpirun itself.
     Raises: LaunchOptionError for options that need a scheduler.
     """

@@ -22,7 +22,7 @@ from bigbatch.trainer.run.folder import writing
 
 
 def job_script(job: JobSpec, *, folder: str | None) -> str:
-    """Return the sbatch script of a job of this Python, or of its image's. Raises: LaunchOptionError."""
+    """Return the sbatch script of a job; it runs this Python, or the image's. Raises: LaunchOptionError."""
     python = None if job.image else sys.executable
     counts = fitting_nodes(job) if job.restarts and job.num_nodes else ()
     config = known_experiment(job)

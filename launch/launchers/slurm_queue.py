@@ -23,7 +23,7 @@ NONE = ("", "(null)", "None", "N/A", "Unknown")
 
 
 NO_TASK = str(2**32 - 2)
-"""Remaining entry of an array's jobs that were cancelled before they started."""
+"""ArrayTaskId of the entry that remains of an array's jobs that were cancelled before they started."""
 
 ANSWER_SECONDS = 120.0
 """Time limit of Slurm's programs, which retry for more than a minute if the controller does not answer."""

@@ -30,10 +30,10 @@ REFUSED = {
 
 
 REGISTRY = re.compile(r"(docker://)?([^/#:]+\.[^/#:]+(?::\d+)?|[^/#:.]+:\d+|localhost)/([^#]+)(?<!\.sqsh)(?<!\.sif)")
-"""Matches an image's name with a registry host: it has a dot or a port."""
+"""Matches an image's name with a registry host: one with a dot or a port, or localhost."""
 
 MARK = "# run folder: "
-"""Start of the script's line that states its run folder as JSON, and that it handles SIGUSR2."""
+"""Start of the script's line with its run folder as JSON; a script with this line handles SIGUSR2."""
 
 FOREIGN_VARIABLES = fill(
     " ".join(re.sub(r"(\w+)\*", r"${!\1@}", name) for name in IDENTITY_VARIABLES), width=110, break_on_hyphens=False

@@ -17,7 +17,7 @@ from bigbatch.launch.launchers.local import find_node, free_port, own_environmen
 from bigbatch.orphans import ending_orphans
 
 ASKS_TO_STOP = signal.SIGTERM
-"""Signal that torchrun passes on, and waits 30 s for the ranks; SIGUSR1 would end torchrun without its ranks."""
+"""Signal that torchrun passes on before it waits 30 s for the ranks; SIGUSR1 would end torchrun without its ranks."""
 
 AGENT = "bigbatch.launch.launchers.torchrun_agent"
 """The module that runs torchrun; it takes torchrun's arguments."""
@@ -56,7 +56,7 @@ def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> lis
 
 
 def _kept(words: tuple[str, ...]) -> list[str]:
-    """Return words that torchrun passes on unchanged: it removes a -- directly after the script or module."""
+    """Return words from which torchrun passes on these: it removes a -- after script or module, so that is doubled."""
     name_at = 1 if words[0] == "-m" else 0
     twice = ("--",) if words[name_at + 1 : name_at + 2] == ("--",) else ()
     return [*words[: name_at + 1], *twice, *words[name_at + 1 :]]

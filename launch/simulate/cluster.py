@@ -18,7 +18,7 @@ from bigbatch.trainer.config.strict_yaml import parse_yaml
 FOLDER = PACKAGED / "clusters"
 
 LIMITS: Mapping[str, tuple[float, float]] = {
-    # limits of a value; a value beyond has the wrong unit
+    # least and most of each value; a value beyond them is probably in another unit
     "devices_per_node": (1, 1024),
     "inside_gbyte_per_s": (0.01, 10_000),
     "across_gbit_per_s": (0.01, 100_000),
@@ -33,7 +33,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 NEEDED = ("device", "devices_per_node", "inside_gbyte_per_s", "across_gbit_per_s")
 KNOWN = (*dict.fromkeys((*NEEDED, *LIMITS)), "carrier", "has_trees", "rates")
 WITHOUT_EFFECT = ("is_replayed",)
-"""Keys of older files."""
+"""Keys of older files, which are accepted and ignored."""
 WHOLE = ("devices_per_node", "switch_nodes", "cores_per_node")
 INPUT, CORES, EACH_CORE = "input_images_per_second", "cores_per_node", "input_images_per_second_per_core"
 FACTS = ("value", "source", "assumed")
@@ -90,8 +90,8 @@ class Cluster:
     ) -> tuple[Compute, Rate]:
         """Return a device's compute time for a model, and the rate that it is based on.
 
-        rate: measured by the caller, with the same pixels. Another model's rate is scaled by operations, another
-        image's by its pixels.
+        rate: measured by the caller, at the same image size. Another model's rate is scaled by operations, another
+        image size's by pixels.
         Raises: SimulationError if no rate is known.
         """
         found = rate or min(

@@ -7,7 +7,7 @@ from bigbatch.launch.simulate.step import Compute, SimulatedJob, SimulatedStep
 
 RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
 """Standard deviation of a device's images per second: between sizes of one system, between systems of one device
-(PUBLISHED: 3% of H100, to 20% of A100, between submitters), and where another device stands in its place."""
+(PUBLISHED: 3% of H100, to 20% of A100, between submitters), and if the rate is another device's."""
 LINK_FACTOR, UNKNOWN_LINK_FACTOR = 1.8, 3.0
 """Factor by which sums may be slower or faster: over links with a stated rate, and without. ASSUMED."""
 UNCHECKED_CARRIERS = ("servers", "sockets")
@@ -17,14 +17,14 @@ UNCHECKED_SPREAD = 0.12
 FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0
 """Standard deviation of each of these parts, as a share of it. ASSUMED."""
 FACTORS = {"ladder": 1.63, "stranger": 1.7}
-"""Standard deviations on each side of the 90% interval: the system's own step sets the rate, or another system's does.
+"""Standard deviations on each side of the 90% interval, if the rate is from a step of the same system or of another.
 Split conformal: 90% quantiles of the errors of systems which neither constants nor factors had seen, with the same
 weight for each system (benchmarks/twin/leave_out.py)."""
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """What is not known of a system, beside what every prediction leaves open."""
+    """Uncertainty about one system, in addition to that of every prediction."""
 
     rate: float = RATE_SPREAD["ladder"]
     """Standard deviation of its devices' rate."""
@@ -38,7 +38,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds below and above a step, and the spread, as logarithms, from which they follow."""
+    """Ends of a step's 90% interval in seconds, and the spreads, as logarithms, from which they follow."""
 
     low: float
     high: float
@@ -55,7 +55,7 @@ def interval_of(
     *,
     num_microbatches: int = 1,
 ) -> Interval:
-    """Move each cause of a simulated step by its spread, and add up the squares."""
+    """Return a simulated step's 90% interval: the root of the sum of squares of each cause's spread, times a factor."""
     factor = UNKNOWN_LINK_FACTOR if doubt.has_unknown_link else LINK_FACTOR
 
     def seconds(slowness: float) -> float:
@@ -63,7 +63,7 @@ def interval_of(
         return moved.seconds
 
     slower, faster = seconds(factor), seconds(1 / factor)
-    if doubt.has_unknown_link:  # nothing may hide behind backward
+    if doubt.has_unknown_link:  # perhaps backward hides no communication
         slower = max(slower, step.seconds + step.hidden)
     parts = (
         doubt.rate,

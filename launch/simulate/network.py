@@ -57,9 +57,9 @@ class Network:
         )
 
     def seconds(self, num_bytes: float, algorithm: str = "native", *, widened: float = 1.0) -> float:
-        """Compute one all-reduce; algorithm: one of cost_model's, native, the carrier's own, or the fastest by size.
+        """Return the seconds of one all-reduce; algorithm: one of cost_model's, native (the carrier's own) or BY_SIZE.
 
-        widened: ratio of the bytes of fp32 sums, which WIDENS send, to these bytes.
+        widened: ratio of the bytes of fp32 sums, which WIDENS send, to num_bytes.
         """
         if self.num_devices == 1:
             return 0.0
@@ -82,7 +82,7 @@ class Network:
         return min(ALGORITHMS, key=lambda name: self.seconds(num_bytes, name, widened=widened))
 
     def _nccl(self, num_bytes: float) -> float:
-        """Compute NCCL's ring or double tree, whichever is faster: pipelined, so the slowest link counts.
+        """Return the seconds of NCCL's ring or double tree, whichever is faster: pipelined, so the slowest link counts.
 
         Bytes: 2(k-1)/k * M inside and 2(m-1)/m * M over each node's links; of a ring alone 2(P-1)/P * M over each
         link. Hops: 2(P-m) inside and 2m across of a ring; 2(k-1) and 2 log2(m) of a tree. Source: NCCL's own model,

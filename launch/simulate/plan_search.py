@@ -59,7 +59,7 @@ class PlanChoice:
 def search_plan(
     tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf, *, stated: PlanSizes | None = None
 ) -> PlanChoice:
-    """Find the sizes of the least exposed plan, or of one within LEAST_GAIN of it that has the fewest buffers.
+    """Return the plan with the fewest buffers of those with an exposed time within LEAST_GAIN of the least.
 
     For few gradients it tries all sizes that make a difference, else a geometric series, and the stated sizes. Raises:
     ValueError without gradients.

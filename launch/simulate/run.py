@@ -1,4 +1,4 @@
-"""Time of a run beside its steps: evaluations, checkpoints, and the cost of failures. Pure."""
+"""Hours of a run: its steps, evaluations and checkpoints, and the cost of failures. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def time_of_run(
     num_nodes: int,
     failures: Failures | None = None,
 ) -> RunTime:
-    """Add up an experiment's run: its epochs, and the evaluations and checkpoints of its settings.
+    """Return the hours of an experiment's run: steps, and evaluations and checkpoints by its settings, and failures.
 
     Raises: SimulationError if so many nodes fail so often that it makes hardly any progress.
     """

@@ -110,7 +110,7 @@ class PredictedPoint:
 
 
 def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[PredictedPoint], dict[int, str]]:
-    """Predict each number of devices, in order; and for those that recipe or cluster cannot have, why.
+    """Return predictions by number of devices, and, for numbers that recipe or cluster do not allow, the reason.
 
     Raises: SimulationError if none of them is possible.
     """
@@ -189,7 +189,7 @@ def simulate_point(question: Question, count: int) -> PredictedPoint:
 
 
 def doubt_of(question: Question) -> Doubt:
-    """Return what is not known of a question's system: a rate that was not measured, a carrier that nothing checked."""
+    """Return the doubt about a question's system: from a rate that was not measured, and a hardly checked carrier."""
     carrier, is_measured = question.cluster.network.carrier, question.rate is not None or question.compute is not None
     return Doubt(
         RATE_SPREAD["ladder" if is_measured else "device"],
@@ -218,7 +218,7 @@ class Advice:
 
 
 def advise(question: Question, point: PredictedPoint) -> Advice:
-    """Search the fusion plan with the least exposed communication, and try half the bytes on the wire."""
+    """Return the step with a better fusion plan, found by search, and with half the bytes on the wire."""
     network = _network(question, point.num_devices)
     compute, job = _compute(question), _job(question, network, algorithm=point.algorithm)
     local_batch = point.global_batch_size / point.num_devices

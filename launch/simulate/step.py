@@ -16,7 +16,7 @@ WIDE_BYTES = 4
 SLOW_SHARE = 0.1
 """Share of steps that are slower than slow_seconds."""
 EXACT_NODES = 100
-"""Number of nodes beyond which the sum of 1/n is a logarithm, to half a hundredth."""
+"""Number of nodes beyond which a logarithm replaces the sum of 1/n, with an error below 0.005."""
 FIT_PRECISION = 1e-4
 """Relative precision of the seconds of an image."""
 
@@ -145,7 +145,7 @@ class SimulatedJob:
 
 
 def lateness(num_nodes: int) -> float:
-    """Return how much later the latest of n nodes is in one step of ten than on average, in delays of one node.
+    """Return how much later the latest of n nodes is in one step of ten than on average, in mean delays of a node.
 
     Delays are exponential: the latest of n has the mean 1 + 1/2 + ... + 1/n, which grows by log(2) with each doubling,
     and stays below -log(1 - q^(1/n)) with probability q.

@@ -23,7 +23,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the first rank sends to anyone, and its node to other nodes; no other sends an element more."""
+    """What the first rank sends to any rank, and its node to other nodes."""
 
     rank: Traffic
     node: Traffic
@@ -32,7 +32,7 @@ class Sent:
 def first_sends(
     algorithm: str, num_elements: int, *, element_bytes: int, num_nodes: int, node_size: int, segment_bytes: int
 ) -> Sent:
-    """Count one all-reduce over full nodes without listing its hops: for 100,000 ranks these are 2e10.
+    """Return what is sent in one all-reduce over full nodes, without a list of its hops: 100,000 ranks have 2e10.
 
     Between nodes to the byte; inside them in the hops of cost_model's forms: four passes of a
     ring for hierarchical, two for sharded, the leader's broadcast for doubling.
@@ -41,7 +41,7 @@ def first_sends(
     m, k = num_nodes, node_size
 
     def pass_on(count: int, num_ranks: int, place: int = 0, *, segments: int | None = None) -> Traffic:
-        """Send all parts twice, except the two that the last hops would bring back."""
+        """Return what a rank sends in a ring's two passes: all parts, except one in each pass."""
         if num_ranks == 1:
             return Traffic()
         missed = sum(part_size(count, num_ranks, (place + after) % num_ranks) for after in (1, 2))
@@ -73,9 +73,9 @@ def part_size(num_elements: int, count: int, place: int) -> int:
 
 @dataclass(frozen=True)
 class SentPerStep:
-    """What the first rank sends to anyone, and its node to other nodes. None: unknown.
+    """What the first rank sends to any rank, and its node to other nodes. None: unknown.
 
-    No other rank sends more than one element more of a buffer.
+    If parts are unequal, another rank may send a few elements more of a buffer.
     """
 
     rank_bytes: int | None
@@ -85,10 +85,10 @@ class SentPerStep:
 
 
 def sent_per_step(job: SimulatedJob, step: SimulatedStep) -> SentPerStep:
-    """Count the gradients' sums of one step.
+    """Return what the gradients' sums of one step send.
 
-    A library's own sums have no messages to count. The bytes of native are the mean over ranks and nodes of any form
-    that sends no more than it must: 2(n-1)/n. Parameter servers' are not known.
+    The messages of a library's own sums are unknown. The bytes of native are the mean over ranks, or nodes, of any
+    algorithm that sends no more than it must: 2(n-1)/n. Those of parameter servers are unknown.
     """
     network = job.network
     if network.num_devices == 1:
@@ -119,7 +119,7 @@ def _one_sum(job: SimulatedJob, num_elements: int) -> SentPerStep:
         node_size=network.devices_per_node,
         segment_bytes=SEGMENT_BYTES,
     )
-    # a code has its exponents beside its values; else 1
+    # the ratio is 1, unless wire_share leaves no whole number of bytes per element
     rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (sent.rank, sent.node))
     if algorithm in BY_LIBRARY:
         return SentPerStep(rank_bytes, None, node_bytes, None if network.num_nodes > 1 else 0)
