@@ -25,7 +25,7 @@ def own_kernel() -> str:
 
 def start_ticks(pid: int | str) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it has ended, or is a zombie."""
-    # not psutil's create_time(): seconds since 1970, which another process computes otherwise once the clock was set
+    # not psutil's create_time(): after the clock was set, processes compute different seconds since 1970 for one start
     try:
         # after the last ): the program's name in parentheses may hold blanks and )
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

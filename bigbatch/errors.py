@@ -32,7 +32,7 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 def add_note(error: BaseException, *notes: str) -> None:
-    """Add lines to those below an error; as its method, which Python 3.10 lacks."""
+    """Add lines to those below an error, like the error's method add_note, which Python 3.10 lacks."""
     error.__notes__ = [*notes_of(error), *notes]  # type: ignore[attr-defined]
 
 

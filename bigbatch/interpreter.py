@@ -3,7 +3,7 @@
 import sys
 
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
-"""With it Python 3.11 and later leave out the work folder, where a yaml.py would replace the library."""
+"""If set, Python 3.11 and later import nothing from the work folder, where a yaml.py would replace the library."""
 
 
 def python_argv() -> tuple[str, ...]:
