@@ -1,1 +1,1 @@
-"""Points, each a complete experiment and where it runs: made, started, resumed and judged."""
+"""Make, start, resume and judge points; each is a complete experiment and the place where it runs."""
