@@ -18,7 +18,7 @@ from bigbatch.paths import as_path
 MOST_BYTES = 1 << 26
 """Largest dump: some fifty times the size of 2,000 operations with stack traces."""
 MOST_SPOKEN = 4
-"""Number of culprits with their last operation printed."""
+"""Most culprits of a finding for which the last operation is printed."""
 
 _SUFFIXES = (".json", ".pickle", ".pkl")
 _RANK = re.compile(r"rank[-_.]?(\d+)(?:-[a-z0-9_]{8})?$|(\d+)$")

@@ -41,7 +41,7 @@ def telling(path: Path | None) -> tuple[tuple[str, str], ...]:
 
 
 def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None, heals: bool) -> Ended:
-    """Correct a job's end by rank 0's record, if mpirun exited with 0 or waited for a lost host.
+    """Correct a job's end by rank 0's record, if mpirun exited with 0 or waited for a lost host, or the job heals.
 
     Without a record (a script that never connected, or a host that does not see the file) mpirun's code counts; that of
     a job that heals in place is always 0, so the job counts as lost.

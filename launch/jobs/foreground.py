@@ -22,9 +22,9 @@ MISSING = {
     "mpirun": "pip install 'bigbatch[mpi]', or use torchrun",
     "flux": "log in to a host with Flux, or use bigbatch launch mpirun",
 }
-"""What to do without a program."""
+"""Program -> what to do if it is not installed."""
 END_SECONDS = 1.0
-"""Time for such a launcher to end after SIGTERM."""
+"""Time for a launcher without ranks to end after SIGTERM."""
 RECALL_SECONDS = 60.0
 """Period of the check whether more hosts are available for a job."""
 

@@ -1,4 +1,4 @@
-"""torchrun without its traceback and table: the failed rank has told what happened, and its exit code is the job's.
+"""Run torchrun without its traceback and table: the failed rank has reported its error, and the job gets its exit code.
 
 The only module of launch that imports torch: `launch torchrun` starts it in a process of its own.
 """
@@ -16,7 +16,7 @@ from bigbatch.launch.jobs.together import how_it_ended
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments; return the exit code of the rank that failed first, or 0.
 
-    That rank is named if it was ended by a signal or runs a user's script: any other has told its failure itself.
+    That rank is named if a signal ended it or it runs a user's script: any other has reported its failure itself.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = torchrun.parse_args(list(argv))
-    if not arguments.max_restarts:  # with restarts they name the rank that failed before each
+    if not arguments.max_restarts:  # with restarts, torchrun's messages name the rank that failed before each
         logging.disable(logging.ERROR)
     try:
         torchrun.run(arguments)

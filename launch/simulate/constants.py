@@ -33,7 +33,7 @@ class Constants:
     host_bytes_per_second: float = 2.5e9
     """Bandwidth of MPI's all-reduce in host memory. ASSUMED."""
     host_node_seconds: float = 4e-3
-    """Time that each doubling of nodes adds to that. ASSUMED."""
+    """Time that each doubling of nodes adds to a step with sums in host memory. ASSUMED."""
     connection_gbit_per_s: float = 10.0
     """Largest rate of one TCP connection, on faster Ethernet, too. PUBLISHED: EC2's limit of a single flow between
     instances of one placement group; NCCL 2.4.6 sent 10.7 of 92 Gbit/s (NVIDIA/nccl, issue 209)."""

@@ -308,7 +308,7 @@ def _sizes(config: Config) -> PlanSizes:
 def _job(question: Question, network: Network, *, algorithm: str = "native") -> SimulatedJob:
     config = question.config
     is_half = config.optimizer.precision in HALF
-    # fp32 gradients alone travel in a narrower precision
+    # only fp32 gradients are sent in comm.wire_dtype
     wire = None if is_half else config.comm.wire_dtype
     return SimulatedJob(
         shape_of(config.model),
