@@ -13,7 +13,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def loopback() -> str:
-    """Return this host's own address for itself: IPv4, or IPv6 on a host without IPv4."""
+    """Return the loopback address: IPv4, or IPv6 on a host without IPv4."""
     with suppress(OSError), socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return "127.0.0.1"

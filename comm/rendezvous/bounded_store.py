@@ -23,7 +23,7 @@ _ASKING = "bigbatch-ask"
 
 @dataclass(frozen=True)
 class News:
-    """The new part of a value, and the ranks whose processes have ended. num_gone: of all clients of the store."""
+    """The new part of a value, and the ranks whose processes have ended. num_gone: number of all clients that have."""
 
     text: bytes
     gone: frozenset[int] = frozenset()
@@ -52,14 +52,14 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
 
 
 def is_asking() -> bool:
-    """Return whether a request of this process is under way, maybe one that was given up."""
+    """Return whether a request of this process is under way, including one that has timed out."""
     return any(thread.name == _ASKING for thread in running_threads())
 
 
 def wait_until(
     is_so: Callable[[], bool], seconds: float, *, pauses_seconds: tuple[float, float] = (0.02, 0.02)
 ) -> bool:
-    """Poll for so long; return whether it became true. The pause doubles from the first value up to the second."""
+    """Poll is_so up to seconds; return whether it became true. The pause doubles from the first value to the second."""
     deadline, (pause, longest) = awake_seconds() + seconds, pauses_seconds
     while not is_so():
         if awake_seconds() > deadline:
@@ -72,9 +72,9 @@ def wait_until(
 class BoundedStore:
     """Sends requests to one of torch's stores, each on a thread of its own with a time limit of seconds.
 
-    torch's own requests wait without limit. One that was given up may still be executed when the server continues, so
-    a write may happen late. Requests take turns, as inside torch's store: a stopped server costs one thread, not one
-    per request.
+    torch's own requests wait without limit. A request that has timed out may still be executed when the server
+    continues, so a write may happen late. Requests take turns, as inside torch's store: a stopped server costs one
+    thread, not one per request.
     Raises: NoAnswerError; RuntimeError if the connection has ended.
     """
 
@@ -117,11 +117,11 @@ class BoundedStore:
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
 
     def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> News:
-        """Return a key's value from that byte on, and no rank: torch's stores do not know their clients. No wait."""
+        """Return a key's value from byte `begin` on, at once; no ranks: torch's stores do not know their clients."""
         return News(self.get(key)[begin:] if self.check([key]) else b"")
 
     def wait_for(self, key: str, seconds: float) -> bool:
-        """Wait so long for a key; return whether it exists. Polls: a wait in torch's store blocks other threads."""
+        """Wait up to seconds for a key; return whether it exists. Polls: torch's own wait blocks other threads."""
         return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 
     def _ask(self, request: Callable[[], T]) -> T:

@@ -68,7 +68,7 @@ class Control:
         self._texts = 0
         self._hosts: dict[int, str] = {}
         self.detector = FailureDetector(self)
-        # after a loss the next operation explains that the new store is lost, too, when the group can form another one
+        # in a group formed after a loss the next operation reports a lost store: only then can another group form
         with self.detector.explained("meeting of all ranks") if joined is None else suppress(RuntimeError):
             self.store.set(f"{HOST}/{self.rank}", env.host)
 
@@ -77,7 +77,7 @@ class Control:
     ) -> list[str]:
         """Gather a short text of every rank, in rank order, within timeout_seconds (None: the control's). Collective.
 
-        Rank 0 collects and publishes, so the cost is linear in ranks. It returns last, since it may hold the store.
+        Rank 0 collects and publishes, so the cost is linear in ranks. Rank 0 returns last, since it may hold the store.
         Raises: PeerLostError naming the missing ranks.
         """
         with self.detector.explained(what):

@@ -1,4 +1,4 @@
-"""Agree on the step at which all ranks stop, or take in others, through the store and without a collective."""
+"""Agree on the step at which all ranks stop, or admit joining ranks, through the store and without a collective."""
 
 from threading import Lock
 
@@ -7,12 +7,12 @@ from bigbatch.comm.rendezvous.control import Control
 
 
 class Departure:
-    """Agrees on the boundary at which all ranks stop, or take in others, after any rank has asked for it.
+    """Agrees on the boundary at which all ranks stop, or admit joining ranks, after any rank has asked for it.
 
     All ranks pass the same boundaries, such as the ends of steps, in the same order, at different times. A rank that
     sees the request writes how many boundaries it has passed, goes on working, and waits at its next boundary for the
     answer: the first boundary that no rank had passed. So no rank can pass that boundary before it knows the answer.
-    Before a join it writes only once all ranks look often, so that none waits for the next look of another one.
+    For a join it writes only once all ranks poll often, so that no rank waits for another one's next poll.
     Does not synchronize with the device. Collective to construct.
     """
 
@@ -24,14 +24,14 @@ class Departure:
         self._has_told = False
         self._answer: int | None = None
         self.is_near = False
-        """Ranks want to join, so poll() is to be called often."""
+        """A join has been asked for, so the caller must call poll() often."""
         self.is_join = False
-        """That is what all ranks have agreed on. Known with the answer."""
+        """All ranks have agreed on a join, not a stop. Valid once is_known."""
         self.since = 0.0
         """When this rank came to its last boundary; awake_seconds()."""
 
     def ask(self, *, joins: bool = False) -> None:
-        """Ask all ranks to stop, or to take in others. Any thread of any rank may call it, repeatedly.
+        """Ask all ranks to stop, or to admit joining ranks. Any thread of any rank may call it, repeatedly.
 
         If both are asked for, all stop unless they have agreed on a join before.
         """
@@ -68,12 +68,12 @@ class Departure:
         return self._answer is not None
 
     def is_agreed(self) -> bool:
-        """Return whether all ranks have written, so that they will stop: not if one of them is lost."""
+        """Return whether all ranks have answered and will stop; false if a rank is lost before its answer."""
         store, key = self._control.store, f"{self._key}/answer"
         return store.check([key]) and store.get(key).endswith(b"stop")
 
     def is_due(self) -> bool:
-        """Pass a boundary; return whether all ranks leave off at it, or should have before. The same on all ranks.
+        """Pass a boundary; return whether it is the agreed one or a later one. The same on all ranks.
 
         Raises: PeerLostError if the answer of some rank does not come.
         """

@@ -37,10 +37,10 @@ DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 """Set by `bigbatch launch mpirun` for the ranks: the file in which the first one leaves its exit code."""
 JOINS_VARIABLE = "BIGBATCH_JOINS"
-"""Set by `bigbatch launch` for a rank that it starts again to the path of a file, which it removes once it has joined
-the ranks that go on."""
+"""Set by `bigbatch launch` for a rank that it restarts: path of a file that the rank removes once it has joined the
+running job."""
 IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
-"""Our launchers set these for their ranks and remove all others; * matches any end of a name."""
+"""bigbatch's launchers remove inherited ones, then set those of their ranks; * matches any end of a name."""
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
@@ -99,13 +99,13 @@ class ProcessEnv:
     notice_seconds: int | None = None
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
     joins_file: Path | None = None
-    """File that a process removes once it has joined a job that goes on; None if it takes no lost one's place."""
+    """File that this process removes once it has joined a running job; None if it does not replace a lost rank."""
     former_rank: int | None = None
-    """Rank that the launcher gave this process, if ranks have had new numbers since, after a loss."""
+    """Rank that the launcher gave this process; None unless ranks were renumbered after a loss."""
 
     @property
     def joins(self) -> bool:
-        """Return whether this process takes the place of a lost one, in a job that goes on."""
+        """Return whether this process replaces a lost rank of a running job."""
         return self.joins_file is not None
 
     @property
@@ -115,7 +115,7 @@ class ProcessEnv:
 
     @property
     def started_by(self) -> str:
-        """Return the launcher's name, or "none" for one process alone and for a launcher that does not say its own."""
+        """Return the launcher's name; "none" for a single process, or if the variables do not identify a launcher."""
         return self.launcher if self.names_launcher else "none"
 
     @property
@@ -250,12 +250,12 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
 
 
 def ask_for_deterministic_cublas() -> None:
-    """Set the workspaces that torch requires for deterministic cuBLAS products. Call it before the first product."""
+    """Set the workspaces that torch requires for deterministic products of cuBLAS. Call it before the first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def record_flights() -> None:
-    """Enable torch's flight recorder for the last words of a rank, as later releases of torch do by default."""
+    """Enable torch's flight recorder, which a hanging rank dumps; later releases of torch enable it by default."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is the deprecated name
 
@@ -293,7 +293,7 @@ def step_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def slurm_job(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Return the enclosing Slurm job's number, with the cluster's name, and its restart count; None outside of one."""
+    """Return the enclosing Slurm job, as "NUMBER of CLUSTER", and its restart count; None outside of a Slurm job."""
     if not (number := environ.get("SLURM_JOB_ID")):
         return None
     cluster = environ.get("SLURM_CLUSTER_NAME")
@@ -352,7 +352,7 @@ def site_files(environ: Mapping[str, str] | None) -> list[Path]:
     if (named := environ.get(SITE_FILE_VARIABLE)) is not None:
         return [as_path(named)] if named else []
     found = [SYSTEM_SITE_FILE]
-    with contextlib.suppress(RuntimeError):  # of a user without a home
+    with contextlib.suppress(RuntimeError):  # the user has no home
         found.insert(0, _own_folder(environ, "config") / "bigbatch.toml")
     return [path for path in found if path.exists()]
 
@@ -377,9 +377,10 @@ def wandb_settings() -> dict[str, str]:
 
 
 def mlflow_settings(*, default_store: Path) -> dict[str, str]:
-    """Return MLflow's tracking_uri, experiment_name and, if stated, run_name of the environment.
+    """Return MLflow's tracking_uri, experiment_name and, if set, run_name from the environment.
 
-    Without a server it is a folder, which newer releases of MLflow accept only if a variable allows it.
+    Without a tracking_uri it is the folder default_store, which newer releases of MLflow accept only if a variable
+    allows it.
     """
     settings = {"experiment_name": "bigbatch", **_stated("MLFLOW", "tracking_uri", "experiment_name", "run_name")}
     if "tracking_uri" not in settings:

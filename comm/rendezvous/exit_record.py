@@ -1,4 +1,4 @@
-"""Record how the first rank ended, for launchers with other exit codes: mpirun's is 0 after it lost a node's daemon.
+"""Record the first rank's exit code in a file, because mpirun itself exits with 0 after it lost a node's daemon.
 
 The file holds the exit code; before that "begun", and "begun 3" once the rank that was launched as rank 3 is the first.
 """
@@ -20,7 +20,7 @@ BEGUN = "begun"
 def record_begin(env: ProcessEnv) -> None:
     """Record that rank 0 has started; record exit code 0 when the interpreter ends without an exception.
 
-    The first rank of a later group replaces what a former first rank recorded, which is not of the job any more. Does
+    The first rank of a later group replaces what a former first rank recorded, because that one has left the job. Does
     nothing on other ranks, and on a host that cannot read the launcher's file.
     """
     if env.rank == 0 and (_write(env, _begun(env)) if env.launched_as else _write(env, BEGUN, over=("",))):
@@ -37,7 +37,7 @@ def _begun(env: ProcessEnv) -> str:
 
 
 def read_record(path: Path) -> int | str | None:
-    """Return the first rank's exit code; what else it recorded, if anything; None if there is no file."""
+    """Return the first rank's exit code, or the text recorded before its end; None if there is no file."""
     with suppress(OSError):
         text = path.read_text()
         return int(text) if text.isdecimal() else text

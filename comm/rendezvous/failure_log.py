@@ -1,4 +1,4 @@
-"""The log of a job's failures in its store: this rank's copy of what it says, and this rank's own events."""
+"""This rank's access to the log of failures in the job's store: it reads all events and appends its own."""
 
 import json
 import time
@@ -18,7 +18,7 @@ LOG = "bigbatch/failures"
 
 
 class Job(Protocol):
-    """This rank and its job. holder: what holds the store, such as "rank 0"; library: of the transport."""
+    """This rank and its job. holder: what holds the store, such as "rank 0"; library: name of the transport."""
 
     rank: int
     world_size: int
@@ -51,9 +51,9 @@ class FailureLog:
         wait: float = 0.0,
         within: float = limits.ROLL_CALL_SECONDS + limits.REQUESTS_SECONDS,
     ) -> None:
-        """Read what is new, waiting so long for it, and append what this rank must say, as in answer().
+        """Read new events, waiting up to wait for them, and append those that answer() demands of this rank.
 
-        within: limit of the requests, besides that wait. Raises: RuntimeError.
+        within: time limit of the requests, in addition to wait. Raises: RuntimeError.
         """
         store = self._job.store.within(wait + within)
         self.read(store, wait)
@@ -68,7 +68,7 @@ class FailureLog:
             self.read(store)
 
     def read(self, store: KeyValue, wait: float = 0.0) -> None:
-        """Read what is new in the log, and which processes have ended; wait so long for either."""
+        """Read new events, and which processes have ended; wait up to wait seconds for either."""
         begin = self._num_read
         news = store.tail(LOG, begin, num_gone=self._num_gone, seconds=wait)
         now = awake_seconds()
@@ -89,7 +89,7 @@ class FailureLog:
         store.append(LOG, json.dumps((name, self._job.rank, *facts)) + "\n")
 
     def look_until(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Look until is_over(), or for so long. Raises: RuntimeError."""
+        """Call look() until is_over(), or for so many seconds. Raises: RuntimeError."""
         deadline, pause = awake_seconds() + seconds, limits.FIRST_PAUSE_SECONDS
         self.look()
         while not is_over() and (left := deadline - awake_seconds()) > 0:
@@ -112,6 +112,6 @@ class FailureLog:
         return self._job.holder == f"rank {self._job.rank}"
 
     def wake(self) -> None:
-        """End waits for news, such as that of a thread of this rank that must end."""
+        """End all ranks' waits for news, so that a waiting thread of this rank can end."""
         if self._job.store.can_wait:
             self._job.store.within(limits.PEER_CHECK_SECONDS).append(LOG, "")

@@ -5,14 +5,14 @@ and the same verdict. An event is (name, rank, ...):
 
 | event | meaning | its effect |
 |---|---|---|
-| failed, cause | its wait failed: LATE after a time limit, LOST otherwise | the first one calls the roll, and counts |
+| failed, cause | its wait failed: LATE after a time limit, LOST otherwise | all answer; the first such rank counts |
 | crashed, exit code | it has failed by itself | it is missing; the first failure sets the cause and the exit code |
 | alive | it answers | it is not missing |
 | verdict, ranks, text | the outcome of a count | the first one holds |
 | heard | it asks the store for nothing more | the store's holder need not wait for it |
 | left, number | it begins no operation after that number | waits of others for it end |
 | ended | it has passed the last barrier | it is not missing |
-| waits, number, label, ranks | it waits in an operation in which some wait for long | the late are named |
+| waits, number, label, ranks | it waits in an operation in which some rank waits long | late ranks are named |
 | flight, collectives | which collectives torch's flight recorder has seen begin | ranks can compare theirs |
 """
 
@@ -25,7 +25,7 @@ from bigbatch.comm.rendezvous import limits
 LATE, LOST = "late", "lost"
 """Why the ranks are asked to answer: a time limit; the end or failure of a rank."""
 MOST_STALLS = 8
-"""Operations in which ranks wait long, the newest: groups of ranks have one each."""
+"""Number of stalls kept, the newest: each group of ranks may have one."""
 
 NONE: frozenset[int] = frozenset()
 Event = tuple[Any, ...]
@@ -33,7 +33,7 @@ Event = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a failure. lost: the missing ranks. since: when this rank learnt of it; awake_seconds()."""
+    """The outcome of a failure. lost: the missing ranks. since: when this rank read the failure; awake_seconds()."""
 
     lost: frozenset[int]
     reason: str
@@ -42,7 +42,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Stall:
-    """An operation in which ranks wait long. ranks: that take part; waiting: that have said that they wait in it."""
+    """An operation in which ranks wait long. ranks: those that take part; waiting: those that logged their wait."""
 
     number: int
     label: str
@@ -60,7 +60,7 @@ class JobState:
     """LATE or LOST, by the first failure; "" if there is none."""
     since: float = 0.0
     exit_code: int | None = None
-    """The code of the first rank that failed, if it failed by itself and said so."""
+    """Exit code of the first rank that failed, if it has crashed and logged the code."""
     caller: int | None = None
     """The rank that counts the answers, since called_at."""
     called_at: float = 0.0
@@ -81,7 +81,7 @@ class JobState:
 
     @property
     def vanished(self) -> frozenset[int]:
-        """Return the ranks whose processes have ended without a word."""
+        """Return the ranks whose processes have ended without the event "ended" or "crashed"."""
         return self.gone - self.ended - self.crashed
 
     def left_before(self, number: int) -> list[int]:
@@ -89,7 +89,7 @@ class JobState:
 
     @property
     def late(self) -> frozenset[int]:
-        """Return the ranks that have not come to the operation in which the caller waits long; none after a loss."""
+        """Return the ranks that have not come to the newest operation in which the caller waits; none after a loss."""
         stalls = [each for each in self.stalls if self.caller in each.waiting and self.cause == LATE]
         newest = max(stalls, key=lambda each: each.number, default=None)
         return newest.ranks - newest.waiting if newest else NONE
@@ -98,13 +98,13 @@ class JobState:
         return next((each for each in self.stalls if each.number == number), None)
 
     def needs_no_store(self, now: float) -> bool:
-        """Return whether all ranks have ended, or a failure has had its time to be explained."""
+        """Return whether all ranks have ended, a verdict exists, or the time to reach one is over."""
         # a rank that failed by itself asks no ranks to answer, so a verdict may never come
         is_old = self.cause and now - self.since > limits.ROLL_CALL_SECONDS + 2 * limits.LINGER_SECONDS
         return bool(self.verdict or is_old) or len(self.ended | self.gone) == self.world_size
 
     def may_leave(self, rank: int, seconds: float) -> bool:
-        """Return whether the store's holder may end it, after so long: missing ranks have a shorter time to hear."""
+        """Return whether the store's holder may end it after seconds; from LINGER_SECONDS only ranks alive count."""
         unaware = frozenset(range(self.world_size)) - self.heard - self.ended - self.gone - {rank}
         if seconds >= limits.LINGER_SECONDS and self.verdict:
             unaware &= self.alive
@@ -121,8 +121,8 @@ def answer(state: JobState, rank: int, *, now: float, is_waiting: bool, is_watch
     """Return the event that a rank must append now, or None.
 
     is_waiting: it waits for others in an operation. After the loss of a rank all ranks answer. After a time limit only
-    waiting ranks do: one that does something else is the missing one. is_watching: it also reports processes that have
-    ended.
+    waiting ranks do, because a rank that does not wait is the missing one. is_watching: it also reports processes that
+    have ended.
     """
     if state.verdict:
         return None if rank in state.heard else ("heard", rank)
@@ -137,7 +137,7 @@ def answer(state: JobState, rank: int, *, now: float, is_waiting: bool, is_watch
 
 
 def _count(state: JobState, rank: int, now: float) -> frozenset[int] | None:
-    """Return the lost ranks if a rank that has answered must publish them: the caller, or any if that one does not."""
+    """Return the lost ranks if this rank must publish them, else None. If the caller publishes none, any rank does."""
     if state.caller is None:
         return None
     seconds = now - state.called_at
@@ -174,7 +174,7 @@ def _waits(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobS
     number, label, ranks = facts
     ranks = frozenset(range(state.world_size) if ranks is None else ranks)
     known = state.stall(number) or Stall(number, label, NONE, NONE)
-    # ranks: several groups number their operations alike
+    # a union of ranks, because groups use the same operation numbers
     stall = replace(known, ranks=known.ranks | ranks, waiting=known.waiting | {rank})
     others = [each for each in state.stalls if each.number != number]
     return replace(state, stalls=(*others, stall)[-MOST_STALLS:])
@@ -194,7 +194,7 @@ _TRANSITIONS: Mapping[str, Callable[[JobState, int, Sequence[Any], float], JobSt
 
 
 def describe(state: JobState, lost: Iterable[int], name: Callable[[Iterable[int]], str]) -> str:
-    """Return a verdict's text. name: returns the words for some ranks."""
+    """Return a verdict's text. name: formats ranks."""
     mute = [rank for rank in lost if rank == state.caller and rank not in state.missing]
     silent = [rank for rank in lost if rank not in mute]
     text = f"no answer from {name(silent)}" if silent else "all ranks still answer"

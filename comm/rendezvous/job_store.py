@@ -64,7 +64,7 @@ class StoreConnections:
     def ask(self, name: str, *parts: Text, seconds: float = INFINITE) -> bytes:
         """Return the answer to a request.
 
-        Raises: NoAnswerError if there is none after so many seconds; RuntimeError if the store has ended.
+        Raises: NoAnswerError if none comes within seconds; RuntimeError if the store has ended.
         """
         request = pack(name.encode(), *(part.encode() if isinstance(part, str) else part for part in parts))
         limit = seconds if seconds < INFINITE else None
@@ -90,7 +90,7 @@ class StoreConnections:
         return answer
 
     def close(self) -> None:
-        """Let the store see that this rank has left; no request follows."""
+        """Close all connections, so that the store sees that this rank has left. Send no request afterwards."""
         while self._idle:
             self._idle.pop().close()
         if self._presence:
@@ -120,7 +120,7 @@ class JobStore(Store):
     """
 
     can_wait = True
-    """Requests of several threads go side by side, so waits in the store block none."""
+    """Each thread's request has a connection of its own, so a wait in the store blocks no other request."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class JobStore(Store):
         is_for_torch: bool = False,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """deadline: when all requests are over; awake_seconds(). numbers: under which each rank has connected, if not
-        its own: of a group after a loss. tail() then leaves out all others."""
+        """deadline: end of all requests, by awake_seconds(). numbers: for each rank, the number under which it has
+        connected; tail() reports only these ranks. None: tail() reports the numbers of all clients."""
         super().__init__()
         self.connections, self.prefix, self.seconds = connections, prefix, seconds
         self._deadline, self._is_for_torch = deadline, is_for_torch
@@ -143,8 +143,8 @@ class JobStore(Store):
     def torch_store(self) -> "JobStore":
         """Return a store for torch's process groups, whose waits have their own limits.
 
-        In Python, although NCCL's threads ask it: of torch's stores in C++, TCPStore listens without authentication,
-        FileStore needs a shared disk, and the others do not see other ranks.
+        It is in Python, although NCCL's threads call it. torch's stores in C++ do not suit: TCPStore listens without
+        authentication, FileStore needs a shared disk, and the others do not see other ranks.
         """
         made = JobStore(self.connections, self.prefix, seconds=self.seconds, is_for_torch=True)
         _of_torch.append(made)
@@ -191,10 +191,10 @@ class JobStore(Store):
         return int(split(self._ask("count")[1:])[0])
 
     def tail(self, key: str, begin: int, *, num_gone: int = 0, seconds: float = 0.0) -> News:
-        """Return a key's value from that byte on, and the ranks whose processes have ended.
+        """Return a key's value from byte `begin` on, and the ranks whose processes have ended.
 
-        They were connected and have no connection left. Waits so long for bytes, or for another number of such ranks
-        than num_gone.
+        A process has ended if it was connected and has no connection left. Waits up to seconds for new bytes, or until
+        the number of such processes differs from num_gone.
         """
         answer = self._ask("tail", str(seconds), self._name(key), str(begin), str(num_gone), waits=seconds)
         value, *gone = split(answer[1:])
@@ -236,15 +236,15 @@ class JobStore(Store):
 
 
 KeyValue = JobStore | BoundedStore
-"""Answers requests, each within a limit. Raises: NoAnswerError, RuntimeError."""
+"""A store that answers each request within a time limit. Raises: NoAnswerError, RuntimeError."""
 
 
 def hold_store(
     listener: socket.socket, secret: bytes, *, world_size: int, timeout_seconds: float, rank: int = 0
 ) -> StoreConnections:
-    """Start the store's process on a listening socket, for so many ranks; return this rank's connection pool to it.
+    """Start the store's process on a listening socket, for world_size ranks; return this rank's connections to it.
 
-    Closes the socket in this process. The store's process ends with this one, or when the returned pool is
+    Closes the socket in this process. The store's process ends with this one, or when the returned object is
     deleted. It may take START_SECONDS to start on a busy machine, even if timeout_seconds is shorter.
     """
     address, port = listener.getsockname()[:2]

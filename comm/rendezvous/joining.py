@@ -1,9 +1,9 @@
-"""A rank that was started again joins the ranks that go on: it asks at their store, and the first rank lets it in.
+"""A restarted rank joins a running job: it writes a request to the job's store, and rank 0 admits it.
 
-Requests and answers lie outside of the groups' keys, as a store may serve several groups in turn. The new group is in
-the same store. A join is a transaction: the present ranks enter the new group all or none, and leave the former one for
-good after leave_former_group(), all or none. After a loss before that they go on in the former group, in which ranks
-that join have no vote, and these ask again.
+Requests and answers have keys outside of the groups' prefixes, because one store may serve several groups in turn. The
+new group uses the same store. A join is a transaction: either all present ranks enter the new group, or none does.
+leave_former_group() ends the former group in the same way. If a rank is lost before that, the present ranks go on in
+the former group, in which the joining ranks have no vote. The joining ranks then ask again.
 """
 
 import json
@@ -31,7 +31,7 @@ from bigbatch.words import first_difference
 
 REQUESTS = "bigbatch/joins"
 FIRST_NUMBER = 1 << 20
-"""Ranks connect to a store under their numbers in a group, those that join under random ones from here on."""
+"""Initial ranks connect to a store under their ranks; a rank that joins, under a random number from here on."""
 CONNECT_SECONDS = 1.0
 """Limit of one attempt to reach the store."""
 LOOK_SECONDS = 1.0
@@ -49,13 +49,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A group with ranks that join, and what the former first rank tells all."""
+    """The new group, with the ranks that have joined, and what rank 0 of the former group tells all of them."""
 
     group: Group
     told: dict[str, Any]
 
     def leave(self) -> None:
-        """Let the store see that this process has left the group."""
+        """Close this process's connections, so that the store sees that it has left the group."""
         self.group.store.connections.close()
         self.group.endpoints.socket.close()
 
@@ -70,10 +70,10 @@ def ask_to_join(
     interface: str | None,
     is_current: Callable[[], bool] = lambda: True,
 ) -> Admitted:
-    """Ask the ranks of a store to take this process in, and wait for their next boundary, however long.
+    """Ask the ranks of a store to admit this process, and wait without limit for their next boundary.
 
-    facts: what must be equal on all ranks, by its name. is_current: returns whether the ranks still use this store.
-    Raises: CommError if they refuse it; RuntimeError if the store has ended, or does not know the secret; OSError, also
+    facts: name -> value that must be equal on all ranks. is_current: returns whether the ranks still use this store.
+    Raises: CommError if they refuse; RuntimeError if the store has ended, or does not know the secret; OSError, also
     if the ranks use another store.
     """
     number = FIRST_NUMBER + secrets.randbelow(1 << 30)
@@ -94,7 +94,7 @@ def ask_to_join(
         formed = _form(answer, env, requests, number=number, bound=bound, warn_seconds=warn_seconds)
         return Admitted(formed, answer["told"])
     except BaseException:
-        connections.close()  # a request whose process seems to live would be answered
+        connections.close()  # while connected, this process seems alive, and its request would be answered
         if bound:
             bound.close()
         raise
@@ -103,9 +103,9 @@ def ask_to_join(
 def find_requests(
     group: Group, facts: Callable[[], Mapping[str, str]], *, fits: Callable[[int], bool]
 ) -> list[Request]:
-    """On the first rank, return which ranks can join now; refuse those that never can. Not collective.
+    """On rank 0, return which ranks can join now; refuse those that never can. Not collective.
 
-    facts: called if a rank asks. fits: returns whether so many ranks can share the batch; if not, all wait for more.
+    facts: called for each request. fits: returns whether that many ranks can share the batch; if not, the newest wait.
     """
     requests = _requests(group)
     found: list[Request] = []
@@ -125,9 +125,9 @@ def find_requests(
 
 
 def _read_requests(requests: JobStore) -> list[tuple[int, Mapping[str, Any]]]:
-    """Return number and content of the requests of connected processes; remove those of others, and their answers.
+    """Return number and content of each request of a connected process; delete the others, and their answers.
 
-    So the store does not grow with the number of ranks that have joined.
+    This keeps the store from growing with the number of ranks that have joined.
     """
     news = requests.tail("asked", 0)
     lines = news.text.splitlines(keepends=True)
@@ -143,7 +143,7 @@ def _read_requests(requests: JobStore) -> list[tuple[int, Mapping[str, Any]]]:
 
 
 def _parse(line: bytes) -> tuple[int | None, Mapping[str, Any]]:
-    """Return the number and the content of a request; no number if the line is none."""
+    """Return the number and the content of a request; the number is None if the line is no request."""
     with suppress(ValueError, TypeError, LookupError):
         asked = json.loads(line)
         return int(asked["number"]), asked
@@ -175,8 +175,8 @@ def _refusal(asked: Mapping[str, Any], endpoint: Endpoint | None, group: Group, 
 def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -> Admitted:
     """Form the group of the present ranks and those found, in the launcher's order. Collective over the present ranks.
 
-    found, told: on the first rank. No operation of the former group is under way afterwards.
-    Raises: PeerLostError, and then on all ranks that are left: no rank is in the new group.
+    found, told: only rank 0's are used. No operation of the former group is under way afterwards.
+    Raises: PeerLostError, then on all remaining ranks, and no rank is in the new group.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
     store = group.store
@@ -203,15 +203,15 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
 
 
 def leave_former_group(group: Group) -> None:
-    """Agree that all ranks of a new group have what they need: none goes back to its former group. Collective.
+    """Agree that the new group is complete, so that no rank returns to the former group. Collective.
 
-    Raises: PeerLostError, and then on all ranks that are left, unless the store is lost while they read the answer.
+    Raises: PeerLostError, then on all remaining ranks, unless the store is lost while they read the answer.
     """
     _all_or_none(group, what="agreement to leave the former group")
 
 
 def former_ranks(former: Group, group: Group, ranks: Collection[int]) -> frozenset[int]:
-    """Return which ranks of the former group these ranks of the new one were there; learn who has ended since."""
+    """Return the ranks that these ranks of the new group had in the former one; read which processes have ended."""
     log = former.control.detector.log
     with suppress(RuntimeError):  # the store is lost, too
         log.read(former.control.store.within(PEER_CHECK_SECONDS))
@@ -220,10 +220,10 @@ def former_ranks(former: Group, group: Group, ranks: Collection[int]) -> frozens
 
 
 def _all_or_none(group: Group, text: str = "", *, what: str) -> str:
-    """Return rank 0's text on all ranks once all have come, or raise PeerLostError on all that are left. Collective.
+    """Return rank 0's text on all ranks once all have come, or raise PeerLostError on all remaining ones. Collective.
 
-    The first value of one key decides, so ranks that find another one lost cannot be of another opinion. If the store
-    is lost, a rank that has not read that value raises.
+    The first value of one key decides, so a rank that finds another one lost cannot decide otherwise. If the store is
+    lost, a rank that has not read that value raises.
     """
     control, store = group.control, group.store
     key = f"{control.next_key()}/decision"
@@ -258,7 +258,7 @@ def _form(
     bound: socket.socket,
     warn_seconds: float,
 ) -> Group:
-    """Return the group of an answer. env.master: where others reach the store. number: of this rank."""
+    """Form the group that an answer describes. env.master: address of the store. number: this rank's in the store."""
     endpoints, numbers = tuple(Endpoint(**each) for each in answer["seats"]), list(map(int, answer["numbers"]))
     env = replace(env, rank=numbers.index(number), former_rank=env.launched_as)
     store = JobStore(former.connections, answer["prefix"], seconds=former.seconds, numbers=numbers)

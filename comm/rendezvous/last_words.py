@@ -1,4 +1,4 @@
-"""What a hanging rank prints before its process is killed: the lost ranks, by failure detector and flight records.
+"""What a hanging rank prints before its process is killed: lost ranks, from the failure detector and flight records.
 
 A flight record is the dump of the recorder that torch keeps of its collectives.
 """
@@ -54,7 +54,7 @@ def read_flight(text: str) -> Flight:
 
 
 def record_flight(text: str, *, rank: int) -> tuple[Flight | None, Path | None]:
-    """Write a dump to a file and parse it. A full disk leaves out the file, an unknown format the Flight."""
+    """Write a dump to a file and parse it. Flight: None if the format is unknown. Path: None if the write fails."""
     flight = path = None
     if text:
         with suppress(OSError):
@@ -65,7 +65,7 @@ def record_flight(text: str, *, rank: int) -> tuple[Flight | None, Path | None]:
 
 
 def keep_flight(text: str, *, rank: int) -> Path:
-    """Write a dump beside the path that torch is told to use, as RANK.json, else to a temporary file; return the path.
+    """Write a dump to torch's own prefix plus RANK.json, or without a prefix to a temporary file; return the path.
 
     Raises: OSError.
     """

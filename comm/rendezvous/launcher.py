@@ -32,7 +32,7 @@ MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "flux")
 """Launchers whose ranks can communicate by MPI at once."""
 
 OF_LIBRARIES = ("pals", "flux", "srun")
-"""They also set PMI_RANK and PMI_SIZE, for MPICH's library; so these do not prove that MPICH's mpiexec ran."""
+"""Launchers that also set PMI_RANK and PMI_SIZE for MPICH's library: these do not prove that MPICH's mpiexec ran."""
 
 UNKNOWN_LAUNCHERS = {
     # variable: (launcher, what to use instead)
@@ -140,7 +140,7 @@ def local_size_of(variables: Mapping[str, str], launcher: str) -> int:
 
 
 def number(variables: Mapping[str, str], name: str, launcher: str) -> int:
-    """Return a launcher's variable. Raises: LaunchError if it is missing or not a number."""
+    """Return a launcher's variable as an integer. Raises: LaunchError if it is missing or not a number."""
     try:
         return whole(variables[name])
     except KeyError:
@@ -183,7 +183,7 @@ MAX_HOSTS = 100_000
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Write out Slurm's compact host list: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
+    """Expand Slurm's compact host list: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
 
     Raises: LaunchError if the text is not a host list or has more than MAX_HOSTS hosts.
     """

@@ -2,25 +2,25 @@
 
 GONE_SECONDS = 0.1
 """Time after the end of a rank's last connection until it counts as gone. A live rank keeps one open, so this only
-spans the moment in which one connection follows another; each healing waits for it."""
+spans the moment in which one connection follows another. Each regrouping after a loss waits for it."""
 STORE_LOOK_SECONDS = 0.05
 """Period in which the store looks for ranks that are gone: half of GONE_SECONDS."""
 LOOK_SECONDS = 1.0
 """Longest pause between two looks at the operation under way, and limit of one wait for news."""
 POLL_SECONDS = 0.05
-"""Pause between two questions of a waiting rank whether a rank has failed: they cost no request under a watch, and a
-job that heals in place waits for it after each loss."""
+"""Pause between two checks of a waiting rank for failed ranks. Under a Watch a check costs no request. A job that
+regroups after a loss waits for it each time."""
 PEER_CHECK_SECONDS = 1.0
-"""Limit of the question, during another wait, whether a rank has failed; longest pause between two of them."""
+"""Time limit of a check for failed ranks during another wait; also the longest pause between two checks."""
 MOST_PEER_CHECKS_PER_SECOND = 1000
-"""Most such questions of all ranks together while they wait for a text: a quarter of MOST_LOOKS_PER_SECOND."""
+"""Most such checks of all ranks together while they wait for a text: a quarter of MOST_LOOKS_PER_SECOND."""
 SILENCE_SECONDS = 3.0
 """Time after the end of a wait within which the store must answer; otherwise it is unreachable."""
 ROLL_CALL_SECONDS = 5.0
 """Time for the ranks to answer; it ends earlier if only ranks whose processes have ended are missing."""
 ANSWER_SECONDS = 0.5
-"""Time for the ranks to answer after a time limit, if all that were known to wait have: those that are missing had not
-come to the operation before. The thread that answers is woken by the question."""
+"""Time for the ranks to answer after a time limit if only late ranks are missing, which had not come to the operation.
+The event of the failure wakes each thread that answers."""
 LINGER_SECONDS = 2.0
 """Additional time for the caller's verdict, to read it, and for the store's holder to wait for missing ranks, which may
 still run and must read it, too."""

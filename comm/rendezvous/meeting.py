@@ -23,7 +23,7 @@ from bigbatch.errors import CommError, first_line, tell
 _WORDS = "bigbatch/words"
 
 _met: dict[tuple[str, int] | None, tuple[StoreConnections, ProcessEnv]] = {}
-"""Rendezvous that this process has joined, by its launcher's address, if any: a port can be opened only once."""
+"""Rendezvous that this process has joined, by the launcher's address or None: a port can be opened only once."""
 
 
 def open_store(
@@ -56,7 +56,7 @@ def open_store(
             )
         _met[env.master] = connections, met
     connections, met = _met[env.master]
-    # numbers: ranks that join have others
+    # numbers: a rank that joins later connects under another number than its rank
     return JobStore(connections, prefix, seconds=timeout_seconds, numbers=range(env.world_size)), "rank 0", met
 
 
@@ -74,7 +74,7 @@ def _describe_wait(env: ProcessEnv) -> str:
 def rendezvous(
     env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float
 ) -> StoreConnections:
-    """Connect to the job's key-value store; rank 0 first starts its process, which listens on one address.
+    """Connect to the job's key-value store; rank 0 first starts the store's process.
 
     Raises: CommError.
     """
@@ -162,7 +162,7 @@ def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seco
     The store outlives the ranks, and no launcher variable identifies a start: each agent of torchrun counts its own
     restarts, and does not count changes of membership. So each rank but rank 0 writes a random word. Rank 0 answers
     every word, also those of earlier starts, with the name of its session, and waits until all ranks have joined it.
-    Only then do they begin. A rank that an earlier rank 0 has answered follows the later answer.
+    Then all ranks begin. If an earlier rank 0 has answered a rank, that rank follows the later answer.
     After warn_seconds rank 0 prints which ranks are late.
     Raises: TimeoutError naming the missing ranks; errors of the store.
     """
@@ -228,7 +228,7 @@ def _leads_back(address: str) -> bool:
 
 
 def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socket:
-    """Open a socket that listens on this address only.
+    """Open a socket that listens on this address.
 
     It listens on all interfaces if the job has several hosts and the name resolves to loopback here: the other hosts
     know this host by another address.

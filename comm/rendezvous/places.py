@@ -129,7 +129,7 @@ def require_own_gpus(seen: Sequence[tuple[str, str]]) -> None:
 
 
 def too_few_gpus(num_ranks: int, num_gpus: int, *, host: str, is_one_host: bool, why: str = "") -> CommError:
-    """Make the error of a host with fewer GPUs than ranks."""
+    """Return the error for a host with fewer GPUs than ranks."""
     fewer = f" (--ranks {num_gpus})" if num_gpus and is_one_host else ""
     return CommError(
         f"{num_ranks} ranks on {host} but {num_gpus} GPUs{why}: start one rank per GPU{fewer}, let each see all GPUs "

@@ -15,13 +15,13 @@ from bigbatch.files import parse_json
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 """Matches 'nccl:send 0->1' and 'nccl:recv 1<-0': kind, own number and peer's number in the group."""
 MOST_NUMBERS = 1 << 20
-"""Sizes that a dump may hold beyond its length in bytes: a pickle can refer to one list many times."""
+"""Most tensor sizes that a dump may hold, plus two per byte of it: a pickle can refer to one list many times."""
 _PLAIN = re.compile(
     rb"(?:"
-    rb"[N\x88\x89(\]})tlaesud\x85-\x87\x94]"  # None, bools; marks, lists, dicts, tuples; remember
+    rb"[N\x88\x89(\]})tlaesud\x85-\x87\x94]"  # None, bools; marks, lists, dicts, tuples; memoize
     rb"|\x80."  # protocol
-    rb"|[Kqh].|M..|J....|G.{8}"  # integers of 1, 2 and 4 bytes, remember and recall, a float
-    rb"|j..[\x00-\x3f]\x00|r..[\x00-\x3f]\x00"  # the same, with larger numbers: remembering takes memory by its number
+    rb"|[Kqh].|M..|J....|G.{8}"  # memo: get, put; integers of 1, 2 and 4 bytes; a float
+    rb"|j..[\x00-\x3f]\x00|r..[\x00-\x3f]\x00"  # memo with indexes below 1 << 22: a put allocates up to its index
     rb"|\x8a(?:\x00|\x01.|\x02..|\x03...|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9})"  # longer integers
     rb"|\x95.{8}"  # frame
     rb")*",
@@ -55,7 +55,7 @@ class Operation:
     """Sizes of all inputs, and of all outputs."""
     types: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     state: str = "scheduled"
-    """scheduled, started or completed; those of gloo stay scheduled."""
+    """scheduled, started or completed; gloo's operations stay scheduled."""
     is_over: bool = False
     is_message: bool = False
     order: int = 0
@@ -95,7 +95,7 @@ class Recording:
 
 
 def late_for(number: int, ranks: Iterable[int], begun: Mapping[int, int]) -> tuple[dict[int, int], list[int]]:
-    """Return the ranks that have not begun collective `number`, with their last one; and the ranks that are not known.
+    """Return the ranks that have not begun collective `number`, with their last number; and the unknown ranks.
 
     begun: rank -> number of the last collective that it has begun in that group, 0 for none.
     """
@@ -138,7 +138,7 @@ class _Reader:
         self._operations: dict[int, Operation] = {}
         self._frames: dict[int, Sequence[Mapping[str, Any]]] = {}
         self._same: dict[Any, Any] = {}
-        """Equal values are stored once: dumps of a thousand ranks are compared."""
+        """Value -> the stored one: equal values are stored once, because dumps of a thousand ranks are compared."""
         self._latest: dict[tuple[str, bool], list[int]] = {}
         """(Group name, whether messages) -> keys of the last operations, which have the same number."""
 
@@ -168,9 +168,9 @@ class _Reader:
         self._keep(operation, entry.get("frames") or ())
 
     def finish(self) -> tuple[Operation, ...]:
-        """Return all operations in order. One followed by a finished one of its group is over, except with gloo.
+        """Return all operations in order. An operation is over if a later one of its group is, except with gloo.
 
-        A group runs its collectives one after the other, and the messages of one direction between two ranks.
+        A group runs its collectives in order, and also the messages of one direction between two ranks.
         """
         passed: set[tuple[str, str]] = set()
         lines: set[tuple[str, str]] = set()

@@ -29,7 +29,7 @@ _STREAMS: "WeakSet[socket.socket]" = WeakSet()
 
 
 def end_with_process(stream: socket.socket) -> socket.socket:
-    """Return the connection, which processes forked later close.
+    """Register a connection for closing in processes forked later; return it.
 
     Otherwise a loader's workers, which outlive a killed rank, would keep it open, and the rank would seem alive.
     """

@@ -111,7 +111,7 @@ class Requests:
                 values[key] = values.get(key, b"") + value
                 return DONE
             case [b"compare_set", key, expected, desired]:
-                # as torch's: an empty expected value matches a missing key, and a missing key returns expected
+                # like torch's stores: an empty expected value matches a missing key, and a missing key returns expected
                 if values.get(key, b"") == expected:
                     values[key] = desired
                 return DONE + pack(values.get(key, expected))
@@ -288,7 +288,7 @@ def _reply(caller: _Caller, answer: bytes) -> None:
 
 
 def main() -> None:
-    """Serve the listening socket of a descriptor; read the secret from standard input, and end when it closes."""
+    """Serve a listening socket, given by its descriptor. Read the secret from standard input; end when it closes."""
     # this process ends after rank 0, so it ignores signals that are meant for rank 0, and has its own process group; in
     # the same session, since the kernel then continues a stopped group whose parent has ended
     os.setpgid(0, 0)

@@ -1,4 +1,4 @@
-"""Watch of this rank's operations: names the ranks that others wait for, before the time limit ends the job."""
+"""Watch this rank's operations, and print which ranks are late before the time limit ends the job."""
 
 import itertools
 import os
@@ -88,7 +88,7 @@ class Watch:
             self.follow(queued)
 
     def follow(self, oldest: Callable[[], Pending | None]) -> None:
-        """Watch the operations of a queue, numbered from 1, from now on."""
+        """From now on watch the queue whose oldest operation this function returns; numbers start at 1."""
         self._oldest = oldest
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Watch:
             os._exit(LOST)  # the main thread waits for the device and cannot be interrupted
 
     def look(self, *, wait: float = 0.0) -> None:
-        """Read and answer the log once, waiting so long for news; say what is late. Raises: RuntimeError."""
+        """Read and answer the log once, waiting up to wait for news; print the late ranks. Raises: RuntimeError."""
         self._log.look(
             is_waiting=lambda: self._oldest() is not None or self._detector.is_waiting,
             is_watching=True,
@@ -138,7 +138,7 @@ class Watch:
                 self._name_late(stall, pending)
 
     def _note(self, pending: Pending) -> None:
-        """Write, once, that this rank waits in an operation, if others do, or if it has done so for long."""
+        """Log, once, that this rank waits in an operation, if another rank has logged that or this one waits long."""
         stall = self._log.state.stall(pending.number)
         if stall is None and pending.seconds <= self._warn_seconds:
             return
@@ -169,7 +169,7 @@ class Watch:
             self._say(f"{here} is late: other ranks wait for it in {stall.label}")
 
     def _say_silent(self) -> None:
-        """Say, once per operation, that the store does not answer."""
+        """Print, once per operation, that the store does not answer."""
         pending = self._oldest()
         if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
             self._said.add(pending.number)
