@@ -20,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def require_type(value: object, kind: type, *, what: str, legal: str) -> None:
-    """Refuse an argument of another type. Raises: TypeError naming it, and a legal one."""
+    """Refuse an argument of another type. Raises: TypeError with its name, and a legal value."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{what} must be {legal}, not {reprlib.repr(value)} ({type(value).__name__})")
 
@@ -35,12 +35,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a transport; connect() refuses anything else before any training."""
+    """What a transport can carry; connect() refuses anything else before any training."""
 
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     has_messages: bool = True
-    """Ranks can send to one another; every algorithm but the transport's own needs that."""
+    """Ranks can send messages to one another, which every algorithm but the transport's own needs."""
     in_place: bool = False
     """The shard of a reduce-scatter or an all-gather may be a view of the whole tensor."""
     sums_half_in_fp32: bool = True
@@ -48,17 +48,17 @@ class Capabilities:
 
 
 class InFlight(Protocol):
-    """An operation that was started."""
+    """An operation that has been started."""
 
     def wait(self) -> None:
-        """Return once later work on this device may use the result; call it once. Raises: PeerLostError."""
+        """Return when later work on the device may use the result. Call it once. Raises: PeerLostError."""
 
 
 class Backend(Protocol):
     """Carries tensors between the ranks of a job.
 
-    Collectives are called by every rank of the group, in the same order, and leave identical bits on all of
-    them. They complete before they return, in the order of the device: on a GPU they are only enqueued.
+    Every rank of the group calls each collective, in the same order; all get identical bits. On a CPU a collective is
+    complete when it returns; on a GPU it is only enqueued.
     Messages between two ranks arrive in the order in which they were started. Ranks are those of the world.
     """
 
@@ -69,7 +69,7 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make a group of each family of ranks; return this rank's, or one of itself if it is in none (NCCL only).
+        """Make a group of each family of ranks; return this rank's, or a group of itself if it is in none (NCCL only).
 
         Collective over the world.
         """
@@ -105,21 +105,21 @@ class Backend(Protocol):
         """
 
     def oldest(self) -> Pending | None:
-        """Return the submitted operation that is under way longest, as far as is known; for other threads."""
+        """Return the first submitted operation that is not known to have ended, or None. Any thread may call it."""
 
     def close(self) -> None:
-        """Release the transport after the last collective; collective itself."""
+        """Release the transport after the last operation. Collective."""
 
     def abandon(self) -> None:
-        """Release what this rank holds, without the others: if connect() refuses, and nothing is under way."""
+        """Release what this rank holds, without the other ranks, if connect() refuses. Nothing may be under way."""
 
 
 @runtime_checkable
 class Restartable(Protocol):
-    """A transport that can leave an operation behind which hangs."""
+    """A transport that can abandon an operation that hangs."""
 
     def limit(self, seconds: float | None) -> None:
-        """Let waits raise LateError after so long; None: only the job's limit holds."""
+        """Let waits raise LateError after so many seconds; None: only the job's time limit applies."""
 
     def num_submitted(self) -> int:
         """Return the number of operations submitted so far."""
@@ -127,7 +127,7 @@ class Restartable(Protocol):
     def restart(self, *, num_missed: int) -> None:
         """End what is under way and connect again; earlier groups have ended. Collective.
 
-        num_missed: the operations that another rank has submitted and this one has not.
+        num_missed: number of operations that another rank has submitted and this one has not.
         """
 
 

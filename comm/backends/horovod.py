@@ -1,4 +1,4 @@
-"""Horovod as a transport: for clusters that are set up for it, and as a measured peer."""
+"""Horovod as a transport: for clusters that are set up for it, and to compare with it."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,12 +45,11 @@ def sums_on_gpus() -> bool:
 class HorovodBackend:
     """Sums by Horovod 0.28's collectives: on host memory over MPI, on GPUs by NCCL; groups are its process sets.
 
-    Its background thread agrees with the others on what to do once per HOROVOD_CYCLE_TIME (1 ms), so that is the
-    least an operation takes. It has no messages between two ranks, no bf16, and no time limit of its own: wait()
-    gives up after the control's.
-    Where it keeps to the CPU beside GPUs, rank 0 says so on standard error.
-    Raises: CommError for a GPU where it was built without NCCL, without a Horovod that can do this or with one that is
-    initialized, and where MPI sees another job than the launcher's.
+    Horovod's background threads agree on the next operations once per HOROVOD_CYCLE_TIME (1 ms), so no operation takes
+    less. Horovod has no messages between two ranks, no bf16, and no time limit: wait() gives up after the control's.
+    If it uses the CPU although there are GPUs, rank 0 prints that on standard error.
+    Raises: CommError for a GPU if Horovod was built without NCCL; if Horovod is missing, was built without PyTorch or
+    MPI, or is initialized already; if MPI reports another rank or world size than the launcher.
     """
 
     name = "horovod"
@@ -74,7 +73,7 @@ class HorovodBackend:
             )
         if self._hvd.is_initialized():  # by the script or another communicator: one would end it for both
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
-        mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before bigbatch does
+        mpi_world(env)  # starts MPI: if Horovod started it, Horovod would also end it, before bigbatch does
         self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)
         self.oldest = self._queue.oldest
         answer_of(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
@@ -84,7 +83,7 @@ class HorovodBackend:
         self._process_sets = {self.world.ranks: self.world.handle}
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make a process set of each family that has none yet; Horovod needs every rank to make all of them."""
+        """Make a process set for each family that has none yet; Horovod needs every rank to make all of them."""
         for ranks in map(tuple, families):
             assert ranks == tuple(sorted(ranks)), "a process set has no order but that of the ranks"
             if ranks not in self._process_sets:
@@ -139,8 +138,8 @@ class HorovodBackend:
 
 
 def _name(operation: str, tensor_N: Tensor, group: Group) -> str:
-    """Name an operation so that all ranks match it; one name for each kind and size, as Horovod caches by name.
+    """Return the name by which ranks match an operation; one for each kind and size, because Horovod caches by name.
 
-    No two of them are under way at once, as submitted operations run one after another.
+    No two operations of one name are under way at once, because submitted operations run one after another.
     """
     return f"bigbatch.{operation}.{tensor_N.dtype}.{tensor_N.numel()}.{group.handle.process_set_id}"

@@ -1,4 +1,4 @@
-"""GPU tensors by way of host memory, for transports that cannot read GPU memory."""
+"""Copies of GPU tensors in host memory, for transports that cannot read GPU memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from bigbatch.comm.backends.node_memory import NodeMemory
 
 
 class HostStaging:
-    """Copies between a GPU and host memory on a separate stream, so that they run beside backward's kernels."""
+    """Copies tensors between a GPU and host memory on a separate stream, beside backward's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -41,7 +41,7 @@ class HostStaging:
         return event
 
     def fetch(self, host_N: Tensor, device_N: Tensor, *, ready: torch.cuda.Event) -> None:
-        """Copy what the GPU has computed by the event to the host; return when the copy is complete."""
+        """Copy a tensor to the host after the event ready; return when the copy is complete."""
         self._stream.wait_event(ready)
         self._copy(host_N, device_N)
         self._stream.synchronize()
@@ -55,19 +55,19 @@ class HostStaging:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _copy(self, target_N: Tensor, source_N: Tensor) -> None:
-        # a thread starts with GPU 0 as its current one: to return to it from a stream alone would make a context there
+        # a new thread's current GPU is 0: leaving a stream context without this one would create a CUDA context there
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             target_N.copy_(source_N, non_blocking=True)
 
 
 def _allocation_of(host_N: Tensor) -> tuple[int, int]:
-    """Return address and bytes of the whole allocation: it holds many tensors, and CUDA registers it only once."""
+    """Return address and bytes of a tensor's allocation, which holds many tensors; CUDA registers it only once."""
     return host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True)
 class Staged:
-    """An operation by way of the host; its last copies may be under way when its thread is done."""
+    """An operation on host copies; its last copies to the GPU may be under way when its thread is done."""
 
     work: InFlight
     staging: HostStaging
@@ -87,7 +87,7 @@ def via_memory(
     backend: Backend,
     label: str,
 ) -> Callable[[], None]:
-    """Make what the backend runs: the collective on the tensor, or on shared memory with copies there and back."""
+    """Return what the backend runs: the collective on the tensor, or on shared memory with copies there and back."""
     if not tensor_N.numel():
         return lambda: None
     if memory is None or memory.views(tensor_N) is not None:
@@ -109,7 +109,7 @@ def via_memory(
 
         return by_way_of_scratch
     staging.pin(scratch_N)
-    ready = staging.ready()  # now, as the tensor is written; the other thread waits for it before it reads
+    ready = staging.ready()  # recorded here, after the writes to the tensor; the other thread waits before it reads
 
     def by_way_of_host() -> None:
         staging.fetch(scratch_N, tensor_N, ready=ready)

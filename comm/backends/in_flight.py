@@ -16,7 +16,7 @@ from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError
 
 ABORT_SECONDS = 2.0
-"""How long an aborted operation is waited for."""
+"""Time limit of the wait for an aborted operation to end."""
 
 Explain = Callable[[str, float, Exception], CommError]
 """(label, seconds waited, cause) -> the error to raise."""
@@ -25,7 +25,7 @@ WhileWaiting = Callable[[str, float], None]
 
 
 class LateError(Exception):
-    """A wait has reached the queue's own limit; pending: what it waited for."""
+    """A wait has reached the queue's own limit. pending: the operation that it waited for."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__(f"{pending.label} is late")
@@ -36,11 +36,11 @@ class ThreadQueue:
     """Runs operations one after another on a separate thread (host tensors; collectives that block).
 
     After a failure the ranks are out of step, so every later operation fails at once with the same error. The thread is
-    a daemon: one that hangs in a collective does not keep a failed process alive.
+    a daemon: if it hangs in a collective, it does not keep a failed process alive.
     """
 
     def __init__(self, explain: Explain, *, while_waiting: WhileWaiting, number: int = 0) -> None:
-        """number: the last operation's of an earlier queue, which this one replaces."""
+        """number: the last operation's number in the queue that this one replaces, if any."""
         self._explain = explain
         self._while_waiting = while_waiting
         self._failure: CommError | None = None
@@ -93,7 +93,7 @@ class ThreadQueue:
         return next(iter(self._under_way.copy()), None)
 
     def _run(self, operation: Callable[[], None], label: str) -> None:
-        # a later operation would be matched with another one of its peers
+        # after a failure the peers would match this operation with a different one
         if self._failure:
             raise self._failure
         start = awake_seconds()
@@ -113,9 +113,9 @@ class ThreadQueue:
         self._thread.join()
 
     def give_up(self, error: CommError, *, end: Callable[[], None]) -> None:
-        """Fail the queued operations, and stop the thread once the one under way has ended; there is a limit.
+        """Fail the queued operations, and stop the thread; wait up to ABORT_SECONDS for the operation under way.
 
-        end: makes the one under way fail.
+        end: makes that operation fail.
         """
         self.is_closed = True
         self._failure = self._failure or error
@@ -127,7 +127,7 @@ class ThreadQueue:
 def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable[[], None]:
     """Make an operation on GPU memory safe for another thread and a library that does not use streams.
 
-    It begins after the calling thread's GPU work so far, and returns when the GPU has done it.
+    The operation begins after the calling thread's GPU work so far, and returns when the GPU has finished it.
     """
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(gpu))
@@ -150,7 +150,7 @@ class StreamQueue:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # high: communication that other ranks wait for goes before kernels of backward that have not begun
+        # high priority: communication goes before kernels of backward that have not begun, because other ranks wait
         self._stream = torch.cuda.Stream(device, priority=-1)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._number_1 = torch.zeros(1, dtype=torch.int64, device=device)
@@ -165,15 +165,15 @@ class StreamQueue:
         """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
         self.number += 1
-        is_watched = not torch.cuda.is_current_stream_capturing()  # a replay is not: its number would be the capture's
+        is_watched = not torch.cuda.is_current_stream_capturing()  # a replay would repeat the capture's number
         if is_watched:
             with self._lock:
                 self._take_out_done()
-                # before it, as it may stop the host: a barrier does, and groups that connect
+                # before the operation, which may block the host: a barrier does, and a group's first connection
                 self._enqueued.append(Pending(self.number, label, awake_seconds(), ranks))
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        # if a script's current GPU is another one, the stream alone would make a context there as it ends
+        # if a script's current GPU is another one, leaving the stream alone would create a CUDA context there
         with torch.cuda.device(device), torch.cuda.stream(self._stream), torch.profiler.record_function(label):
             try:
                 operation()

@@ -1,4 +1,4 @@
-"""Byte streams between ranks over TCP, moved forward by the thread that waits: no thread, no lock."""
+"""Byte streams between ranks over TCP. The thread that waits moves all bytes: no other thread, no lock."""
 
 import hmac
 import select
@@ -29,7 +29,7 @@ MOST_STRANGERS = 64
 """Most unauthenticated connections beside the job's own; the oldest is dropped first."""
 
 BURSTY = ("cubic", "reno")
-"""Congestion controls that fill a link at once, in the order of preference."""
+"""Congestion controls that do not pace, so that a burst fills a link at once; in order of preference."""
 
 LENGTH = struct.Struct("!Q")
 """Header of each message: its length in bytes."""
@@ -91,7 +91,7 @@ class Link:
     def __init__(self, peer: int, stream: socket.socket, *, proof: bytes = b"") -> None:
         """proof: bytes that the peer must send first, to show that it knows the job's secret."""
         stream.setblocking(False)
-        # else a short message would wait for the acknowledgement of the one before
+        # otherwise a short message would wait until the one before is acknowledged
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
         self.socket = stream
@@ -123,7 +123,7 @@ class Link:
             return
         while self.incoming:
             transfer = self.incoming[0]
-            # the length is not complete yet
+            # two pieces are left while the header is incomplete
             is_first = len(transfer.left) == 2
             try:
                 count = self.socket.recvmsg_into(transfer.left)[0]
@@ -160,8 +160,8 @@ class Link:
 class Links:
     """Streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
 
-    Both prove that they know the job's secret. Listens on one address only. All methods must run on one thread.
-    while_waiting bounds each wait.
+    Both prove that they know the job's secret. Listens on one address only. All methods but shut_down() must run on one
+    thread. while_waiting bounds each wait.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Links:
         transfer = Transfer(data, self, bytearray(LENGTH.pack(len(data))))
         link = self._links.get(to) or self._open(to)
         link.outgoing.append(transfer)
-        # after others it must wait its turn: a stream has one order
+        # otherwise it waits its turn: messages of a stream keep their order
         if len(link.outgoing) == 1:
             link.send_what_goes()
         return transfer
@@ -228,7 +228,7 @@ class Links:
     def _step(self) -> None:
         """Wait for any event, for POLL_SECONDS at most, and handle it.
 
-        Only bytes over links are a sign of life: unauthenticated connections do not extend a wait.
+        Only bytes over links restart the count of seconds waited; unauthenticated connections do not.
         """
         for link in self._links.values():
             self._watch(link)
@@ -298,7 +298,7 @@ class Links:
         self._add(peer, stream, proof=proof)
 
     def _accept(self) -> None:
-        """Accept a connection, of the expected rank or another; a silent one blocks no other."""
+        """Accept a connection, of the expected rank or another; one that stays silent does not block the others."""
         stream = accept_client(self._listener, self._send_off_the_first)
         if stream is None:
             return
@@ -318,7 +318,7 @@ class Links:
         """Read more of a connection's introduction; close it if it ends or does not know the secret."""
         stream, said, _ = self._callers[number]
         try:
-            # not a byte more: the link reads the first message, which follows
+            # not a byte more: the first message may follow, and the link must read it
             more = stream.recv(HELLO_BYTES - len(said))
         except OSError:
             more = b""

@@ -20,7 +20,7 @@ HOST = torch.device("cpu")
 
 
 def answer_of(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> T:
-    """Run a step of the set-up on the queue's thread, so that the queue's time limit holds for it."""
+    """Run a step of the set-up on the queue's thread, under the queue's time limit; return its result."""
     answers: list[T] = []
     queue.submit(lambda: answers.append(operation()), label=label).wait()
     return answers[0]
@@ -41,9 +41,9 @@ def finalize_mpi() -> None:
 class MpiBackend:
     """Sums and sends by blocking MPI calls, in place, without copies (fp32, fp64).
 
-    On host memory; a CUDA-aware MPI reads and writes that of GPUs, too. There is no half-precision sum in MPI:
-    reductions of fp16 and bf16 are carried in fp32, copies in their own bytes. It knows no timeout either: wait()
-    gives up after the control's. device is where the tensors to sum are.
+    It works on host memory, and with a CUDA-aware MPI also on GPU memory. MPI has no sum of half precision: sums of
+    fp16 and bf16 travel in fp32, copies in their own bytes. MPI has no time limit either: wait() gives up after the
+    control's. device: where the tensors to sum are.
     """
 
     name = "mpi"
@@ -55,7 +55,7 @@ class MpiBackend:
         self._gpu = device if device.type == "cuda" and "cuda" in self.capabilities.device_types else None
         self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)
         self.oldest = self._queue.oldest
-        # a copy, so that our messages cannot match those of the script's own MPI calls
+        # a copy of the communicator, so that no message matches one of the script's own MPI calls
         communicator = answer_of(self._queue, world.Dup, label="MPI's copy of its world")
         self.rank = communicator.rank
         self.world_size = communicator.size
@@ -139,14 +139,14 @@ def _summable(tensor_N: Tensor) -> Iterator[Any]:
 
 
 def is_cuda_aware() -> bool:
-    """Return whether MPI takes pointers to GPU memory (Open MPI and MPICH answer this; others count as not aware)."""
+    """Return whether MPI accepts pointers to GPU memory; False for a library without MPIX_Query_cuda_support."""
     library = ctypes.CDLL(import_mpi().__file__)
     query = getattr(library, "MPIX_Query_cuda_support", None)
     return bool(query and query())
 
 
 def _for_mpi(tensor_N: Tensor) -> Any:
-    """Return a form that MPI can read now: on a GPU, after the kernels that use the tensor."""
+    """Return the tensor in a form that MPI can read now; on a GPU, first wait for the current stream's kernels."""
     if not tensor_N.is_cuda:
         return tensor_N.numpy()
     torch.cuda.current_stream(tensor_N.device).synchronize()

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one node share: sums inside a node need only short messages."""
+"""Memory that the ranks of one node share, so that sums inside a node need only short messages."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from bigbatch.errors import CommError
 
 SMALLEST_SCRATCH_BYTES = 1 << 20
 PAGE_BYTES = 4096
-"""Alignment of tensors in an allocation: each is faulted in on its ranks' memory domain."""
+"""Alignment of tensors in an allocation: no two share a page, so each page is placed by its tensor's first use."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """One allocation of every rank of the node group, in the group's order, this rank's included."""
+    """One tensor of allocate() as every rank of the node group has it, in the group's order."""
 
     index: int
     all: tuple[Tensor, ...]
@@ -30,8 +30,8 @@ class Region:
 class NodeMemory:
     """Makes host tensors that the other ranks of the node group can see. Linux; a group of one needs no sharing.
 
-    The memory has no name in any file system and ends with the last process that maps it, so nothing is left
-    behind by a crash. Methods marked collective are called by all ranks of the job, in the same order.
+    The memory has no name in any file system and is freed with the last process that maps it, so a crash leaves nothing
+    behind. All ranks of the job call the methods marked collective, in the same order.
     """
 
     def __init__(self, topology: Topology, control: Control) -> None:
@@ -44,9 +44,9 @@ class NodeMemory:
         self._scratch_N = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, *sizes: tuple[int, torch.dtype], what: str = "fusion buffers") -> list[Tensor]:
-        """Make flat tensors of zeros that views() knows, from (number of elements, dtype) each. Collective.
+        """Return flat tensors of zeros that views() knows, one for each (number of elements, dtype). Collective.
 
-        All of them cost as much time as one: the ranks meet twice.
+        All of them together cost two gathers of texts, as one does.
         Raises: CommError if a rank of the same node cannot open the memory.
         """
         if not sizes:
@@ -69,15 +69,15 @@ class NodeMemory:
         return tensors
 
     def release(self, tensor_N: Tensor) -> None:
-        """Forget tensors of allocate(); memory is freed once no tensor of that call is in use. On all ranks alike."""
+        """Forget a tensor of allocate(); memory is freed once no tensor of that call is in use. Call on all ranks."""
         self._regions = [region for region in self._regions if region is not self._region_of(tensor_N)]
 
     def scratch(
         self, num_elements: int, dtype: torch.dtype, *, finish: Callable[[Tensor], None], what: str = "a tensor"
     ) -> Tensor:
-        """Return shared memory for a tensor that lies elsewhere; its content is undefined. Collective.
+        """Return shared memory for a copy of a tensor in other memory; its content is undefined. Collective.
 
-        If the memory must grow, finish is called first, and the memory returned before becomes invalid.
+        If the memory must grow, finish is called first, and memory returned earlier becomes invalid.
         """
         num_bytes = num_elements * dtype.itemsize
         if num_bytes > self._scratch_N.numel():
@@ -90,7 +90,7 @@ class NodeMemory:
         return self._scratch_N[:num_bytes].view(dtype)
 
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the same place in the memory of every rank of the node group; None for a tensor of other memory."""
+        """Return the corresponding tensor of every rank of the node group; None for a tensor in other memory."""
         region = self._region_of(tensor_N)
         if region is None:
             # a rank alone in its group shares nothing, but a transport of host tensors cannot read GPU memory
@@ -121,7 +121,7 @@ class NodeMemory:
         try:
             os.ftruncate(number, num_bytes)
             own = _map(number, num_bytes)
-            # the inode distinguishes the memory from another process's under the same numbers
+            # the inode shows a reader whether another process has taken these numbers since
             described = f"{os.getpid()} {number} {os.fstat(number).st_ino}"
             everyone = self._control.gather_text(described, what=what)
             shared = tuple(
@@ -158,5 +158,5 @@ class NodeMemory:
 
 
 def _map(number: int, num_bytes: int) -> Tensor:
-    # not by Python's mmap, which keeps a descriptor for each: a large node's ranks have thousands
+    # not by Python's mmap, which keeps a descriptor for each mapping: ranks of a large node have thousands
     return torch.from_file(f"/proc/self/fd/{number}", shared=True, size=num_bytes, dtype=torch.uint8)

@@ -8,16 +8,16 @@ from torch import Tensor
 from bigbatch.errors import CommError, first_line
 
 SYMMETRIC_SINCE = (2, 27)
-"""NCCL's first version with symmetric windows; with an older one torch would register the memory in the other way."""
+"""NCCL's first version with symmetric windows; with an older one torch would register plain buffers instead."""
 
 
 class RegisteredMemory:
     """Makes GPU tensors that an NCCL group reads and writes without a copy into its buffers.
 
-    is_symmetric: as windows at the same place on all ranks, for NCCL's kernels over NVLink. Each tensor has a separate
-    pool, so that its registration begins and ends with it. All ranks of the group must make the same calls: a window is
-    made by all together.
-    Raises: CommError if torch, NCCL or the GPU cannot do this, found out with a first, small tensor.
+    is_symmetric: register them as symmetric windows, for NCCL's kernels over NVLink. Each tensor has a separate memory
+    pool, so its registration begins and ends with it. All ranks of the group must make the same calls, because a window
+    is registered by all together.
+    Raises: CommError if torch, NCCL or the GPU cannot do this, which the constructor tests with a small tensor.
     """
 
     def __init__(self, group: Any, device: torch.device, *, is_symmetric: bool) -> None:
@@ -31,7 +31,7 @@ class RegisteredMemory:
             self._nccl = group._get_backend(device)
             self._allocator = self._nccl.mem_allocator
             self.release(self.allocate(1, torch.float32))
-        except (RuntimeError, AttributeError, TypeError) as error:  # the latter two: other names in torch
+        except (RuntimeError, AttributeError, TypeError) as error:  # the latter two: torch has other names
             raise CommError(
                 f"comm.buffers={'symmetric' if is_symmetric else 'registered'} is not available with torch "
                 f"{torch.__version__} and NCCL {'.'.join(map(str, version))} on {device} ({first_line(error)}): set it "
@@ -39,7 +39,7 @@ class RegisteredMemory:
             ) from error
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Make a flat tensor of zeros. Collective."""
+        """Return a flat, registered tensor of zeros. Collective."""
         with torch.cuda.device(self._device):
             pool = torch.cuda.MemPool(self._allocator)
             with torch.cuda.use_mem_pool(pool, self._device):

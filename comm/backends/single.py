@@ -1,4 +1,4 @@
-"""One process: every tensor is its own sum."""
+"""Transport of a job of one process: every tensor is its own sum."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from bigbatch.comm.rendezvous.watch import Pending
 
 
 class SingleBackend:
-    """Backend of a world of one, so that no caller must ask whether a job is distributed."""
+    """Backend of a job of one process, so that no caller must check whether a job is distributed."""
 
     name = "single"
     rank = 0

@@ -19,7 +19,7 @@ class TcpBackend:
     """Sends messages over TCP connections; in its collectives each rank sums one part of the tensor.
 
     Collective: every rank constructs it. Sums of half precision are made in fp32. Its own all-reduce sends 2 * nbytes *
-    (n - 1) / n per rank in two hops, straight between all ranks: meant for short tensors.
+    (n - 1) / n per rank in two hops, directly between all pairs of ranks, for short tensors.
     """
 
     name = "tcp"
@@ -51,7 +51,7 @@ class TcpBackend:
         links, queue = self._links, self._queue
 
         def end() -> None:
-            # after all ranks have given up: else one would report that another's connection has ended
+            # wait until all ranks have given up; otherwise one would report that another's connection has ended
             self._control.gather_text("", what="end of a sum that hangs")
             links.shut_down()
 
@@ -68,18 +68,18 @@ class TcpBackend:
         return self._control.detector.explain(label, seconds, error)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Return the group, which needs no set-up: it is its ranks."""
+        """Return this rank's group; it needs no set-up."""
         return Group(tuple(next(ranks for ranks in families if self.rank in ranks)))
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Sum one part on each rank, which sends it to all."""
+        """Sum: each rank sums one part and sends the sum to all others."""
         parts = tensor_N.tensor_split(len(group.ranks))
         place = group.ranks.index(self.rank)
         self._sum_part(parts[place], parts, group)
         self._spread(parts, parts[place], group)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Receive and add on the root, in the order of the group."""
+        """Sum on the root, which receives the others' tensors and adds them in the order of the group."""
         if self.rank == root:
             self._add_from(tensor_N, [rank for rank in group.ranks if rank != root])
         else:
@@ -155,7 +155,7 @@ class TcpBackend:
         self._links.close()
 
     def abort(self) -> None:
-        """End what is under way, without the other ranks."""
+        """End the operation under way and all connections, without the other ranks."""
         self._queue.give_up(CommError("the connection was aborted"), end=self._links.shut_down)
         self._links.close()
 

@@ -29,16 +29,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _defaults_of_ours: set[Any] = set()
-"""Default process groups that were made here."""
+"""Default process groups that a TorchDistributedBackend has made."""
 _on_default: "WeakKeyDictionary[TorchDistributedBackend, Any]" = WeakKeyDictionary()
 """Open backends that use a default process group, and that group."""
 
 
 class TorchDistributedBackend:
-    """Wraps a process group of NCCL or gloo; the default one, unless the script has made one already.
-
-    Collective: every rank constructs it. library is "nccl" or "gloo"; timeout_seconds bounds every wait. Groups of the
-    same ranks are made once; close() destroys those that were made here, and no others.
+    """Wraps a process group of NCCL or gloo: over NCCL the default group, if the script has made none, else a new one.
+    Collective: every rank constructs it. library: "nccl" or "gloo". The control's timeout_seconds bounds every wait.
+    A group of the same ranks is made once; close() destroys only groups that were made here.
     Raises: CommError if the library cannot connect the ranks.
     """
 
@@ -69,7 +68,7 @@ class TorchDistributedBackend:
             owns_default = not dist.is_initialized()
             if owns_default:
                 self._start_torch(control.store.torch_store, device)
-            shares_default = owns_default and is_nccl  # gloo's must not mix with a script's, or DDP's
+            shares_default = owns_default and is_nccl  # gloo's operations must not mix with those of a script or DDP
             self.world = Group(everyone, None if shares_default else self._make(everyone))
             self._groups = {everyone: self.world.handle}
             if shares_default:
@@ -77,7 +76,7 @@ class TorchDistributedBackend:
             if is_nccl:
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
-            if not is_nccl:  # a group after a loss makes its own
+            if not is_nccl:  # a group formed after a loss makes groups of its own
                 self._destroy()
             if isinstance(error, PeerLostError):
                 raise
@@ -98,7 +97,7 @@ class TorchDistributedBackend:
         return self._queue.oldest()
 
     def limit(self, seconds: float | None) -> None:
-        """Limit waits for gloo; NCCL's are the device's, and end with the job."""
+        """Limit waits for gloo; waits for NCCL are on the device, and only the job's time limit ends them."""
         if isinstance(self._queue, ThreadQueue):
             self._queue.limit_seconds = seconds
 
@@ -110,7 +109,7 @@ class TorchDistributedBackend:
         assert isinstance(self._queue, ThreadQueue)
 
         def end() -> None:
-            # after all ranks have given up: else one would report that another's connection has ended
+            # wait until all ranks have given up; otherwise one would report that another's connection has ended
             self._control.gather_text("", what="end of a sum that hangs")
             self._abort_groups()
 
@@ -124,7 +123,7 @@ class TorchDistributedBackend:
         self._queue = self._make_queue(self._queue.number + num_missed)
 
     def _vanished(self) -> frozenset[int]:
-        """Return the ranks whose processes have ended, as the store says now."""
+        """Ask the store; return the ranks whose processes have ended without the event "ended" or "crashed"."""
         log = self._control.detector.log
         with suppress(RuntimeError):
             log.read(self._control.store.within(PEER_CHECK_SECONDS))
@@ -145,7 +144,7 @@ class TorchDistributedBackend:
         _defaults_of_ours.add(dist.group.WORLD)
 
     def _bounded(self, operation: Callable[[], T]) -> T:
-        """Connect gloo within a time limit; NCCL is bound to a thread's GPU, and the watch limits it."""
+        """Connect gloo within a time limit. NCCL uses the calling thread's GPU, so it runs here; the Watch limits it."""
         if self.name == "nccl":
             return operation()
         return self._control.detector.bounded(f"connection of {self.world_size} ranks by {self.name}", operation)
@@ -169,7 +168,7 @@ class TorchDistributedBackend:
         return made
 
     def _options(self) -> Any:
-        """Return new options for an NCCL group; the groups of a split have those of the whole."""
+        """Return new options for an NCCL group, None for gloo; a split group has its parent's options."""
         if self.name != "nccl":
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # where messages run
@@ -177,11 +176,11 @@ class TorchDistributedBackend:
         return options
 
     def register(self, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:
-        """Make an allocator of memory registered with the group of all ranks. Collective, over NCCL."""
+        """Return an allocator of memory registered with the group of all ranks. Collective, NCCL only."""
         return RegisteredMemory(self.world.handle or dist.group.WORLD, device, is_symmetric=is_symmetric)
 
     def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
-        """Make the groups of all families at once, as NCCL splits the whole world each time; return this rank's own."""
+        """Make the groups of all families in one split, in which all ranks take part; return this rank's group."""
         split = dist.split_group(self.world.handle, [list(ranks) for ranks in families], timeout=self._timeout)
         # a rank without a part gets None from older torch, and destroying None destroys the default group
         if split is not None:
@@ -208,8 +207,8 @@ class TorchDistributedBackend:
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
         """Send by isend.
 
-        NCCL runs one message after another: ranks that all send before they receive would wait for each other for ever,
-        so they use start_exchange.
+        NCCL runs one message after another: ranks that all send before they receive would deadlock, so they must use
+        start_exchange.
         """
         return self._batch(dist.P2POp(dist.isend, tensor_N, to, self.world.handle))
 
@@ -224,7 +223,7 @@ class TorchDistributedBackend:
         )
 
     def _batch(self, *hops: dist.P2POp) -> InFlight:
-        # a tensor shorter than the ranks has empty parts, and both sides of a hop leave them out
+        # a tensor with fewer elements than ranks has empty parts, which both sides of a hop leave out
         some = [hop for hop in hops if hop.tensor.numel()]
         return AllOf(tuple(dist.batch_isend_irecv(some)) if some else ())  # type: ignore[arg-type]
 
@@ -233,13 +232,13 @@ class TorchDistributedBackend:
         start = awake_seconds()
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)
-        except dist.DistError as error:  # of NCCL: its operations begin here
+        except dist.DistError as error:  # NCCL's operations are started here, on the calling thread
             raise self._control.detector.explain(label, awake_seconds() - start, error) from error
 
     def close(self) -> None:
-        """Wait for all ranks, then tear down, so that no rank closes a connection another still uses.
+        """Wait for all ranks, then destroy the groups, so that no rank closes a connection that another still uses.
 
-        The second time, do nothing.
+        A second call does nothing.
         """
         if self._queue.is_closed:
             return
@@ -248,16 +247,16 @@ class TorchDistributedBackend:
         self._destroy()
 
     def _barrier(self) -> None:
-        # in a group bound to no GPU, NCCL's barrier would be on the current one, which the script may have changed
+        # if a group is bound to no GPU, NCCL's barrier would use the current one, which the script may have changed
         dist.barrier(group=self.world.handle, device_ids=self._gpus)
 
     def abandon(self) -> None:
-        """Stop the thread and abandon the process group, so that another connection can make one."""
+        """Stop the queue and destroy the process groups, so that another connection can make new ones."""
         self._queue.close()
         self._destroy()
 
     def abort(self) -> None:
-        """End gloo's operations, without the other ranks, and abandon the process groups."""
+        """End gloo's operations, without the other ranks, and destroy the process groups."""
         assert isinstance(self._queue, ThreadQueue)
         self._queue.give_up(CommError("the connection was aborted"), end=self._abort_groups)
         self._destroy()
@@ -272,7 +271,7 @@ class TorchDistributedBackend:
             dist.destroy_process_group(handle)
         _on_default.pop(self, None)
         default = dist.group.WORLD
-        # all others end with it: it stays while a script or another connection has one, or uses this one
+        # destroying the default group destroys all groups: it stays while a script or another connection has one
         is_used = len(dist.distributed_c10d._world.pg_map) > 1 or default in _on_default.values()
         if default in _defaults_of_ours and not is_used:
             _defaults_of_ours.discard(default)
@@ -280,7 +279,7 @@ class TorchDistributedBackend:
 
 
 def _bound_gpu() -> torch.device | None:
-    """Return the GPU to which the default group is bound: without one torch splits none."""
+    """Return the GPU to which the default group is bound, or None; then torch cannot split a group."""
     return getattr(dist.group.WORLD, "bound_device_id", None)
 
 
