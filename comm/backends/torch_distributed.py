@@ -144,7 +144,7 @@ class TorchDistributedBackend:
         _defaults_of_ours.add(dist.group.WORLD)
 
     def _bounded(self, operation: Callable[[], T]) -> T:
-        """Connect gloo within a time limit. NCCL uses the calling thread's GPU, so it runs here; the Watch limits it."""
+        """Connect gloo within a time limit. NCCL needs the calling thread's GPU, so it runs here, under the Watch."""
         if self.name == "nccl":
             return operation()
         return self._control.detector.bounded(f"connection of {self.world_size} ranks by {self.name}", operation)

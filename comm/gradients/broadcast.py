@@ -1,4 +1,4 @@
-"""Broadcasts from one rank to all, a check that ranks start alike, and the sum of one tensor, for any training loop."""
+"""Broadcast and send objects, check that ranks start with equal weights, and sum one tensor, for any training loop."""
 
 import hashlib
 import io
@@ -22,7 +22,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors, such as model.state_dict() or model.named_parameters(), with those of root_rank. Collective.
 
-    Raises: CommError naming the rank with other names, shapes or dtypes.
+    Raises: CommError naming the rank whose names, shapes or dtypes differ.
     """
     named = dict(tensors)
     described = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
@@ -34,7 +34,7 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, communicator: Communicator, *, root_rank: int = 0
 ) -> None:
-    """Copy root_rank's optimizer state and settings to all ranks, also to ranks that have none yet. Collective.
+    """Copy root_rank's optimizer state and settings to all ranks, even if their state is still empty. Collective.
 
     Raises: ValueError from load_state_dict if the optimizers have different parameter groups.
     """
@@ -44,19 +44,19 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int = 0) -> Any:
-    """Return root_rank's value on all ranks: numbers, texts, containers of these, tensors, which keep their device.
+    """Return root_rank's value on all ranks: numbers, texts, tensors on their device, and containers of these.
 
-    Collective. What others send is read without running code.
-    Raises: ValueError on all ranks for a value that holds anything else.
+    Collective. Received data is read without running code.
+    Raises: ValueError on all ranks if the value holds anything else.
     """
     return _load(_broadcast_bytes(_saved(value, communicator, root_rank), communicator, root_rank))
 
 
 def send_object(value: Any, communicator: Communicator, *, source: int, to: Collection[int]) -> Any:
-    """Return source's value on the ranks to, and on all others their own. Collective.
+    """Return source's value on the ranks in `to`; every other rank gets its own value back. Collective.
 
-    For states of many bytes: tensors of the host travel as they are, and only to these ranks; all else as in
-    broadcast_object. Raises: as broadcast_object, on source alone.
+    For large states: host tensors are sent from their own memory, and only to these ranks. All else is as in
+    broadcast_object. Raises: as broadcast_object, but only on source.
     """
     backend, rank = communicator.backend, communicator.rank
     label = f"message of an object from rank {source}"
@@ -102,7 +102,7 @@ def send_object(value: Any, communicator: Communicator, *, source: int, to: Coll
 
 
 def _with_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """Return dicts, lists and tuples in which make has replaced each dense tensor of the host, or one without data."""
+    """Return the value with make(tensor) for each dense host tensor, or tensor without data, in its containers."""
     if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type in ("cpu", "meta"):
         return make(value.detach().contiguous() if 0 in value.stride() else value.detach())
     if type(value) is dict:
@@ -113,10 +113,10 @@ def _with_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
 
 
 def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "all-reduce") -> Tensor:
-    """Return a new tensor: the average or sum of tensor over all ranks, unrounded by a narrower wire. Collective.
+    """Return a new tensor: the average or sum of tensor over all ranks; wire_dtype does not round it. Collective.
 
-    For a loss or a count; gradients need DistributedOptimizer or GradientReducer. Integers, and dtypes that the backend
-    cannot sum, travel as float64, exact up to 2**53.
+    For a loss or a count; gradients need DistributedOptimizer or GradientReducer. A dtype that the backend cannot sum
+    travels as float64, which is exact for integers up to 2**53.
     Raises: TypeError if it is not a tensor; ValueError for an unknown op, the average of integers, or complex numbers.
     """
     require_type(tensor, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
@@ -159,7 +159,7 @@ def _load(payload: bytes, *, map_location: str | None = None) -> Any:
 
 
 def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int) -> bytes:
-    """Return root_rank's payload; those of the others are ignored."""
+    """Return root_rank's payload on all ranks; payloads of other ranks are ignored. Collective."""
     label = f"broadcast of an object from rank {root_rank}"
     size_1 = torch.tensor([len(payload)])
     _broadcast_([size_1], communicator, root_rank, label=label)
@@ -171,7 +171,7 @@ def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int)
 
 
 def _broadcast_(tensors: Sequence[Tensor], communicator: Communicator, root_rank: int, *, label: str) -> None:
-    """Send tensors as bytes, so that every dtype travels over every backend, on the device where it reads tensors.
+    """Broadcast tensors in place, as bytes on the backend's device, so that every backend can carry every dtype.
 
     Copies to that device and back are made on the calling thread, in the order of its stream.
     """
@@ -194,9 +194,9 @@ STARTS = get_args(Start)
 
 
 def begin_alike_(tensors: Mapping[str, Tensor], communicator: Communicator, *, weights: Start) -> None:
-    """Check that all ranks hold the same bits, or copy rank 0's, in place; unchecked does neither. Collective.
+    """Make all ranks start alike. equal: check for the same bits; broadcast: copy rank 0's, in place. Collective.
 
-    Reads each tensor once, and exchanges one digest of all of them.
+    unchecked: do nothing. The check reads each tensor once, and exchanges one digest of all of them.
     Raises: ValueError for an unknown choice; CommError naming the ranks that differ, and the first tensor.
     """
     if weights not in STARTS:
@@ -208,7 +208,7 @@ def begin_alike_(tensors: Mapping[str, Tensor], communicator: Communicator, *, w
         return
     mine = {name: _digest(tensor) for name, tensor in tensors.items()}
     found = communicator.gather_text(hashlib.sha256("".join(mine.values()).encode()).hexdigest())
-    # the most frequent one, rank 0's among equals
+    # the most frequent digest; among equally frequent ones, that of the lowest rank
     common = Counter(found).most_common(1)[0][0]
     odd = [rank for rank, digest in enumerate(found) if digest != common]
     if not odd:

@@ -1,4 +1,4 @@
-"""Sums of a reducer's fusion buffers over the ranks: in place, or on a grid, there over the microbatches first."""
+"""Sums of a reducer's fusion buffers over the ranks: in place, or on a grid that also adds up the microbatches."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,17 @@ from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 
 PART_ALIGN = 64
-"""Elements: a kernel of a CPU works on vectors, at most 64 bytes, two or four at a time, and on what is left of a part
-one by one, which may round another way (torch's fused SGD and Adam do)."""
+"""Elements. A CPU kernel works on two or four vectors of at most 64 bytes at a time, and on the rest of a part element
+by element, which may round differently (as in torch's fused SGD and Adam)."""
 
 
 class PlainSums:
-    """Sums the buffers in their own precision; with scatter each rank gets its part. Methods as GridSums."""
+    """Sums the buffers in their own precision; with scatter each rank gets only its part. Same methods as GridSums."""
 
     align: int = 1
     """Each tensor, and with scatter each rank's part, begins at a multiple of this many elements."""
     element_bytes: int | None = None
-    """Bytes of an element that travels; None: those of the gradient."""
+    """Bytes per element on the wire; None: those of the gradient."""
     counts_underflow: bool = False
 
     def __init__(self, communicator: Communicator, *, scatter: bool) -> None:
@@ -48,17 +48,17 @@ class PlainSums:
         """Do nothing: the caller zeroes the buffers."""
 
     def release(self) -> None:
-        """Free what lay_out() has made. Collective."""
+        """Do nothing: lay_out() has made nothing. Collective."""
 
 
 class GridSums:
-    """An int64 sum for each fusion buffer, of twice the bytes, and the count of numbers beyond its grid.
+    """Sums each fusion buffer on a grid, in int64 (twice the bytes of fp32), and counts numbers beyond the grid.
 
-    Sums are the same bits in any order, by any algorithm and fusion plan, on any number of ranks and microbatches, if
-    fold_() follows each microbatch but the last, so that gradients of two microbatches are added on the grid alone. The
-    grid's num_terms counts those of all ranks. The count follows each sum, and travels with it. With scatter a rank
-    gets only its own part of each sum, so the counts travel separately, once a step; tensors and parts then begin at
-    multiples of PART_ALIGN elements.
+    Sums have the same bits in any order, for any algorithm, fusion plan and number of ranks and microbatches, if
+    fold_() follows each microbatch but the last: then only the grid adds gradients of two microbatches. The grid's
+    num_terms includes the terms of all ranks. The count is the last element of a sum, and travels with it. With scatter
+    a rank gets only its own part of each sum, so the counts travel separately, once a step; tensors and parts then
+    begin at multiples of PART_ALIGN elements.
     """
 
     element_bytes = torch.int64.itemsize
@@ -67,7 +67,7 @@ class GridSums:
         self._grid, self._communicator = grid, communicator
         self.align = PART_ALIGN if scatter else 1
         self._halves = ScatterGather(communicator) if scatter else None
-        # on a GPU the stream orders the reads; a rank's part is read once the counts have arrived
+        # not on a GPU, where the stream orders the reads; not with scatter: a part is read after the counts have come
         self._reads_on_arrival = communicator.device.type == "cpu" and not scatter
         self._sums: list[Tensor] = []
         self._beyond: list[Tensor] = []
@@ -79,7 +79,7 @@ class GridSums:
         """Whether numbers that the grid rounds to 0 are counted, which costs two more passes over each gradient."""
 
     def lay_out(self, sizes: Sequence[int]) -> None:
-        """Make sums for buffers of these sizes, in place of the existing ones. Collective."""
+        """Allocate sums for buffers of these sizes, and release the existing ones. Collective."""
         self.release()
         if self._halves:
             self._sums = self._communicator.allocate_all([(size, torch.int64) for size in sizes])
@@ -96,7 +96,7 @@ class GridSums:
         self._sums = []
 
     def fold_(self, buffers: Sequence[Tensor]) -> None:
-        """Add a microbatch's gradients to the sums, and set them to zero."""
+        """Add a microbatch's gradients to the sums, and set the gradients to zero."""
         for index, buffer_N in enumerate(buffers):
             self._add_(index, buffer_N)
             buffer_N.zero_()
@@ -109,7 +109,7 @@ class GridSums:
     def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
         """Add the last microbatch's gradients, and start to sum over ranks. Collective.
 
-        On a CPU a sum is read into its buffer on arrival, beside backward.
+        On a CPU without scatter, a sum is written into its buffer on arrival, beside backward.
         """
         self._add_(index, buffer_N)
         communicator, sums_N = self._communicator, self._sums[index]
@@ -143,7 +143,7 @@ class GridSums:
         return self._communicator.start(self._counts_B, label="all-reduce of counts of what is beyond the grid")
 
     def read_(self, buffers: Sequence[Tensor]) -> None:
-        """Write the remaining sums into the buffers, with scatter only this rank's parts, and begin new sums."""
+        """Write all sums not yet read into the buffers (with scatter, only this rank's parts), and zero the sums."""
         if self._reads_on_arrival:
             return
         for index, buffer_N in enumerate(buffers):
@@ -165,7 +165,7 @@ class GridSums:
         return count
 
     def take_underflow(self) -> tuple[int, int]:
-        """Count this rank's numbers that the grid rounded to 0 since the last call, and all that were not 0. Waits."""
+        """Return this rank's counts since the last call: numbers that the grid rounded to 0, and numbers not 0. Waits."""
         num_lost, num_nonzero = self._underflow_2.tolist()
         self._underflow_2.zero_()
         return num_lost, num_nonzero

@@ -1,4 +1,4 @@
-"""For scripts that keep DistributedDataParallel: its buckets, summed by bigbatch's algorithms."""
+"""A communication hook for DistributedDataParallel: bigbatch's algorithms sum its buckets."""
 
 from collections.abc import Callable
 from threading import Thread
@@ -15,7 +15,7 @@ Hook = Callable[[object, GradBucket], FutureTensor]
 
 
 def ddp_comm_hook(communicator: Communicator) -> Hook:
-    """Make a communication hook with which DDP averages its gradients over the communicator's ranks and algorithm.
+    """Return a communication hook by which DDP averages its gradients over the communicator's ranks.
 
     Algorithm, wire precision and predivide factor are the communicator's. Use:
 
@@ -23,8 +23,8 @@ def ddp_comm_hook(communicator: Communicator) -> Hook:
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, ddp_comm_hook(communicator))
 
-    In that order: the communicator meets by the default process group's store, and has a group of its own.
-    A peer that is lost ends backward with an error that names it, unless one of DDP's own collectives meets it first.
+    Keep this order: the communicator connects through the default process group's store, and makes its own group.
+    If a rank is lost, backward raises an error that names it, unless one of DDP's own collectives fails first.
     """
 
     def hook(state: object, bucket: GradBucket) -> FutureTensor:
@@ -38,10 +38,10 @@ def ddp_comm_hook(communicator: Communicator) -> Hook:
 
 
 def _future(work: InFlight, bucket_N: Tensor) -> FutureTensor:
-    """Make the operation a future of its tensor; only a thread or stream that waits knows when it is done."""
+    """Return a future of the operation's tensor, completed by a thread (CPU) or a stream (GPU) that waits for it."""
     if bucket_N.is_cuda:
         future = FutureTensor(devices=[bucket_N.device])
-        with torch.cuda.stream(torch.cuda.Stream(bucket_N.device)):  # backward's own must not wait yet
+        with torch.cuda.stream(torch.cuda.Stream(bucket_N.device)):  # backward's own stream must not wait yet
             work.wait()
             future.set_result(bucket_N)
         return future

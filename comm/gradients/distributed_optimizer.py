@@ -1,4 +1,4 @@
-"""For scripts written for Horovod: its optimizer wrapper, over a bigbatch communicator."""
+"""Horovod's optimizer wrapper over a bigbatch communicator, for scripts written for Horovod."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,22 +18,22 @@ OPS = ("average", "sum")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Averages the gradients over all ranks before each step(), as Horovod's of the same name.
+    """Averages the gradients over all ranks before each step(), like Horovod's class of the same name.
 
-    Gradients travel during the last of backward_passes_per_step backward passes; passes add up, they are not
-    averaged. To clip, or with a GradScaler, wait for them first:
+    Gradients travel during the last of backward_passes_per_step backward passes. The passes' gradients are summed, not
+    averaged. To clip gradients, or with a GradScaler, wait for them first:
 
         loss.backward(); optimizer.synchronize(); clip_grad_norm_(model.parameters(), 1.0)
         with optimizer.skip_synchronize(): optimizer.step()
 
-    It is an Optimizer because schedulers and scalers insist on one, but has no state of its own: what it does not
-    define is the wrapped optimizer's. Horovod makes a new class from the wrapped one's and constructs that from its
-    parameter groups; here the wrapped object itself stays, with its state, hooks and constructor.
-    All methods are to be called by all ranks alike. reducer_options go to GradientReducer.
+    It is an Optimizer because schedulers and scalers require one, but has no state of its own: attributes that it does
+    not define are the wrapped optimizer's. Horovod derives a class from the wrapped optimizer's and constructs it from
+    the parameter groups. Here the wrapped object itself stays, with its state and hooks.
+    All ranks must call all methods alike. reducer_options go to GradientReducer.
     Raises: TypeError for an argument of another type; ValueError for an unknown op, a count below 1, an optimizer that
     is distributed already or LBFGS, and a parameter that named_parameters leaves out; from GradientReducer as there.
-    step() and synchronize() raise CommError naming a parameter that was frozen, unfrozen, cast or replaced since:
-    close() this one and wrap the optimizer again.
+    step() and synchronize() raise CommError naming a parameter that was frozen, unfrozen, cast or replaced since; then
+    close() this object and wrap the optimizer again.
     Source: horovod.torch.DistributedOptimizer of Horovod 0.28.1.
     """
 
@@ -84,7 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return False: GradScaler unscales by itself, and reads this attribute before it does.
+        """Return False, so that GradScaler unscales the gradients; it reads this attribute first.
 
         Raises: RuntimeError if it would unscale gradients that are still under way.
         """
@@ -104,7 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "raise backward_passes_per_step to accumulate gradients"
             )
         if self._passes[name] == self._num_passes:
-            # with the first gradient of the last pass: no earlier one may start a buffer
+            # active from the first gradient of the last pass: earlier passes must not start a buffer
             self._reducer.is_active = True
 
     def synchronize(self) -> None:
@@ -163,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: the buffers are made."""
+        """Raise RuntimeError: the buffers exist already."""
         raise RuntimeError("add parameter groups to the optimizer before it is wrapped by DistributedOptimizer")
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """List the parameters of named_parameters that the optimizer updates: the others keep their rank's gradients."""
+    """Return the named parameters that the optimizer updates; gradients of all others stay local to their rank."""
     own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     named = [(name, parameter) for name, parameter in as_pairs(named_parameters) if id(parameter) in own]
     left_out = own.keys() - {id(parameter) for _, parameter in named}

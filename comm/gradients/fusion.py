@@ -8,7 +8,7 @@ from typing import Any
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the least multiple that is at least count."""
+    """Return count, rounded up to a multiple."""
     return -(-count // multiple) * multiple
 
 
@@ -83,14 +83,14 @@ class PlanSizes:
     def plan(self, tensors: Sequence[TensorSpec], *, align: int = 1) -> FusionPlan:
         """Group gradients, given in the order in which they become ready, into buffers.
 
-        A gradient larger than threshold_bytes or buffer_bytes goes alone; the others share buffers of one dtype
-        and at most buffer_bytes, the first shared one at most first_buffer_bytes (None: as large as the others): a
-        small first buffer lets communication start early. Buffers are ordered by the moment their last gradient is
-        ready. align: see BufferPlan.
+        A gradient larger than threshold_bytes or buffer_bytes has a buffer of its own. The others share buffers of one
+        dtype and at most buffer_bytes. The first shared buffer has at most first_buffer_bytes (None: buffer_bytes),
+        because a small first buffer lets communication start early. Buffers are in the order in which their last
+        gradients become ready. align: see BufferPlan.
         Source: Jia et al. 2018, tensor fusion with a size threshold; a small first bucket: PyTorch's
         DistributedDataParallel.
         """
-        done: list[list[int]] = []  # each the positions of its gradients
+        done: list[list[int]] = []  # for each buffer, the positions of its gradients
         filling: dict[str, list[int]] = {}
         filled_bytes: Counter[str] = Counter()
         limit_bytes = min(self.first_buffer_bytes or self.buffer_bytes, self.buffer_bytes)
@@ -106,7 +106,7 @@ class PlanSizes:
                 buffer = filling[tensor.dtype] = []
             buffer.append(position)
             filled_bytes[tensor.dtype] += tensor.num_bytes
-        # by the last gradient: a buffer can be sent only when all of it is ready
+        # by the last gradient, because a buffer is sent when all of it is ready
         by_moment = sorted([*done, *filling.values()], key=lambda positions: positions[-1])
         return FusionPlan(tuple(BufferPlan(tuple(tensors[i] for i in each), align) for each in by_moment))
 

@@ -1,4 +1,4 @@
-"""Sums that do not depend on order: numbers as whole multiples of a power of two, which add up exactly."""
+"""Sums that do not depend on order: each number becomes a multiple of a power of two, and integers add up exactly."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from torch import Tensor
 SUM_BITS = 62
 """Bits of int64 without the sign and one bit for rounding a limit to fp32."""
 CPU_PORTION = 2**18
-"""Elements, 1 MB of fp32: otherwise each pass of a sum on the grid would go through memory, at ten times the cost."""
+"""Elements of one portion, 1 MB of fp32, which stays in a CPU's cache: passes through memory cost ten times as much."""
 FRACTION_BITS = 50
 """Fraction bits for gradients: the smallest step is 2**-50, 9e-16, and the largest sum 2**12 = 4,096."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Puts fp32, bf16 or fp16 numbers on the multiples of 2**-fraction_bits, kept as int64, and reads sums of them.
+    """Rounds fp32, bf16 or fp16 numbers to multiples of 2**-fraction_bits, sums these in int64, and reads the sums.
 
-    Each number is rounded to the grid once, by half a step at most, and exactly if it is 2**(23 - fraction_bits) or
-    more. Whatever is added afterwards is a sum of integers: it has the same bits in any order, on any number of ranks.
-    num_terms is how many numbers are added up at most; each may reach 2**(62 - fraction_bits) / num_terms.
-    A sum's tensor has one element more than its numbers, unless beyond_1 (int64) is given: there it counts those that
-    were larger, infinite or NaN.
-    Raises: ValueError where no bit is left for the numbers themselves.
+    Each number is rounded once, by at most half a step, and not at all if it is 2**(23 - fraction_bits) or more. After
+    that a sum of integers has the same bits in any order, on any number of ranks. num_terms: the most numbers in one
+    sum; each may reach 2**(62 - fraction_bits) / num_terms.
+    beyond_1 (int64) counts numbers that were larger, infinite or NaN. If it is not given, the count is in the last of
+    the sum's elements, of which there must be one more than numbers.
+    Raises: ValueError if no bit is left for the numbers themselves.
     """
 
     num_terms: int
@@ -52,14 +52,14 @@ class Grid:
         if beyond_1 is None:
             sums_N, beyond_1 = sums_N[:-1], sums_N[-1:]
         for some_sums_N, some_N in _portions(sums_N, numbers_N):
-            # a power of two changes the exponent alone, and whole numbers of fp32 are those of int64
+            # exact: a power of two changes only the exponent, and int64 holds each rounded fp32 number
             steps_N = some_N.float().mul(2.0**self.fraction_bits).round_()
             if counts_2 is not None:  # before numbers beyond the grid are set to 0, too
                 num_before, num_after = torch.count_nonzero(some_N), torch.count_nonzero(steps_N)
                 counts_2 += torch.stack((num_before - num_after, num_before))
-            # a GPU would have to be waited for, and a NaN is in no range
+            # on a GPU always mask, since a test would wait for it; a NaN fails the comparison
             if steps_N.device.type != "cpu" or not all(abs(x) <= self.limit for x in torch.aminmax(steps_N)):
-                is_beyond_N = ~(steps_N.abs() <= self.limit)  # NaN is, too
+                is_beyond_N = ~(steps_N.abs() <= self.limit)  # true for NaN, too
                 steps_N.masked_fill_(is_beyond_N, 0.0)
                 beyond_1.add_(is_beyond_N.sum())
             some_sums_N.add_(steps_N.to(torch.int64))

@@ -1,4 +1,4 @@
-"""Gather short tensors of neighbouring ranks during forward and backward."""
+"""Gather short tensors over groups of neighbouring ranks during forward and backward."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import ExposedTime
 
 GroupGather = Callable[[Tensor], Tensor]
-"""Takes a flat tensor (N) of this rank; returns its group's (ranks of the group, N), in rank order. Collective."""
+"""Takes this rank's flat tensor (N); returns those of its group as (group size, N), in rank order. Collective."""
 
 
 def make_group_gather(communicator: Communicator, *, group_size: int, exposed: ExposedTime, what: str) -> GroupGather:
-    """Make a function that gathers over groups of group_size neighbouring ranks. Collective, over all ranks.
+    """Return a function that gathers over groups of group_size neighbouring ranks. Collective, over all ranks.
 
-    Each gather is submitted like a sum of gradients and waits its turn among them, so all ranks keep one order; the
-    wait counts as exposed. All groups gather at the same places of forward and backward. what names it in messages.
+    Each gather is submitted like a sum of gradients and runs in turn with these, so all ranks keep one order. The wait
+    counts as exposed. All groups must gather at the same places of forward and backward. what: its name in messages.
     Raises: ValueError if the groups do not divide the ranks.
     """
     world_size = communicator.world_size

@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce: for callers that work on a part of the sum before they spread it."""
+"""The two halves of an all-reduce, for callers that update their part of the sum before the all-gather."""
 
 import torch
 from torch import Tensor
@@ -11,21 +11,21 @@ from bigbatch.comm.communicator import Communicator
 class ScatterGather:
     """Reduce-scatter and all-gather of flat buffers, in place, over the ranks of a communicator.
 
-    Each rank has the rank-th of equal parts of a buffer. Both use the backend's own collectives, in the tensors' own
-    precision, whatever algorithm and wire_dtype the communicator has; sums of half precision are made in fp32 if its
-    wire says so. Buffers from communicator.allocate() travel without copies, except a rank's own part if the transport
-    needs a separate one (Capabilities.in_place).
+    A buffer has equal parts, one for each rank, in rank order. Both halves use the backend's own collectives in the
+    tensors' precision: the communicator's algorithm and wire_dtype do not apply. Sums of half precision are made in
+    fp32 if its wire says so. Buffers from communicator.allocate() travel without copies, except a rank's own part if
+    the transport needs a separate tensor (Capabilities.in_place).
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator, self._backend = communicator, communicator.backend
 
     def own_part(self, buffer_N: Tensor) -> Tensor:
-        """Return this rank's part of a buffer, as a view. Raises: ValueError if it has no equal parts."""
+        """Return this rank's part of a buffer, as a view. Raises: ValueError if the ranks do not divide the buffer."""
         return own_part(buffer_N, rank=self._communicator.rank, world_size=self._communicator.world_size)
 
     def start_reduce_scatter(self, buffer_N: Tensor, *, label: str) -> InFlight:
-        """Start to sum, leaving each rank its part of the sum; the other parts are undefined afterwards. Collective.
+        """Start to sum a buffer; each rank gets its own part, and the other parts become undefined. Collective.
 
         Each rank sends nbytes * (n - 1) / n.
         """
@@ -42,7 +42,7 @@ class ScatterGather:
             part_M.copy_(shard_M)
 
     def start_all_gather(self, buffer_N: Tensor, *, label: str) -> InFlight:
-        """Start to copy each rank's part to all. Collective. Each rank sends nbytes * (n - 1) / n, or less."""
+        """Start to copy each rank's part to all ranks. Collective. Each rank sends at most nbytes * (n - 1) / n."""
         return self._communicator.start_by(
             self._all_gather_, buffer_N, label=label, algorithm="all-gather", wire=Wire()
         )
@@ -53,13 +53,13 @@ class ScatterGather:
         self._backend.all_gather(buffer_N, shard_M, self._backend.world)
 
     def all_gather_(self, buffer_N: Tensor, *, label: str) -> Tensor:
-        """Copy each rank's part to all, and wait for it. Collective."""
+        """Copy each rank's part to all ranks and wait until it is done; return the buffer. Collective."""
         self.start_all_gather(buffer_N, label=label).wait()
         return buffer_N
 
 
 def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
-    """Return the rank-th of equal parts, (N / world_size), as a view. Raises: ValueError if the buffer has none."""
+    """Return a rank's part, (N / world_size), as a view. Raises: ValueError if world_size does not divide N."""
     if buffer_N.numel() % world_size:
         raise ValueError(f"{buffer_N.numel()} elements have no {world_size} equal parts: fill them up to a multiple")
     return buffer_N.view(world_size, -1)[rank]

@@ -1,4 +1,4 @@
-"""The parameters that a reducer sums: refuses, by name, changes after which replicas would diverge."""
+"""The parameters that a reducer sums, with checks that refuse changes after which the ranks' weights would diverge."""
 
 from collections.abc import Container, Iterable, Sequence
 from functools import cache
@@ -26,7 +26,7 @@ _watched: "WeakSet[TrainedSet]" = WeakSet()
 
 
 def as_pairs(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """List names and parameters. Raises: TypeError for a model, or for parameters without names."""
+    """Return (name, parameter) pairs as a list. Raises: TypeError for a model, or for parameters without names."""
     pairs = [*named_parameters] if isinstance(named_parameters, Iterable) else [named_parameters]
     for pair in pairs:
         is_pair = isinstance(pair, tuple) and len(pair) == 2
@@ -41,8 +41,8 @@ def as_pairs(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple
 class TrainedSet:
     """The parameters that a reducer sums, by name, and the frozen ones that it was given with them.
 
-    Raises: TypeError without names; ValueError for two parameters of one name, one of two names, one on another device
-    than the ranks', one that is watched already, or none to sum.
+    Raises: TypeError without names; ValueError if two parameters have one name, one parameter has two names, is not on
+    the ranks' device or belongs to another watched set, or if there is none to sum.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, device: torch.device) -> None:
@@ -75,12 +75,12 @@ class TrainedSet:
         _drop_gradients_of_frozen(given.values())
 
     def watch(self) -> None:
-        """Note modules that are replaced, and refuse optimizers that update other parameters, until close()."""
+        """Until close(), record replaced parameters, and refuse optimizers that also update parameters not summed."""
         _watch_torch()
         _watched.add(self)
 
     def require_unchanged(self, names: Iterable[str] | None = None) -> None:
-        """Compare host attributes of the parameters, or of those named: no collective, and no host sync.
+        """Check attributes of all parameters, or of those named, for changes. No collective, no host sync.
 
         Raises: CommError naming a parameter that was frozen, unfrozen, cast, moved or resized since.
         """
@@ -103,7 +103,7 @@ class TrainedSet:
         return f"parameter {name} has {what} when its GradientReducer was made{_more(changed)}"
 
     def require_in_model(self, unreached: Iterable[str]) -> None:
-        """Raise CommError for a parameter that was replaced in a module and, by `unreached`, not used since."""
+        """Raise CommError for a parameter that a module has replaced and backward did not reach (unreached)."""
         gone = sorted(self._replaced.intersection(unreached))
         if gone:
             raise CommError(
@@ -111,7 +111,7 @@ class TrainedSet:
             )
 
     def close(self) -> None:
-        """Stop watching, and drop the gradients of weights frozen since."""
+        """Stop watching, and set the gradients of parameters frozen since to None."""
         _watched.discard(self)
         _drop_gradients_of_frozen(self.parameters.values())
 
@@ -124,7 +124,7 @@ def _watch_torch() -> None:
 
 
 def _note_replaced(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:
-    """Note parameters that a module no longer holds, until they are put back; they may be used elsewhere."""
+    """Record parameters that a module no longer holds, until a module holds them again; others may still use them."""
     if _watched:
         lost, held = _held_by(module._modules.get(name, module._parameters.get(name))), _held_by(new)
         for each in tuple(_watched):
@@ -137,10 +137,10 @@ def _held_by(thing: nn.Module | nn.Parameter | None) -> set[int]:
 
 
 def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
-    """Refuse to update parameters that no reducer sums beside summed ones: they would differ between ranks.
+    """Refuse a step that updates summed parameters together with others, which would differ between ranks.
 
-    If half-precision parameters are summed that the optimizer does not update, it has masters, which cannot be
-    distinguished from others. No host sync; a compiled step is not checked.
+    Not checked: an optimizer that does not update all summed half-precision parameters, because it has master weights,
+    which cannot be distinguished from other parameters; a compiled step. No host sync.
     """
     if torch.compiler.is_compiling():
         return
@@ -158,7 +158,7 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
 
 
 def _drop_gradients_of_frozen(parameters: Iterable[nn.Parameter]) -> None:
-    """Set to None, as optimizers skip such parameters; with zeros, momentum and decay would go on."""
+    """Set their gradients to None, so that optimizers skip them; with zeros, momentum and weight decay would go on."""
     for parameter in parameters:
         if not parameter.requires_grad:
             parameter.grad = None
