@@ -31,14 +31,14 @@ def make_allreduce(
     wire: Wire = Wire(),  # noqa: B008
     table: HybridTable | None = None,
 ) -> AllReduce:
-    """Make the named algorithm over the whole job, with the groups it needs. Collective.
+    """Return the named all-reduce over the whole job, with the groups it needs. Collective.
 
-    native: the backend's own. ring: over all ranks. hierarchical: a leader per node, a ring of leaders (the paper's).
-    sharded: every rank of a node carries a shard of its own across (2D torus). Over NCCL its all-reduce of these ranks
-    replaces the ring in both. doubling: as hierarchical, but the leaders sum by recursive doubling, for short tensors.
-    hybrid: by the size of the tensor, as table says.
-    With memory (host tensors) hierarchical and sharded share it inside nodes; else the backend's collectives
-    work there.
+    native: the backend's own. ring: over all ranks. hierarchical: a ring over one leader per node (Jia et al. 2018).
+    sharded: each rank of a node sums its own shard across nodes (2D torus). Over NCCL both use NCCL's all-reduce in
+    place of the ring. doubling: as hierarchical, but the leaders sum by recursive doubling, for short tensors.
+    hybrid: table chooses by the size of the tensor.
+    With memory (host tensors), hierarchical and sharded sum inside nodes by shared memory; else by the backend's
+    collectives.
     Raises: ValueError for an unknown name, or hybrid without a table.
     """
     if name == "native":
@@ -64,7 +64,7 @@ def make_allreduce(
 
 
 def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: Backend) -> torch.dtype:
-    """Return the dtype in which a tensor travels by an algorithm: fp32 if the algorithm would round each addition."""
+    """Return the dtype in which a tensor travels: fp32 if the algorithm would round each addition and must not."""
     if algorithm in summed_by_library(backend):
         widens = wire.widens(backend)
     else:
@@ -74,9 +74,9 @@ def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: B
 
 
 def summed_by_library(backend: Backend) -> frozenset[str]:
-    """Name the algorithms that sum across nodes by the backend's own all-reduce.
+    """Return the algorithms that sum across nodes by the backend's own all-reduce.
 
-    NCCL's uses every link of a node and needs no message that is started from Python, so it replaces the ring.
+    NCCL's all-reduce uses every link of a node and starts no message from Python, so it replaces the ring.
     """
     return frozenset({"native", "hierarchical", "sharded"} if backend.name == "nccl" else {"native"})
 
@@ -86,7 +86,7 @@ def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging,
 
     group: the ranks that take part, if not the whole world.
 
-    A backend that would round each addition gets fp32 if sums must be in fp32: a narrow wire saves nothing then.
+    If sums must be in fp32 and the backend would round each addition, it gets fp32; a narrow wire then saves nothing.
     """
     dtype, group = wire.of(buffer_N), group or backend.world
     if dtype == buffer_N.dtype or wire.widens(backend):

@@ -1,4 +1,4 @@
-"""Choose the all-reduce of a job if its config names none."""
+"""Choose the all-reduce algorithm of a job whose config names none."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ AUTO = "auto"
 
 
 class Choice(NamedTuple):
-    """Name of an algorithm, and why it was chosen, for the user."""
+    """Name of an algorithm, and the reason for the choice, to print."""
 
     algorithm: str
     why: str
@@ -27,10 +27,10 @@ def choose_algorithm(backend: Backend, *, table: HybridTable | None, table_from:
     if not backend.capabilities.has_messages:
         return Choice("native", f"{backend.name} sends no messages between two ranks")
     if backend.name == "nccl":
-        # all GPUs and network cards of a node at once, in one kernel; our rings of messages use one card per node
-        # (hierarchical) and are enqueued message by message from Python
+        # NCCL uses all GPUs and network cards of a node at once, in one kernel; bigbatch's hierarchical ring uses one
+        # card per node, and Python enqueues each of its messages
         return Choice("native", "NCCL's own uses every link of a node")
-    # benchmarks/results/comm-exchange-*.json, 2 to 8 nodes at 200 Mbit/s and 1 Gbit/s: from 1 MB on, where gradients'
-    # buffers are, the fastest or within 1% of it; below 100 KB doubling is up to 2.5 times faster, and where one
-    # gives way to the other (23 KB to 575 KB) depends on the links, so that is left to a table
+    # benchmarks/results/comm-exchange-*.json, 2 to 8 nodes at 200 Mbit/s and 1 Gbit/s: from 1 MB on, the size of
+    # gradients' buffers, it is the fastest or within 1% of it; below 100 KB doubling is up to 2.5 times faster. The
+    # size at which they are equal (23 KB to 575 KB) depends on the links, so only a table chooses doubling
     return Choice("hierarchical", "over tcp the fastest, or within 1% of it, from 1 MB on in every measured cluster")

@@ -1,4 +1,4 @@
-"""All-reduces by way of node leaders or shards, by collectives; and recursive doubling, for short tensors."""
+"""All-reduces over node leaders or shards, made of collectives; and recursive doubling, for short tensors."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from bigbatch.comm.backends.base import Backend, Group
 def hierarchical_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, across: Across, wire: Wire) -> None:
     """Sum buffer_N over all ranks, in place: reduce to each node's leader, sum over leaders, broadcast.
 
-    Collective. Between nodes each leader sends 2 * nbytes * (m - 1) / m for m nodes. With a ring across, p ranks in
-    nodes of k take 4(k - 1) + 2(p / k - 1) steps of a ring's kind instead of 2(p - 1).
+    Collective. Between m nodes, each leader sends 2 * nbytes * (m - 1) / m if across is a ring. Then p ranks in nodes
+    of k take 4(k - 1) + 2(p / k - 1) ring steps instead of 2(p - 1).
     Source: Jia et al. 2018, section on hierarchical all-reduce.
     """
     leader = node.ranks[0]
@@ -31,9 +31,9 @@ def sharded_allreduce_(
 ) -> None:
     """Sum buffer_N over all ranks, in place: reduce-scatter inside a node, sum across, all-gather inside.
 
-    Collective. Rank i of each node sums the i-th of num_shards shards with the ranks i of the other nodes, the 2D-torus
-    form (Mikami et al. 2018). num_shards is the size of the smallest node: if a node has more ranks, or the shards are
-    unequal, they are reduced and broadcast one by one.
+    Collective. Rank i of each node sums shard i of num_shards with rank i of every other node, as in a 2D torus (Mikami
+    et al. 2018). num_shards: size of the smallest node. If a node has more ranks, or the shards are unequal, the node
+    reduces and broadcasts them one by one.
     """
     place = node.ranks.index(backend.rank)
     shards = buffer_N.tensor_split(num_shards)
@@ -70,12 +70,12 @@ def doubling_allreduce_(
     others: Sequence[Tensor] = (),
     announce: Announce = lambda part: None,
 ) -> None:
-    """Sum own_N over ranks, in place: each hop exchanges the sum so far with a partner twice as far away.
+    """Sum own_N over ranks, in place, by recursive doubling: the distance to the partner doubles at each hop.
 
-    Collective over ranks. log2(n) hops of nbytes each; if n is not a power of two, the ranks beyond the largest one
-    hand their values to a partner first and get the sum last. Both partners add the same two values, and a + b rounds
-    as b + a, so all ranks end with identical bits. With sums in fp32, partial sums travel in fp32 too: the tensors are
-    so short that bytes do not count.
+    Collective over ranks. log2(n) hops of nbytes each. If n is not a power of two, the ranks beyond the largest power
+    send their values to a partner first and receive the sum last. Both partners add the same two values, and a + b
+    rounds as b + a, so all ranks end with identical bits. With sums in fp32, partial sums travel in fp32, too: for
+    tensors this short the number of bytes does not matter.
     Raises: ValueError if own_N is not flat and contiguous.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.
     """
@@ -105,7 +105,7 @@ def doubling_allreduce_(
             wire.add_(own_N, [incoming_N])
         distance = 1
         while distance < even:
-            # the place with one bit flipped: each is the other's partner
+            # flip one bit of the place: then each is the other's partner
             partner = ranks[place ^ distance]
             outgoing_N = wire.pack(own_N, packed_N)
             backend.start_exchange(send=outgoing_N, to=partner, receive=incoming_N, source=partner).wait()

@@ -12,14 +12,14 @@ SEGMENT_BYTES = 512 * 1024
 """A part travels in segments of about this size, so that summing one overlaps with the transfer of the next."""
 
 HOPS_AT_ONCE = 4
-"""With sums in fp32, this many ranks' shares of a part are under way to the rank that sums it at once."""
+"""With sums in fp32, this many transfers of a part are under way at once to the rank that sums it."""
 
 Announce = Callable[[int], None]
 """(index of a part): called when that part of the tensor has its final value."""
 
 
 def ring_order(num_ranks: int, place: int) -> tuple[int, ...]:
-    """List the parts of a tensor in the order in which the rank at this place of a ring gets their final values."""
+    """Return the parts of a tensor in the order in which the rank at this place of a ring gets their final values."""
     return tuple((place + 1 - hop) % num_ranks for hop in range(num_ranks))
 
 
@@ -35,10 +35,10 @@ def ring_allreduce_(
 ) -> None:
     """Sum own_N over ranks (in ring order), in place, in two passes around the ring.
 
-    Collective over ranks. With sums in fp32 (see Wire) the first pass goes straight from each rank to the one that sums
-    a part, with as many bytes and messages. others are further tensors of this rank's node, added to the sum. Sends 2 *
-    nbytes * (n - 1) / n per rank in 2 * (n - 1) hops. Each part is summed along one path and then copied, so all ranks
-    end with identical bits.
+    Collective over ranks. Sends 2 * nbytes * (n - 1) / n per rank in 2 * (n - 1) hops. With sums in fp32 (see Wire), in
+    the first pass each rank sends directly to the rank that sums a part; bytes and messages are as many. others: more
+    tensors of this rank's node to add to the sum. Each part is summed along one path and then copied, so all ranks end
+    with identical bits.
     Raises: ValueError if own_N is not flat and contiguous.
     Source: Patarasuk and Yuan 2009.
     """
@@ -59,7 +59,7 @@ def ring_allreduce_(
 class _Ring:
     """State of one tensor in the ring: its parts and segments, and the hops that carry them.
 
-    At hop h this rank holds part place - h. Hops 0 to n - 1 sum, the further ones copy.
+    At hop h this rank holds part (place - h) modulo n. Hops 0 to n - 1 sum, hops n to 2n - 2 copy.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _Ring:
         self._backend, self._wire, self._ranks = backend, wire, ranks
         self._left, self._right = ranks[self._place - 1], ranks[(self._place + 1) % n]
         dtype = wire.of(own_N)
-        # the first parts may have one element more, and all must be cut into equally many segments
+        # the first parts may have one element more than others, but all have the same number of segments
         largest = -(-own_N.numel() // n)
         num_segments = max(1, -(-largest * dtype.itemsize // SEGMENT_BYTES))
         self.segments = range(num_segments)
@@ -86,7 +86,7 @@ class _Ring:
         if dtype != own_N.dtype:
             self._packed = _cut(staging.take("packed", own_N.numel(), own_N, dtype), n, num_segments)
         slot = -(-largest // num_segments)
-        # room for one part only: parts arrive one after another, and each is summed before the next; or for several
+        # room for one part: each is summed before the next arrives; with sums in fp32 for several
         room = slot * num_segments * (min(HOPS_AT_ONCE, max(1, n - 1)) if wire.sums_in_fp32(own_N) else 1)
         self._slots = staging.take("incoming", room, own_N, dtype).split(slot) if largest else ()
 
@@ -103,9 +103,9 @@ class _Ring:
         return pending
 
     def sum_in_fp32(self) -> list[InFlight]:
-        """Send each part to the rank where the ring would complete it, which sums; return the transfers that spread it.
+        """Send each part to the rank that sums it; return the transfers of the finished part to the next rank.
 
-        In the order of the hops, not of arrival: addition rounds, and runs must repeat.
+        Adds in the order of the hops, not of arrival: addition rounds, and a repeated run must give the same bits.
         """
         n, mine = self.num_ranks, self.part(self.num_ranks - 1)
         totals = [self._start_total(mine, segment) for segment in self.segments]
@@ -124,7 +124,7 @@ class _Ring:
         return pending
 
     def _start_total(self, part: int, segment: int) -> Tensor:
-        """Return this node's share of a part in fp32, not rounded: own_S itself if that is fp32."""
+        """Return this node's sum of a part's segment in fp32, not rounded: own_S itself if that is fp32."""
         own_S = self._own[part][segment]
         if own_S.dtype == torch.float32:
             return self._fold_node(part, segment)[0]
@@ -134,7 +134,7 @@ class _Ring:
         return total_S
 
     def _hand_over(self, hop: int, segment: int) -> InFlight:
-        """Send this node's share to the rank `hop` places to the right, and receive one from the left."""
+        """Send this node's segment to the rank `hop` places to the right; receive one from `hop` places to the left."""
         n, ranks = self.num_ranks, self._ranks
         own_S, packed_S = self._fold_node(self.part(-hop - 1), segment)
         return self._backend.start_exchange(
@@ -161,14 +161,14 @@ class _Ring:
         return own_S, packed_S
 
     def _fold_and_pass_on(self, hop: int, segment: int, *, received: bool) -> InFlight:
-        """Add this node's share of a part to the one received from the left, and send it to the right."""
+        """Add this node's segment to the one received from the left, if any, and send the sum to the right."""
         part, wire = self.part(hop), self._wire
         own_S, packed_S = self._fold_node(part, segment)
         if received:
             wire.add_(own_S, [self._incoming(part, segment)])
         outgoing_S = wire.pack(own_S, packed_S)
         if hop == self.num_ranks - 1:  # the sum is complete
-            # keep the rounded sum that the others will get, not the exact one: identical bits on all ranks
+            # keep the rounded sum that the other ranks will get, so that all have identical bits
             wire.unpack_(own_S, outgoing_S)
         return self._pass_on(hop, segment, outgoing_S)
 
@@ -189,7 +189,7 @@ class _Ring:
             return Done()
         part = self.part(hop + 1)
         sums = hop + 1 < self.num_ranks
-        # a partial sum must not overwrite this rank's own share; a final value may land in place
+        # a partial sum must not overwrite this rank's own values; a final value may arrive in place
         target_S = self._incoming(part, segment) if sums else self._packed[part][segment]
         return self._backend.start_exchange(send=outgoing_S, to=self._right, receive=target_S, source=self._left)
 

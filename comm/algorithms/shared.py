@@ -25,10 +25,10 @@ Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
 
 @dataclass(frozen=True)
 class Owners:
-    """Assignment of shards: owner i of each node sums the i-th of equal shards, with the owners i of the other nodes.
+    """Assignment of shards: owner i of each node sums shard i of count, together with owner i of every other node.
 
-    One owner per node is the paper's form with leaders; as many as the smallest node has ranks is the 2D torus. order:
-    the parts of a shard in the order in which across announces them.
+    count 1 is the hierarchical form with leaders (Jia et al. 2018); the size of the smallest node is the 2D torus.
+    order: the parts of a shard in the order in which across announces them.
     """
 
     count: int
@@ -41,9 +41,9 @@ def shared_allreduce_(
 ) -> None:
     """Sum buffer_N over all ranks, in place; it lies in memory that the ranks of a node share.
 
-    Collective. Each owner adds the other ranks' values in place, a segment at a time, just before that segment leaves
-    the node, and the others copy each part as soon as it is final: no step waits for a whole tensor to be summed or
-    copied. Between nodes this sends 2 * nbytes * (m - 1) / m per node for m nodes.
+    Collective. Each owner adds the other ranks' values in place, one segment at a time, just before that segment leaves
+    the node. The other ranks copy each part as soon as it is final, so no step waits for a whole tensor. Between m
+    nodes, this sends 2 * nbytes * (m - 1) / m per node.
     Raises: ValueError for a tensor outside shared memory; CommError if ranks of a node sum different tensors.
     """
     require_flat(buffer_N)
@@ -74,7 +74,7 @@ class _SharedSum:
         owners = [place for place in range(self._owners.count) if place != self._place]
         sent: list[InFlight] = [self._tell(place, self._name) for place in owners]
         if self._place < self._owners.count:
-            # sum before copying: if every owner waited for another's shard first, none would sum
+            # sum before copying: if every owner first waited for another owner's shard, all would deadlock
             sent += self._own()
         for place in owners:
             pieces = self._owners.order if self._is_long else (0,)
@@ -84,12 +84,12 @@ class _SharedSum:
                 targets[piece].copy_(sources[piece])
             sent.append(self._tell(place, b"r"))  # tell the owner that this rank has read it
         if self._place < self._owners.count:
-            # until all have read it, the next step must not write into this memory
+            # wait until all have read it: the next step writes into this memory
             self._hear(self._everyone_else(), 1)
         AllOf(tuple(sent)).wait()
 
     def _own(self) -> list[InFlight]:
-        # the message means two things: this rank's values are in place, and they are of this tensor
+        # the message says that the sender's values are in place, and of which tensor they are
         self._check(self._hear(self._everyone_else(), _READY.size))
         others = [self._shards[place][self._place] for place in self._everyone_else()]
         sent: list[InFlight] = []

@@ -1,4 +1,4 @@
-"""Precision in which values travel, and in which they are summed on the way; the error of sums rounded at each hop."""
+"""Precision in which values travel between ranks and are summed; a note on the error of sums rounded at each hop."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from bigbatch.comm.backends.base import HALF, Backend, dtype_name
 
 @dataclass(frozen=True)
 class Wire:
-    """Precision of fp32 values between ranks; dtype None keeps fp32, and other dtypes always keep theirs.
+    """Precision in which fp32 values travel between ranks (None: fp32); tensors of other dtypes keep theirs.
 
-    A narrower wire halves the bytes. With in_fp32 a sum over ranks is made in fp32: a node's share of it is rounded to
-    the wire once, and so is the result, however many ranks there are. Without, partial sums are rounded to the wire
-    once per hop, so for n terms the error is at most n roundings of partial sums. Wider tensors are not affected. With
-    predivide f each term is divided by f before the sum, and the sum multiplied by it after: without, partial sums
-    beyond 65,504 overflow fp16. A power of two loses nothing but the smallest values.
+    A half-precision wire halves the bytes. With in_fp32, sums over ranks are made in fp32: each node's term is rounded
+    to the wire once, and the result once, for any number of ranks. Without it, each hop rounds the partial sum to the
+    wire, so the error of n terms is at most n roundings. Tensors that travel in fp32 or wider are not affected.
+    predivide: each term is divided by it before the sum, and the sum multiplied by it afterwards, because partial sums
+    beyond 65,504 overflow fp16. A power of two changes only the smallest values.
     """
 
     dtype: torch.dtype | None = None
@@ -35,7 +35,7 @@ class Wire:
         return self.in_fp32 and self.of(tensor_N) in HALF
 
     def widens(self, backend: Backend) -> bool:
-        """Return whether the backend's own sums must be given fp32, as it would round each addition."""
+        """Return whether the backend's own sums need fp32 input, because the backend would round each addition."""
         return self.in_fp32 and not backend.capabilities.sums_half_in_fp32
 
     @contextmanager
@@ -49,12 +49,12 @@ class Wire:
         tensor_N.copy_(wide_N)
 
     def divide_(self, own_S: Tensor) -> None:
-        """Divide this rank's own term, which is then ready for a sum in the wire's precision."""
+        """Divide this rank's own term by predivide, if it travels in a narrower precision."""
         if self.predivide != 1.0 and self.of(own_S) != own_S.dtype:
             own_S.mul_(1.0 / self.predivide)
 
     def add_(self, own_S: Tensor, terms: Sequence[Tensor], *, scaled: bool = False) -> None:
-        """Add terms to own_S, which is divided already. scaled: the terms are not, and are divided here."""
+        """Add terms to own_S, which is divided already. scaled: divide the terms, too, while adding."""
         scale = 1.0 / self.predivide if scaled and self.of(own_S) != own_S.dtype else 1.0
         if own_S.dtype in HALF and terms:
             total_S = own_S.float()
@@ -73,14 +73,14 @@ class Wire:
         return packed_S.copy_(own_S)
 
     def unpack_(self, own_S: Tensor, packed_S: Tensor) -> None:
-        """Write the final value, from the bits that all ranks have received."""
+        """Write the final value into own_S, from the packed bits that all ranks have received."""
         if packed_S.dtype != own_S.dtype:
             own_S.copy_(packed_S)
             if self.predivide != 1.0:
                 own_S.mul_(self.predivide)
 
     def round_(self, own_N: Tensor) -> None:
-        """Round a sum that has travelled in fp32 to a value that the wire can carry, like the others."""
+        """Round a sum that has travelled in fp32 to the wire's precision, as sums by other algorithms are."""
         self.divide_(own_N)
         self.unpack_(own_N, own_N.to(self.of(own_N)))
 
@@ -92,7 +92,7 @@ class Staging:
         self._kept: dict[str, Tensor] = {}
 
     def take(self, use: str, num_elements: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Lend num_elements of dtype on the device of like, undefined; valid until the next take for the same use."""
+        """Return an undefined tensor on the device of like, valid until the next take() for the same use."""
         num_bytes = num_elements * dtype.itemsize
         kept_N = self._kept.get(use)
         if kept_N is None or kept_N.numel() < num_bytes or kept_N.device != like.device:
@@ -102,7 +102,7 @@ class Staging:
 
 
 LOST = ((0.25, "1%"), (0.5, "4%"), (1.0, "7%"), (2.0, "25%"), (4.0, "60%"), (8.0, "80%"))
-"""(hops * u, error where ranks agree but for a tenth): benchmarks/results/comm-rounding.json, ring, bf16 and fp16."""
+"""(hops * u, error if the ranks' values differ by a tenth): benchmarks/results/comm-rounding.json, ring, bf16, fp16."""
 
 
 def rounding_note(
@@ -110,7 +110,7 @@ def rounding_note(
 ) -> str:
     """Return a line on the error of these sums, or on a wire_dtype that saves nothing; "" if there is nothing to say.
 
-    The error is for ranks that agree, where partial sums outgrow each term; doubling has too few hops to matter.
+    The error is for ranks with similar gradients, whose partial sums outgrow each term; doubling has too few hops.
     """
     travels_as = wire.of(torch.empty(0, dtype=dtype))
     if backend.world_size == 1 or travels_as not in HALF:
