@@ -165,7 +165,7 @@ class GridSums:
         return count
 
     def take_underflow(self) -> tuple[int, int]:
-        """Return this rank's counts since the last call: numbers that the grid rounded to 0, and numbers not 0. Waits."""
+        """Return this rank's counts since the last call: numbers rounded to 0 by the grid, and numbers not 0. Waits."""
         num_lost, num_nonzero = self._underflow_2.tolist()
         self._underflow_2.zero_()
         return num_lost, num_nonzero
