@@ -29,9 +29,9 @@ from bigbatch.paths import as_path
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 TIMING_COPIES = 3
-"""The tensor, and twice as much for what algorithms keep under way."""
+"""Memory as a multiple of the tensor: the tensor itself, and twice as much for the algorithms."""
 LINK_SECONDS = 4.0
-"""Seconds to measure the links for their limit."""
+"""Time for measuring the links, from which their limit is computed."""
 
 OF_TIMING = {
     "min_bytes": "1K",
@@ -144,7 +144,7 @@ def _time_sizes(
             report.working_on("")
             report.print(f"# {hung}")
             contestants = _without(hung.form, contestants, communicator)
-            tensor_N = communicator.allocate(max(counts), tensor_N.dtype)  # what hangs may hold the other one
+            tensor_N = communicator.allocate(max(counts), tensor_N.dtype)  # the hung sum may use the old one
             continue
         left.pop(0)
         new = [figures.make_row(each, part_N, contestants[name], limit=limit) for name, each in sums.items()]
@@ -168,7 +168,7 @@ def _time_sizes(
 
 
 def _without(form: str, contestants: Mapping[str, Communicator], communicator: Communicator) -> dict[str, Communicator]:
-    """Connect the other contestants again. Collective. Raises: CommError if there is none."""
+    """Return the other contestants, connected again. Collective. Raises: CommError if there is none."""
     others = {name: each for name, each in contestants.items() if name != form}
     if not others:
         raise CommError(f"{form} hangs, and no other all-reduce is left to measure")
@@ -216,7 +216,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _set_defaults(arguments: argparse.Namespace) -> None:
-    """Set missing options. Raises: CommError for an option of timing with --verify, or the other way round."""
+    """Set omitted options to their defaults. Raises: CommError for an option of timing with --verify, or vice versa."""
     own, others = (OF_VERIFY, OF_TIMING) if arguments.verify else (OF_TIMING, OF_VERIFY)
     for name in others.keys() - own.keys():
         if getattr(arguments, name) is not None:
@@ -237,7 +237,7 @@ def _parse_gbit(text: str) -> float | None:
 
 
 def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -> None:
-    """Refuse a --max-bytes if that many copies do not fit into the machine. Raises: CommError."""
+    """Raise CommError if that many copies of --max-bytes do not fit into the memory of the GPU or host."""
     if communicator.device.type == "cuda":
         memory, share = torch.cuda.mem_get_info(communicator.device)[1], 1
     else:
@@ -253,7 +253,7 @@ def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -
 
 
 def _find_limit(link_gbit: float | None, communicator: Communicator) -> tuple[figures.Limit | None, str]:
-    """Find the limit for the last column, and the origin of that figure. Collective."""
+    """Return the links' limit for the last column, and the origin of the bandwidth. Collective."""
     num_nodes = communicator.topology.num_nodes
     if link_gbit and num_nodes == 1:
         raise CommError(f"--link-gbit {link_gbit:g}: all ranks are on one node, so no link limits them; leave it out")

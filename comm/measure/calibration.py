@@ -27,7 +27,7 @@ from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
 
 FORMAT = "bigbatch calibration 1"
 SECONDS = 10.0
-"""How much longer the first start on a cluster may take in total."""
+"""Time limit of the measurement, by which the first start on a cluster takes longer."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Calibration:
 
     table: HybridTable
     source: str
-    """Origin of the table, for the user; and the error of a file that was not used."""
+    """Origin of the table, and errors of files that were not used, for the user."""
     text: str
     """Text of the table's file, for a run to keep."""
 
@@ -53,10 +53,10 @@ def calibrate(
 ) -> Calibration:
     """Return the table that was measured on this cluster, or measure it and store it in folder. Collective.
 
-    Rank 0 reads the files and tells the other ranks its choice: first kept, the file of a run that may be resumed, then
-    folder (None: there is no folder to write to). is_fresh: read neither. interface: as for connect(). buffer_bytes:
-    the largest of the job's fusion buffers; measuring begins there and goes to shorter sums. Later jobs use the table
-    with any buffers. Ends within seconds, unless the first short sums, with which connections open, or some five
+    Rank 0 reads the files and sends its choice to the other ranks: first kept, the file of a run to resume, then the
+    one in folder (None: there is no folder to write to). is_fresh: read neither. interface: as for connect().
+    buffer_bytes: size of the largest fusion buffer, with which measuring begins before shorter sums; later jobs use the
+    table with any buffers. Ends within seconds, unless the first short sums, which open connections, or about five
     exchanges between the ranks take longer.
     Raises: CommError if a sum was wrong; PeerLostError.
     """
@@ -108,7 +108,7 @@ def _left_out(times: Times, sizes: Sequence[int]) -> str:
 
 
 def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict[str, Any]:
-    """Collect on rank 0 the facts of each rank on which a table depends, as JSON values. Collective."""
+    """Return, on rank 0, all facts on which a table depends, as JSON values. Collective."""
     is_nccl, is_mpi = (communicator.backend.name == name for name in ("nccl", "mpi"))
     mine = {
         "cpu": f"{cpu_name()}, {num_cores()} cores",
@@ -130,7 +130,7 @@ def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict
 
 
 def _require_valid(record: dict[str, Any], *, facts: dict[str, Any], algorithms: Collection[str]) -> None:
-    """Raise ValueError, KeyError or TypeError for a table that does not hold here."""
+    """Raise ValueError, KeyError or TypeError if a record is not valid for this cluster."""
     if difference := difference_of({**record, "cluster": complete_cluster(record["cluster"])}, facts):
         raise ValueError(f"it is of another cluster, or of other settings: {difference}")
     if not set(HybridTable.from_rows(record["table"]).algorithms) <= set(algorithms):

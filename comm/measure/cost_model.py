@@ -1,8 +1,8 @@
-"""Seconds of an all-reduce from latency, bandwidth and sizes; no torch.
+"""Model the time of an all-reduce from latency, bandwidth and sizes. Does not import torch.
 
 Symbols, as in the papers: M bytes, P ranks on m nodes of k ranks (uneven: k of the fullest node), a seconds per
 message (latency), b seconds per byte (inverse bandwidth), g seconds to sum a byte. Links carry both directions at
-once. Formulas describe hops in lockstep: pipelining can beat them, contention for cores cannot be seen in them.
+once. The formulas describe hops in lockstep: pipelining can be faster, and contention for cores is not modelled.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ class LinkModel:
     bytes_per_second: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Compute the time from the start of a message to its arrival."""
+        """Return the seconds from the start of a message to its arrival."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
@@ -65,7 +65,7 @@ class Backward:
 
 
 def ring_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """Compute a flat ring, node by node: 2(P-1)a + 2(P-1)/P * M*b + (P-1)/P * M*g, with a and b of the slowest hop.
+    """Return a flat ring's seconds: 2(P-1)a + 2(P-1)/P * M*b + (P-1)/P * M*g, with a and b of the slowest hop.
 
     Source: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005 (the form with g).
     """
@@ -76,7 +76,7 @@ def ring_seconds(num_bytes: float, cluster: ClusterModel) -> float:
 
 
 def hierarchical_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """Compute reduce to a leader, leaders' ring, broadcast: 4(k-1) hops of M/k inside and 2(m-1) hops of M/m across.
+    """Return seconds of reduce, leaders' ring, broadcast: 4(k-1) hops of M/k inside and 2(m-1) hops of M/m across.
 
     Sums: (k-1)/k * M*g inside and (m-1)/m * M*g across. Inside, reduce and broadcast are two ring passes each.
     Source: Jia et al. 2018 (arXiv 1807.11205), 4(k-1) + 2(P/k-1) steps.
@@ -88,10 +88,10 @@ def hierarchical_seconds(num_bytes: float, cluster: ClusterModel) -> float:
 
 
 def doubling_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """Compute reduce to a leader, recursive doubling between leaders, broadcast: for tensors so short that hops count.
+    """Return the seconds of reduce to a leader, recursive doubling between leaders, broadcast, for short tensors.
 
-    Across, log2(m) hops of all M bytes, and a sum of M in each; for an m that is not a power of two the next lower
-    one, with a hop and a sum before and a hop after. Inside, the leader exchanges M with each rank of its node:
+    Across, log2(m) hops of all M bytes, and a sum of M in each. If m is not a power of two, log2 of the next lower
+    power, with a hop and a sum before and a hop after. Inside, the leader exchanges M with each rank of its node:
     2a + 2(k-1) * M*b, and (k-1) * M*g.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.
     """
@@ -104,10 +104,10 @@ def doubling_seconds(num_bytes: float, cluster: ClusterModel) -> float:
 
 
 def sharded_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """Compute a 2D torus: 2(k-1) hops of M/k inside, and k rings of M/k across at once, which share a node's link.
+    """Return a torus's seconds: 2(k-1) hops of M/k inside, and k rings of M/k across at once, which share a link.
 
     2(k-1)(a + M/k * b) inside and 2(m-1)(a + M/m * b) across, sums (k-1)/k * M*g and (m-1)/m * M/k * g.
-    Uneven nodes have as many shards s as the smallest has ranks, and reduce and broadcast them one by one inside:
+    Uneven nodes have s shards, the ranks of the smallest node, and reduce and broadcast them one by one inside:
     4(k-1)(s*a + M/k * b), and sums (m-1)/m * M/s * g across.
     Source: Mikami et al. 2018 (arXiv 1811.05233), 2(X-1) + 2(Y-1) steps.
     """
@@ -130,7 +130,7 @@ MODELS: Mapping[str, Callable[[float, ClusterModel], float]] = {
 
 
 def least_seconds(num_bytes: float, *, num_nodes: int, bytes_per_second: float) -> float:
-    """Compute the limit of the links: every node must send and receive 2(m-1)/m * M bytes; 0 for one node.
+    """Return the least seconds that links allow: every node sends and receives 2(m-1)/m * M bytes; 0 for one node.
 
     Source: Patarasuk and Yuan 2009, the bandwidth-optimal all-reduce.
     """

@@ -1,4 +1,4 @@
-"""Buckets and hook for a script that keeps DistributedDataParallel: time its own training steps with each in turns."""
+"""Choose DistributedDataParallel's buckets and hook for a script: time its training steps with each choice in turns."""
 
 import inspect
 import math
@@ -24,17 +24,17 @@ from bigbatch.errors import UserError
 CAPS_MIB = (5, 25, 100, 400)
 """Sizes of buckets to try, as far as the gradients fill them; torch's default is 25, with a first bucket of 1."""
 ROUNDS = 5
-"""Turns of each candidate in each of the two parts."""
+"""Turns of each candidate in each of the two parts of search()."""
 WARM_UP_STEPS = 2
 """Steps of a turn that do not count: DDP builds its buckets again after the first step."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Arguments of DistributedDataParallel beside the script's own, and whether our hook sums."""
+    """Arguments of DistributedDataParallel that replace the script's own, and whether bigbatch's hook is registered."""
 
     buckets: tuple[tuple[str, Any], ...] = ()
-    """Arguments by name; none: as the script states."""
+    """Arguments by name; empty: as the script states them."""
     has_hook: bool = False
 
     def __str__(self) -> str:
@@ -48,9 +48,9 @@ Search = Generator[Candidate, float, Measured]
 
 
 def make_candidates(gradient_bytes: int, *, has_list: bool) -> list[Candidate]:
-    """List what the script states, then buckets of CAPS_MIB, alone and with a first bucket of 1 MiB. Pure.
+    """Return the script's own arguments, then buckets of CAPS_MIB, alone and with a first bucket of 1 MiB. Pure.
 
-    has_list: whether this torch takes bucket_cap_mb_list, without which a stated size is the first bucket's, too.
+    has_list: whether this torch has bucket_cap_mb_list; without it, a stated size also applies to the first bucket.
     """
     caps = [cap for cap in CAPS_MIB if cap << 20 < gradient_bytes]
     caps.append(next((cap for cap in CAPS_MIB if cap not in caps), CAPS_MIB[-1]))
@@ -63,9 +63,9 @@ def make_candidates(gradient_bytes: int, *, has_list: bool) -> list[Candidate]:
 
 
 def search(candidates: Sequence[Candidate]) -> Search:
-    """Compare all in turns, then the fastest again, with and without our hook, with the first. Returns the second part.
+    """Time all candidates in turns; then time again the first, the fastest, and the fastest with the hook.
 
-    The second part has new times: the fastest of many is partly so by chance.
+    Returns only the second times, because the fastest of many candidates is so partly by chance.
     """
     times = yield from _in_turns(candidates)
     best = min(times, key=lambda each: times[each].median)
@@ -122,7 +122,7 @@ class _Finished(BaseException):
 
 @dataclass
 class _Tuner:
-    """Counts the steps of the script's model, and builds its buckets again at each turn."""
+    """Counts the steps of the script's model, and constructs DDP again with new buckets at each turn."""
 
     steps: int
     say: Callable[[str], None]
@@ -138,7 +138,7 @@ class _Tuner:
     _is_disturbed: bool = False
 
     def init(self, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        """Stand for DDP's __init__, and start to tune the script's model. Raises: UserError for a second model."""
+        """Replace DDP's __init__: call it, and start to tune its model. Raises: UserError for a second model."""
         _OWN["__init__"](model, *args, **kwargs)
         if self._model is not None:
             raise UserError("comm tune --ddp: the script wraps two models in DistributedDataParallel; it tunes one")
@@ -152,13 +152,13 @@ class _Tuner:
         self.say(f"{self.communicator}; {num_bytes / 1e6:.1f} MB of gradients")
 
     def register(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
-        """Stand for DDP's register_comm_hook, and remember the hook, for the next turns without ours."""
+        """Replace DDP's register_comm_hook: call it, and keep the hook for turns without bigbatch's hook."""
         if model is self._model:
             self._own_hook = state, hook
         _OWN["register_comm_hook"](model, state, hook)
 
     def forward(self, model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        """Stand for DDP's forward, and count a step before it. Raises: _Finished after the last turn."""
+        """Replace DDP's forward: count a step, then call it. Raises: _Finished after the last turn."""
         if model is self._model:
             if not (model.training and torch.is_grad_enabled()):
                 self._is_disturbed = True  # an evaluation is not a step
@@ -188,7 +188,7 @@ class _Tuner:
         self._count += 1
 
     def _build(self, model: DistributedDataParallel) -> None:
-        """Make DDP again around the same model, in the same object, which the script holds."""
+        """Construct DDP again around the same model, in the same object, because the script holds that object."""
         assert self.communicator is not None
         args, kwargs = self._arguments
         if self._candidate.buckets:
@@ -210,10 +210,10 @@ _OWN: dict[str, Any] = {
 
 
 def tune_script(script: Path, arguments: Sequence[str], *, steps: int, say: Callable[[str], None]) -> list[str]:
-    """Run a script that trains with DDP, time its steps, end it, and return the lines of the result, on rank 0 only.
+    """Run a script that trains with DDP, time its steps, and end it; return the lines of the result, on rank 0 only.
 
-    Collective over the job's ranks. steps: that each turn times. A step is all between two forward passes whose
-    gradients are averaged: input, microbatches in no_sync(), and the update belong to it.
+    Collective over the job's ranks. steps: number of steps that each turn times. A step lasts from one forward pass
+    whose gradients are averaged to the next, and includes input, microbatches in no_sync(), and the update.
     Raises: UserError if the script wraps no model, or two, or ends before all is measured; SystemExit if the script
     ends itself with an error.
     """

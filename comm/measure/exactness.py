@@ -1,4 +1,4 @@
-"""Errors of a sum over ranks: drawn numbers with a known exact sum, repeated sums of them, and what is wrong."""
+"""Find errors of sums over ranks: draw numbers with a known exact sum, sum them repeatedly, and compare the results."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from bigbatch.comm.measure.figures import show_bytes
 from bigbatch.comm.rendezvous.late_ranks import name_ranks
 
 SCALES, SPREAD = 24, 8
-"""Number of powers of two for an element's size, and for each rank's number below it."""
+"""Number of powers of two from which an element's magnitude is drawn, and each rank's factor below it."""
 PORTION = 1 << 20
 """Elements that are drawn or compared at a time."""
 WORD = (1 << 32) - 1
@@ -60,9 +60,9 @@ PRECISIONS = {
 def draw(start: int, stop: int, *, rank: int, seed: int, device: torch.device) -> Tensor:
     """Draw a rank's numbers for elements start to stop: fp32 of either sign, from 2**-31 to 1 in size.
 
-    They depend on seed, rank and element alone. An element's size is drawn for all ranks together, like a weight's
-    gradients, from 2**-23 to 1, and each rank's number below it by up to 2**-8: so float64 adds those of 4,000,000
-    ranks without rounding.
+    They depend only on seed, rank and element. An element has one magnitude on all ranks, from 2**-23 to 1, as a
+    weight's gradients do; each rank's number is smaller by a factor down to 2**-8. So float64 adds the numbers of
+    4,000,000 ranks without rounding.
     """
     place_N = _mixed(torch.arange(start, stop, dtype=torch.int64, device=device) & WORD)
     scale_N = _mixed(place_N ^ _key(seed, SCALE_KEY)) % SCALES
@@ -84,7 +84,7 @@ def _mixed(words_N: Tensor) -> Tensor:
 
 
 def grid_for(num_ranks: int) -> Grid:
-    """Make the grid of gradients, with fewer steps only if thousands of ranks leave no room for them."""
+    """Return the grid that gradients use, with fewer fraction bits only if thousands of ranks leave no room."""
     return Grid(num_ranks, fraction_bits=min(FRACTION_BITS, SUM_BITS - (num_ranks - 1).bit_length()))
 
 
@@ -99,11 +99,11 @@ class ExactSums:
     magnitude_S: Tensor
     """Sum of magnitudes, float64."""
     on_grid_S: Tensor
-    """Result that Grid must read, in fp32, to the bit."""
+    """The fp32 sums that Grid.read_() must write, bit for bit."""
 
 
 def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: torch.device) -> ExactSums:
-    """Add up the numbers of all ranks for elements start to stop."""
+    """Return the exact sums of all ranks' numbers for elements start to stop."""
     exact_S, magnitude_S = torch.zeros(2, stop - start, dtype=torch.float64, device=device)
     steps_S = torch.zeros(stop - start, dtype=torch.int64, device=device)
     steps = 2.0 ** grid_for(num_ranks).fraction_bits
@@ -116,10 +116,10 @@ def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: 
 
 
 def bound(reference: ExactSums, precision: SumPrecision) -> Tensor:
-    """Compute how far each sum may be from the exact one, as float64.
+    """Return the largest error that each sum may have, as float64.
 
-    fp32: one rounding per rank, each by 2**-24 of what it rounds, which is at most the sum of magnitudes and the
-    roundings before. A narrower wire rounds once more per rank, by half its eps, or half its smallest number, and its
+    fp32: one rounding per rank, each at most 2**-24 of the rounded value, which is at most the sum of magnitudes plus
+    earlier roundings. A narrower wire rounds once more per rank, by half its eps, or half its smallest number, and its
     packing takes three roundings in fp32. On the grid: half a step per rank, and one rounding of the sum.
     """
     num_ranks = reference.num_ranks
@@ -137,7 +137,7 @@ def bound(reference: ExactSums, precision: SumPrecision) -> Tensor:
 
 
 def ulps(exact_S: Tensor) -> Tensor:
-    """Compute units in the last place of fp32 at each exact sum: from the nearest fp32 to the next larger in size."""
+    """Return fp32's unit in the last place at each exact sum: from the nearest fp32 number to the next one outward."""
     nearest_S = exact_S.float().abs()
     return torch.nextafter(nearest_S, torch.full_like(nearest_S, torch.inf)).double() - nearest_S.double()
 
@@ -150,12 +150,12 @@ class Errors:
     largest_ulp: float
     total_ulp: float
     num_off: int
-    """Elements that differ from the exact sum, rounded once to fp32, in a bit."""
+    """Number of elements whose bits differ from the exact sum's, rounded once to fp32."""
     bound_share: float
     """Largest of error / bound."""
     num_beyond: int
     first_beyond: Sequence[float] | None
-    """The first of them: its index, its value, the exact sum and the bound of its error."""
+    """The first element beyond its bound: its index, its value, the exact sum and the bound of its error."""
 
 
 def find_errors(sum_S: Tensor, reference: ExactSums, *, precision: SumPrecision) -> Errors:
@@ -207,12 +207,12 @@ class VerifyRow:
     bound_share: float | None
     """Largest of error / bound."""
     num_off: int
-    """Elements that differ from the exact sum, rounded once, in a bit."""
+    """Number of elements whose bits differ from the exact sum's, rounded once."""
     bits: int
-    """Number of a class of equal bits, within a size and precision; 0 until it is compared with others."""
+    """Class of sums with the same bits, within a size and precision, from 1 on; 0 until number_classes() sets it."""
     repetitions: int
     num_repeated: int
-    """Repetitions, the first included, in which every rank held the bits of its first."""
+    """Number of repetitions, the first included, in which every rank got the bits of its first sum."""
     ranks_agree: bool
     sha256: str
     """Digest of the first repetition's sums, as most ranks hold them."""
@@ -221,7 +221,7 @@ class VerifyRow:
 
 
 class DrawnSums:
-    """Sums drawn numbers of one size repeatedly, and compares. Each rank checks its part of the elements."""
+    """Sums drawn numbers of one size repeatedly, and compares the sums. Each rank checks its part of the elements."""
 
     def __init__(self, communicator: Communicator, *, count: int, seed: int) -> None:
         device, num_ranks, rank = communicator.device, communicator.world_size, communicator.rank
@@ -240,9 +240,9 @@ class DrawnSums:
     def repeat(
         self, communicator: Communicator, memory_N: Tensor, *, precision: SumPrecision, pieces: int, repetitions: int
     ) -> VerifyRow:
-        """Sum the numbers as often as repetitions says, in pieces, in memory_N of one element more than they have.
+        """Sum the numbers repeatedly, each time in pieces; return the figures over all ranks. Collective.
 
-        memory_N is of precision.dtype. Raises: PeerLostError.
+        memory_N: scratch of precision.dtype, with one element more than the numbers. Raises: PeerLostError.
         """
         changes: list[tuple[int, int, int]] = []
         for repetition in range(repetitions):
@@ -288,7 +288,7 @@ class DrawnSums:
         )
 
     def _sum(self, communicator: Communicator, memory_N: Tensor, *, precision: SumPrecision, pieces: int) -> None:
-        """Sum into the result, like gradients: on the grid with one element more, which counts numbers beyond it."""
+        """Sum into the result, as gradients are summed; on the grid one more element counts numbers beyond it."""
         sums_N = memory_N if precision.on_grid else memory_N[:-1]
         if precision.on_grid:
             self._grid.add_(sums_N.zero_(), self._own_N)
@@ -311,7 +311,7 @@ def _digest(tensor_N: Tensor) -> str:
 
 
 def _usual(digests: Sequence[str]) -> str:
-    """Return the digest of most ranks; among equals the first one."""
+    """Return the most frequent digest; among equally frequent ones, that of the lowest rank."""
     return Counter(digests).most_common(1)[0][0]
 
 
@@ -330,7 +330,7 @@ def _find_odd_rank(sum_N: Tensor, digests: Sequence[str], communicator: Communic
 
 
 def _find_difference(sum_N: Tensor, communicator: Communicator, *, odd: int, like: int) -> int:
-    """Find the first element in which two ranks that hold different bits differ, by digests of ever smaller parts."""
+    """Return the first element in which two ranks' sums differ, by digests of ever smaller parts. Collective."""
     start, stop = 0, len(sum_N)
     while stop - start > 1:
         size = -(-(stop - start) // PARTS)
@@ -344,7 +344,7 @@ def _find_difference(sum_N: Tensor, communicator: Communicator, *, odd: int, lik
 
 
 def _find_changes(all_changes: Sequence[Sequence[tuple[int, int, int]]]) -> list[str]:
-    """Return a sentence for each repetition with other bits than the first one; all_changes: of each rank."""
+    """Return a sentence for each repetition whose bits differ from those of the first. all_changes: by rank."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     for rank, changes in enumerate(all_changes):
         for repetition, element, num_changed in changes:
@@ -361,7 +361,7 @@ def _find_changes(all_changes: Sequence[Sequence[tuple[int, int, int]]]) -> list
 
 
 def _find_beyond(parts: Sequence[Sequence[Errors]], *, precision: SumPrecision) -> list[str]:
-    """Return where an error exceeds its bound; on the grid, where a sum is not the only exact one. parts: by rank."""
+    """Return a sentence for each rank with errors beyond the bound, or on the grid with wrong bits. parts: by rank."""
     found = []
     for rank, of_rank in enumerate(parts):
         if first := next((part.first_beyond for part in of_rank if part.first_beyond), None):

@@ -1,4 +1,4 @@
-"""All-reduces by size: the figures of nccl-tests, plus the share of what the links allow; their table and plot."""
+"""Figures of all-reduces by size, as in nccl-tests, and their share of the links' limit; their table and plot."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def parse_bytes(text: str, *, option: str) -> int:
 
 
 def show_bytes(num_bytes: int) -> str:
-    """Write the shortest text that parse_bytes reads back."""
+    """Return the shortest text that parse_bytes reads back."""
     for unit in ("G", "M", "K"):
         if num_bytes >= _UNITS[unit] and num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]}{unit}"
@@ -44,7 +44,7 @@ def show_bytes(num_bytes: int) -> str:
 
 
 def sweep_counts(*, min_bytes: int, max_bytes: int, factor: int, dtype: str) -> tuple[int, ...]:
-    """List numbers of elements from min_bytes to max_bytes, each size factor times the last one.
+    """Return numbers of elements for sizes from min_bytes to max_bytes, each factor times the one before.
 
     Raises: CommError for a range without sizes, a factor below 2, or sizes below one element.
     """
@@ -88,7 +88,7 @@ class Limit:
     """Below 1 if values travel in fewer bytes than they have in memory, and 2 if half precision travels in fp32."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Compute the least time of an all-reduce: 2(m-1)/m * bytes / bandwidth, over m nodes."""
+        """Return the least seconds of an all-reduce over m nodes: 2(m-1)/m * bytes / bandwidth."""
         wire_bytes = num_bytes * self.wire_bytes_per_byte
         return least_seconds(wire_bytes, num_nodes=self.num_nodes, bytes_per_second=self.bytes_per_second)
 
@@ -121,7 +121,7 @@ class BenchRow:
 
 
 def make_row(sums: Sums, tensor_N: Tensor, communicator: Communicator, *, limit: Limit | None) -> BenchRow:
-    """Compute the figures of sums of a tensor by the communicator's algorithm.
+    """Return the figures of the timed sums of a tensor by the communicator's algorithm.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md (algbw, busbw).
     """
@@ -178,14 +178,14 @@ COLUMNS: Columns = (
 
 
 def show_rows(rows: Sequence[BenchRow]) -> list[str]:
-    """Write the rows of one size, side by side; the fastest algorithm has a star."""
+    """Return the table's lines for one size; the fastest algorithm has a star."""
     best = min(rows, key=lambda row: row.time_us)
     marked = (replace(row, algorithm=row.algorithm + ("*" if row is best else " ")) for row in rows)
     return [table_line(COLUMNS, row) for row in marked]
 
 
 def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: Mapping[str, float]) -> str:
-    """Write the line above the table that explains the last column.
+    """Return the line above the table that explains the last column.
 
     shares: wire_bytes_per_byte of each algorithm; limit has the least of them.
     """

@@ -1,4 +1,4 @@
-"""A limit of its own for each measured form of the all-reduce: one that hangs is named, and the ranks connect again."""
+"""Time limit of each measured sum: if a form of the all-reduce hangs, all ranks learn its name and connect again."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.watch import Pending
 
 SHARE = 0.25
-"""Limit of one sum, as a share of the job's time limit: the ranks must still meet within that."""
+"""Limit of one sum, as a share of the job's time limit, within which the ranks must also agree on the hung sum."""
 HUNG = "hung"
-"""What a rank whose sum is late gives to the next exchange, or to one of its own."""
+"""Text that a rank whose sum is late sends in an exchange instead of its value."""
 
 
 class HungError(Exception):
-    """A form hangs. The ranks are connected again by then: communicators made before may hold what has ended."""
+    """A form of the all-reduce hangs. The ranks have connected again; earlier communicators may hold ended groups."""
 
     def __init__(self, form: str, seconds: float) -> None:
         super().__init__(f"{form} hangs: a sum did not end within {seconds:g} s; the others are measured without it")
@@ -25,13 +25,13 @@ class HungError(Exception):
 
 
 def form_label(what: str, form: str) -> str:
-    """Return the label of a sum, from which a hung one's form is known."""
+    """Return the label of a sum; it ends with the form, so that the label of a hung sum names the form."""
     return f"{what} by {form}"
 
 
 @contextmanager
 def limited(communicator: Communicator) -> Iterator[None]:
-    """Limit each sum inside the block. NCCL's, MPI's and Horovod's have no limit but the job's, at which it ends.
+    """Limit each sum inside the block. For NCCL, MPI and Horovod only the job's limit applies, which ends the job.
 
     Collective. Raises: HungError on all ranks if a sum is late on any.
     """
@@ -43,7 +43,7 @@ def limited(communicator: Communicator) -> Iterator[None]:
     try:
         yield
     except LateError as error:
-        # the others come to an exchange, or to the limit in a later sum, in which this rank is missing
+        # the other ranks reach an exchange, or their limit in a later sum, which lacks this rank
         communicator.gather_text(json.dumps(HUNG))
         raise _leave_behind(communicator, error.pending) from None
     finally:
@@ -64,7 +64,7 @@ def exchange(value: Any, communicator: Communicator) -> list[Any]:
 
 
 def _leave_behind(communicator: Communicator, late: Pending | None) -> HungError:
-    """Agree on the sum that hangs, the earliest that is late on a rank, and connect again. Collective."""
+    """Agree on the sum that hangs, the earliest late one, connect again, and return the error. Collective."""
     backend = communicator.backend
     assert isinstance(backend, Restartable)
     mine = [backend.num_submitted(), late and [late.number, late.label]]

@@ -1,4 +1,4 @@
-"""Output of a measurement of sums: a table on the terminal and a JSONL file, both by the first rank."""
+"""Output of a measurement of sums: rank 0 prints a table and writes a JSONL file."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ from bigbatch.errors import CommError, print_line
 from bigbatch.files import open_named, require_nameable
 
 Columns = Sequence[tuple[str, str, int, Callable[[Any], object]]]
-"""Title, unit and width of each column of a table, and what it shows of a row."""
+"""Title, unit and width of each column of a table, and the function that takes its value from a row."""
 
 
 def table_head(columns: Columns) -> str:
-    """Write the line of titles and the line of units."""
+    """Return the line of titles and the line of units."""
     lines = ("".join(f"{column[i]:>{column[2]}}" for column in columns) for i in (0, 1))
     return "\n".join(f"#{line[1:]}" for line in lines)
 
@@ -27,12 +27,12 @@ def table_line(columns: Columns, row: object) -> str:
 
 
 def groups_text(conditions: Conditions) -> str:
-    """Write the ranks of each node, such as 4+4."""
+    """Return the number of ranks of each node, such as 4+4."""
     return "+".join(str(len(group)) for group in conditions.groups)
 
 
 class BenchReport:
-    """Prints and stores rows on the first rank; does nothing on the other ranks."""
+    """Prints and stores rows on rank 0; does nothing on other ranks."""
 
     def __init__(
         self, conditions: Conditions, communicator: Communicator, *, command: str, output: Path | None
@@ -46,7 +46,7 @@ class BenchReport:
     def open(
         self, record: Mapping[str, object], lines: Iterable[str], *, columns: Columns, plot: Path | None = None
     ) -> None:
-        """Open the file before anything takes long, and write the conditions and the head of the table. Collective.
+        """Open the file, so that an error comes early, and write the conditions and the table's head. Collective.
 
         record: further facts for the line of conditions. lines: the explanation of the columns.
         Raises: CommError on all ranks if the file or the plot cannot be written.

@@ -1,4 +1,4 @@
-"""Time every algorithm by size within a given time, with most effort where the choice between them is open."""
+"""Time every algorithm at several sizes within a time limit, mostly at sizes where the choice is uncertain."""
 
 import math
 import time
@@ -23,14 +23,15 @@ CONTENDER_RATIO = 1.5
 FIRST_SHARE = 0.6
 """Share of the time for all sizes; the rest is for sizes with an uncertain choice."""
 MOST_NOISE = 0.02
-"""Two contenders are distinguishable if their medians are known this well; two such errors stay below 4%."""
+"""A choice is measured again only if two contenders' joint noise exceeds this; two such errors stay below 4%."""
 NARROW = 1.5
-"""If two sizes choose differently and differ by more than this ratio, one between them is measured."""
+"""If two neighbouring sizes choose differently and differ by more than this ratio, one between them is measured."""
 LEAST_REFINEMENT = 5
 """Fewest repetitions for which a second measurement is worth its check."""
 LARGEST_BYTES = 256 << 20
 LEAST_BYTES = 1_000_000
-"""From this size on, bytes count, not latency (benchmarks/results/comm-exchange-*.json); larger ones use it."""
+"""From this size on bandwidth decides, not latency (benchmarks/results/comm-exchange-*.json), so larger sums choose
+alike."""
 EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
 the next check, one at the end."""
@@ -38,13 +39,13 @@ EXCHANGES_TO_FIRST = 4
 """Exchanges before the first size: when groups connect, at a check of the clock, and after two probes."""
 FIRST_PROBE_BYTES = 4096
 PROBE_STEP = 64
-"""Largest ratio of one size to the one before: a probe of that many fewer bytes must show that it fits."""
+"""Largest ratio of a size to the largest probe from which its time is estimated."""
 SUMS_PER_SIZE = 3
 """Least number of sums to measure a size: a check and two repetitions."""
 
 
 def sizes_below(num_bytes: int) -> tuple[int, ...]:
-    """List the sizes to measure: this one, a quarter of it, and so on, down to a KiB; rising, at most 256 MiB."""
+    """Return the sizes to measure: num_bytes (at most 256 MiB), a quarter of it, and so on to a KiB; ascending."""
     sizes = [min(max(num_bytes, SMALLEST_BYTES), LARGEST_BYTES) // 8 * 8]
     while sizes[-1] // FACTOR >= SMALLEST_BYTES:
         sizes.append(sizes[-1] // FACTOR // 8 * 8)
@@ -52,9 +53,9 @@ def sizes_below(num_bytes: int) -> tuple[int, ...]:
 
 
 def make_table(times: Times, *, beyond: str) -> HybridTable:
-    """Make the hybrid table; if only short sums were measured, `beyond` sums the larger buffers.
+    """Return the hybrid table; if only short sums were measured, algorithm `beyond` sums larger buffers.
 
-    That happens if links are so slow, or ranks so many, that the time ended before LEAST_BYTES, or before any sum.
+    That happens if slow links or many ranks left no time for sums of LEAST_BYTES, or for any sum.
     """
     if not times:
         return HybridTable((HybridRow(None, beyond),))
@@ -66,7 +67,7 @@ def make_table(times: Times, *, beyond: str) -> HybridTable:
 
 
 def beyond_measured(communicator: Communicator, *, but: Sequence[str] = ()) -> str:
-    """Return what sums sizes that were not measured: auto's choice without a table, or another one if that hangs."""
+    """Return the algorithm for sizes not measured: auto's choice without a table, or another one if that hangs."""
     auto = choose_algorithm(communicator.backend, table=None).algorithm
     return next(name for name in (auto, *communicator.algorithms) if name not in but)
 
@@ -81,13 +82,13 @@ def measure_times(
     on_size: Callable[[int, Mapping[str, MeasuredTimes]], None] = lambda *_: None,
     on_hung: Callable[[HungError], None] = lambda _: None,
 ) -> Times:
-    """Time every algorithm at the sizes, which rise, from the largest on that fits into the time. Collective.
+    """Time every algorithm at these ascending sizes, beginning with the largest that fits into the time. Collective.
 
-    Single sums show which size fits, so time runs out for the sizes that matter least to gradients; if none fits,
-    nothing is measured. If time is short, algorithms far from the best are timed only once. Then it measures sizes
-    between two that choose differently, and again sizes with an uncertain choice. It ends seconds after start (of
-    time.perf_counter; None: now), with time for one more exchange of texts between the ranks; seconds must be the same
-    on all of them. Calls on_size on all ranks. An algorithm that hangs is left out, after on_hung on all ranks, and all
+    Single sums show which size fits. If time runs out, short sizes are missing, which matter least to gradients; if no
+    size fits, nothing is measured. If time is short, algorithms far from the best are timed only once. Then it measures
+    sizes between two that choose differently, and repeats sizes with an uncertain choice. It ends seconds after start
+    (of time.perf_counter; None: now), with time for one more exchange of texts between the ranks; seconds must be equal
+    on all ranks. Calls on_size on all ranks. If an algorithm hangs, calls on_hung on all ranks, leaves it out and
     begins again; the time until then does not count.
     Raises: CommError if a sum was wrong, or if all algorithms hang; PeerLostError.
     """
@@ -133,7 +134,7 @@ class _Sweep:
         self._begin = time.perf_counter()
 
     def run(self, sizes: Sequence[int]) -> None:
-        """Measure the sizes, which rise, from the largest on that fits into the time. Raises: HungError."""
+        """Measure these ascending sizes, beginning with the largest that fits into the time. Raises: HungError."""
         reached = self.find_affordable(sizes[::-1])
         for number, size in enumerate(reached):
             if self.times:  # a smaller sum takes no longer than the last one
@@ -148,7 +149,7 @@ class _Sweep:
             self.refine()
 
     def leave_out(self, hung: HungError) -> None:
-        """Forget all times, and give back the time since the last beginning. Raises: CommError if no form is left."""
+        """Leave out a form, forget all times and the time since connect(). Raises: CommError if no form is left."""
         self._hung.append(hung.form)
         if set(self._hung) >= set(self._communicator.algorithms):
             raise CommError(f"every all-reduce hangs: {', '.join(self._hung)}")
@@ -159,26 +160,26 @@ class _Sweep:
         """Connect the groups of all algorithms but those that hang, and allocate memory for the largest size."""
         self._begin = time.perf_counter()
         self.contestants = self._communicator.with_every_algorithm(but=self._hung)
-        # one for all sizes: each measures its beginning
+        # one tensor for all sizes: each size uses its first elements
         self.tensor_N = self._communicator.allocate(largest // dtype.itemsize, dtype)
         self._exchange()
 
     def _exchange(self, *seconds: float) -> list[float]:
-        """Return the slowest rank's seconds, and check the clock."""
+        """Return the slowest rank's seconds, and update the time left."""
         *every, elapsed = slowest([*seconds, time.perf_counter() - self._start], self._communicator)
         self.left = self._seconds - elapsed - self.exchange_seconds
         return every
 
     def find_affordable(self, sizes: Sequence[int]) -> Sequence[int]:
-        """Find by smaller sums' times the first of the sizes, which fall, that can be measured in the time left.
+        """Return the part of these descending sizes that can be measured in the time left, by smaller sums' times.
 
-        Return it with those that follow; none if none can be measured. Keeps within the time unless the first sums,
-        of FIRST_PROBE_BYTES and twice that, take longer, as connections open with them.
+        It begins with the first size that can be measured, and is empty if none can. Keeps within the time unless the
+        first sums, of FIRST_PROBE_BYTES and twice that, take longer because connections open.
         """
         if self.exchange_seconds + self.size_exchange_seconds > self.left:
             return ()
         first, second = (min(size, sizes[0]) for size in (FIRST_PROBE_BYTES, 2 * FIRST_PROBE_BYTES))
-        # both, exchanged together: how a time grows with the bytes. Connections open with the one before
+        # the first sum opens connections; the other two show how the time grows with the bytes; one exchange for all
         _, at_first, at_second = self._sum_once(first, first, second)
         probes = [(first, at_first), (second, at_second)]
         while True:
@@ -238,9 +239,9 @@ class _Sweep:
 
 
 def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:
-    """Estimate the seconds of a size: by the line through the two largest probes that are no larger.
+    """Return a size's estimated seconds, by the line through the two largest probes that are no larger.
 
-    At most in proportion to the bytes, and never less than those of a smaller size.
+    The estimate grows at most in proportion to the bytes, and is never less than the largest probe's time.
     """
     smaller = [probe for probe in probes if probe[0] <= size][-2:] or probes[:1]
     (first, at_first), (last, at_last) = smaller[0], smaller[-1]
@@ -249,9 +250,9 @@ def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
-    """Choose the next size to measure, and its contenders; None if the choice is clear at all sizes.
+    """Return the next size to measure, and its contenders; None if the choice is clear at all sizes.
 
-    First between two sizes that choose differently and are far apart; then the size with the least certain choice.
+    First a size between two that choose differently and are far apart; then the size with the least certain choice.
     """
     table, sizes = make_hybrid(times), sorted(times)
     for a, b in pairwise(sizes):
@@ -279,9 +280,9 @@ def _doubt(at_size: Mapping[str, MeasuredTimes]) -> tuple[float, list[str]]:
 
 
 def _expected_seconds(times: Times, size: int, name: str) -> float:
-    """Estimate the seconds of an algorithm at a size that may not have been measured: those of the next larger size.
+    """Return an algorithm's estimated seconds at a size: those measured at this or the next larger size.
 
-    Without a larger one, those of the largest, in proportion to the bytes.
+    Without a larger one, those of the largest size, in proportion to the bytes.
     """
     measured = [other for other in sorted(times) if name in times[other]]
     nearest = next((other for other in measured if other >= size), measured[-1])
@@ -289,5 +290,5 @@ def _expected_seconds(times: Times, size: int, name: str) -> float:
 
 
 def elapsed_seconds(communicator: Communicator, start: float) -> float:
-    """Return seconds since start (of time.perf_counter), the same on all ranks: they decide alike. Collective."""
+    """Return the seconds since start (of time.perf_counter), equal on all ranks: so they decide alike. Collective."""
     return slowest([time.perf_counter() - start], communicator)[0]

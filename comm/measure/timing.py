@@ -15,7 +15,7 @@ LEAST_REPETITIONS = 2
 ROUND = 5
 """Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift affects all equally."""
 LOOP_SECONDS, MOST_LOOPS = 0.02, 20
-"""Seconds that a repetition fills with sums in a row, and the most sums; its time is divided by their number."""
+"""Seconds of one repetition of several sums in a row, and the most sums; its time is divided by their number."""
 MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
 """Sizes of messages that are timed; each a multiple of 4."""
 PERIOD = 1021
@@ -34,7 +34,7 @@ class Effort:
     """If time is short, an algorithm is not repeated if its first time exceeds the best one's by this factor."""
 
     def repetitions_of(self, seconds: float) -> int:
-        """Return how often to repeat what takes that many seconds."""
+        """Return how often to repeat an operation that takes that many seconds."""
         return max(LEAST_REPETITIONS, min(self.repetitions, int(self.seconds / max(seconds, 1e-9))))
 
 
@@ -51,11 +51,11 @@ def time_sums(
 ) -> dict[str, Sums]:
     """Time the all-reduce of tensor_N by each algorithm, in place; its content is lost.
 
-    Ranks do not meet before a repetition, as in training: each times its own, and the slowest rank's time counts. Short
-    sums are repeated in a row, as nccl-tests does: a single one would measure the scheduling of its ranks. Each
-    algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
-    repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms.
-    Raises: HungError, to be called inside limited(); PeerLostError.
+    As in training, there is no barrier before a repetition: each rank times its own, and the slowest rank's counts.
+    Short sums are repeated in a row, as in nccl-tests: a single one would measure the scheduling of its ranks. Each
+    algorithm first sums whole numbers, and every rank compares every element with the closed form. The timed
+    repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms. Call it inside limited().
+    Raises: HungError; PeerLostError.
     """
     any_communicator = next(iter(communicators.values()))
     wrong: dict[str, int] = {}
@@ -87,7 +87,7 @@ def time_sums(
     # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
     affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
     loops = max(1, min(loops_of(min(pilots.values())), affordable))
-    if loops > 1:  # then one sum alone is not a repetition, and does not even show which one is fast
+    if loops > 1:  # a single short sum is no repetition, and does not show which algorithm is fast
         pilots = first_times()
     # the pilots are seconds of one sum, but a repetition makes loops of them
     is_short = effort.repetitions * loops * sum(pilots.values()) > effort.seconds
@@ -125,7 +125,7 @@ def slowest(seconds: Sequence[float], communicator: Communicator) -> list[float]
 
 
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
-    """Sum numbers with an exact sum, and count this rank's elements that differ from it."""
+    """Sum numbers whose sum is known; return how many of this rank's elements differ from it."""
     limit = min(map(limit_of, (tensor_N.dtype, communicator.wire.of(tensor_N))))
     fill_(tensor_N, rank_pattern(communicator.rank, communicator.world_size, limit=limit))
     communicator.sum_(tensor_N, label=label)
@@ -133,15 +133,15 @@ def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: st
 
 
 def limit_of(dtype: torch.dtype) -> int:
-    """Return the largest whole number of a floating-point dtype without a gap below it: 2**24 for float32."""
+    """Return the number up to which a floating-point dtype holds every whole number: 2**24 for float32."""
     return int(2 / torch.finfo(dtype).eps)
 
 
 def rank_pattern(rank: int, world_size: int, *, limit: int) -> Tensor:
     """Return one period of the whole numbers that a rank adds to the sum, which stays within limit; int64.
 
-    Any order of adding is exact, as every partial sum is a whole number within the limit. With more ranks than the
-    limit, the ranks beyond add zeros.
+    Any order of adding is exact, because every partial sum is a whole number within the limit. Ranks from the limit on
+    add zeros.
     """
     largest, place_P = min(LARGEST, limit // min(world_size, limit)), torch.arange(PERIOD)
     return (17 * place_P + 31 * rank + place_P * rank) % (largest + 1) * (rank < limit)
@@ -165,9 +165,9 @@ def count_different(tensor_N: Tensor, pattern_P: Tensor) -> int:
 
 
 def _beside(tensor_N: Tensor, pattern_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows of a period and the pattern, and the rest of the tensor and of the pattern.
+    """Yield the tensor in rows of one period, each piece with the pattern; last the rest, with the pattern's beginning.
 
-    In pieces: a comparison of all rows at once would need a mask as long as the tensor.
+    It yields pieces, because a comparison of all rows at once would need a mask as long as the tensor.
     """
     pattern_P, whole = pattern_P.to(tensor_N.device, tensor_N.dtype), tensor_N.numel() // PERIOD * PERIOD
     for rows_RP in tensor_N[:whole].view(-1, PERIOD).split(1 << 14):
@@ -198,7 +198,7 @@ class Hops:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Costs of messages; None if none travel: on one node, with one rank per node, or without messages at all."""
+    """Times of messages inside nodes (None with one rank per node) and across (None on one node); both None without."""
 
     inside: Hops | None
     across: Hops | None
@@ -207,8 +207,8 @@ class MeasuredLinks:
 def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLinks:
     """Time messages inside nodes and between them.
 
-    As in a ring: every rank of a node (or every node's leader) sends to the next and receives from the last at once.
-    Between nodes one rank of each takes part.
+    As in a ring, every rank of a node (between nodes, every leader) sends to the next rank and receives from the
+    previous one at once.
     """
     topology = communicator.topology
     if not communicator.backend.capabilities.has_messages:
@@ -221,7 +221,7 @@ def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLink
 
 
 def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: float) -> Hops:
-    """Measure hops by length; half of the time is for the longest messages."""
+    """Time hops around a ring by size; half of the time is for the longest messages."""
     times = []
     for num_bytes in MESSAGE_BYTES:
         share = 0.5 if num_bytes == MESSAGE_BYTES[-1] else 0.5 / (len(MESSAGE_BYTES) - 1)
@@ -234,12 +234,12 @@ def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: f
 
 
 def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, count: int) -> list[float]:
-    """Measure the slowest rank's seconds of each of count hops around a ring of ranks; ranks outside only wait."""
+    """Return the slowest rank's seconds of each of count hops around a ring; ranks outside of it only wait."""
     backend, seconds = communicator.backend, [0.0] * count
     send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport_device) for _ in range(2))
 
     def go_round() -> None:
-        # an operation on each rank, also on those outside: each rank counts its own, and all need the same numbers
+        # submitted on all ranks, also outside of the ring, because all ranks must count the same operations
         if communicator.rank not in ring or len(ring) < 2:
             return
         place = ring.index(communicator.rank)

@@ -12,8 +12,8 @@ from bigbatch.comm.measure.report import BenchReport, Columns, table_line
 from bigbatch.errors import CommError
 
 WORKING_COPIES = 17
-"""In bytes of the fp32 numbers: they and their sums, int64 of twice the bytes, as much again for algorithms, float64
-references, and the memory to put numbers on the grid."""
+"""Memory as a multiple of the fp32 numbers: for them and their sums, int64 of twice the bytes, as much again for
+algorithms, float64 references, and the numbers on their way to the grid."""
 
 
 def _short(figure: float | None) -> str:
@@ -93,9 +93,9 @@ def make_sums(
     *,
     reduce_dtype: str,
 ) -> list[tuple[SumPrecision, dict[str, Communicator]]]:
-    """Make a communicator of each algorithm for each precision; None: all that the backend can sum. Collective.
+    """Return a communicator of each algorithm for each precision; None: all that the backend can sum. Collective.
 
-    Raises: CommError for a precision that it cannot sum.
+    Raises: CommError for a precision that the backend cannot sum.
     """
     summable = communicator.backend.capabilities.dtypes
     chosen = precisions or [each for each in PRECISIONS.values() if each.travels_as in summable]
@@ -113,7 +113,7 @@ def make_sums(
 
 
 def number_classes(rows: Sequence[VerifyRow]) -> list[VerifyRow]:
-    """Give rows with the same bits the same number, from 1 on."""
+    """Return the rows with their field bits set: the same number, from 1 on, for rows with the same bits."""
     digests = list(dict.fromkeys(row.sha256 for row in rows))
     return [replace(row, bits=digests.index(row.sha256) + 1) for row in rows]
 

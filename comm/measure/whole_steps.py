@@ -29,7 +29,7 @@ def measure_backward(
     *,
     seconds: float,
 ) -> Backward:
-    """Run backward some times without communication; medians over the runs, then the slowest rank's. Collective.
+    """Time backward without communication; return medians over some runs, of the slowest rank. Collective.
 
     forward computes a new loss; its gradients are added to the existing ones, as in training. A parameter without a
     gradient counts as ready when backward ends. seconds bounds the time, but two runs (and one to warm up) are always
@@ -63,7 +63,7 @@ def measure_backward(
     ]
     try:
         start = time.perf_counter()
-        run()  # allocations, searches for algorithms
+        run()  # warm-up: allocations, and libraries' searches for kernels
         (each,) = slowest([time.perf_counter() - start], communicator)
         runs = [run() for _ in range(max(LEAST_BACKWARDS, min(MOST_BACKWARDS, int(seconds / each))))]
     finally:
@@ -80,7 +80,7 @@ def _between(start: object, end: object) -> float:
 
 
 def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backward) -> list[TensorSpec]:
-    """Order the gradients as they become ready; among those ready at once, the later parameter first."""
+    """Return the gradients in the order in which they become ready; of several ready at once, the last one first."""
     specs = [tensor_spec(name, parameter) for name, parameter in reversed(list(named_parameters.items()))]
     return sorted(specs, key=lambda spec: backward.ready_seconds[spec.name])
 
@@ -118,10 +118,10 @@ Steps = Mapping[StepCandidate, MeasuredTimes]
 def make_candidates(
     stated: StepCandidate, fastest: HybridTable, tensors: Sequence[TensorSpec], *, algorithms: Sequence[str]
 ) -> list[StepCandidate]:
-    """List the stated candidate, then others worth a try, the likeliest first; no two with the same plan. Pure.
+    """Return the stated candidate, then others, the most promising first; no two have the same table and plan. Pure.
 
-    Buffers of BUFFER_BYTES with the fastest algorithm by size; then, beside the stated sizes, each algorithm alone: the
-    fastest single sum need not be the fastest beside a backward pass.
+    The others are buffers of BUFFER_BYTES with the fastest algorithm by size; then the stated sizes with each algorithm
+    alone, because the fastest single sum need not be the fastest beside a backward pass.
     """
     total = sum(tensor.num_bytes for tensor in tensors)
     filled = [size for size in BUFFER_BYTES if size < total] or [BUFFER_BYTES[0]]
@@ -147,11 +147,10 @@ def measure_steps(
     step_seconds: float,
     seconds: float,
 ) -> Steps:
-    """Let each candidate train for some steps, in turns. Collective.
+    """Time training steps of the candidates in turns; return the times of each. Collective.
 
-    After each round the clearly slower ones are dropped, except the first candidate, so that time goes to the close
-    ones. turn: time_turn of a model. step_seconds: an estimate. Candidates for which
-    there was no time are missing in the result.
+    After each round clearly slower candidates are dropped, except the first one, to leave time for the close ones.
+    turn: time_turn of a model. step_seconds: an estimate. Candidates without a turn in the time are not in the result.
     """
     steps: dict[StepCandidate, MeasuredTimes] = {}
     alive, count, start = list(candidates), LEAST_STEPS, time.perf_counter()
@@ -181,9 +180,9 @@ def time_turn(
     *,
     order: Sequence[str],
 ) -> list[float]:
-    """Train without the update; return the slowest rank's seconds of each of count steps, after one to warm up.
+    """Train without the update; return the slowest rank's seconds of each of count steps, after a warm-up step.
 
-    order: in which gradients become ready. Collective.
+    order: names of the gradients, in the order in which they become ready. Collective.
     """
     for parameter in named_parameters.values():
         parameter.grad = None
@@ -210,7 +209,7 @@ def _is_behind(one: MeasuredTimes, fastest: MeasuredTimes) -> bool:
 
 
 def choose_step(steps: Steps) -> StepCandidate:
-    """Choose the first one that is not slower than the fastest beyond noise, and never slower than the first of all."""
+    """Return the first candidate that is within noise of the fastest and not slower than the first candidate."""
     fastest, first = min(steps.values(), key=lambda times: times.median), next(iter(steps.values()))
     return next(
         candidate
