@@ -39,11 +39,11 @@ class Conditions:
     groups: tuple[tuple[int, ...], ...]
     """The ranks of each node group."""
     cores: tuple[int, ...]
-    """Cores of each rank's host that this process may use."""
+    """Number of cores that each rank's process may use."""
     device: str
-    """The kinds of device that ranks compute on."""
+    """Names of the ranks' devices, each name once."""
     launcher: str
-    """none: one process alone, or a launcher that does not say its name."""
+    """none: a single process, or a launcher that the variables do not identify."""
     backend: str
     wire_dtype: str | None
     predivide: float
@@ -52,7 +52,7 @@ class Conditions:
 
 
 def gather_conditions(communicator: Communicator) -> Conditions:
-    """Gather the conditions of all ranks. Collective."""
+    """Return the conditions of all ranks. Collective."""
     texts = communicator.gather_text(f"{num_cores()}\n{communicator.env.host}\n{device_name(communicator.device)}")
     each = [text.split("\n") for text in texts]
     return Conditions(
@@ -74,7 +74,7 @@ def gather_conditions(communicator: Communicator) -> Conditions:
 
 
 def gather_cluster(communicator: Communicator) -> ClusterFacts:
-    """Gather the facts that must be the same for a tuned file to hold. Collective."""
+    """Return the facts of this cluster that must equal those of a tuned file. Collective."""
     devices = set(communicator.gather_text(device_name(communicator.device)))
     return make_cluster(
         communicator.topology.groups,
@@ -99,11 +99,11 @@ def device_name(device: torch.device) -> str:
 
 
 def nccl_version() -> str:
-    """Return the version of the loaded library, which may differ from the one torch was built with; else torch's."""
+    """Return the version of the NCCL library that is loaded, or the one torch was built with if there is no library."""
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # a part of torch
+    except (OSError, AttributeError):  # NCCL is linked into torch
         return ".".join(map(str, torch.cuda.nccl.version()))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
@@ -122,7 +122,7 @@ def cpu_name() -> str:
 
 
 def link_rates(sys: Path = Path("/sys/class")) -> dict[str, str]:
-    """List the rates of this host's network hardware that is up, as Linux reports them: in Mbit/s, or in its words.
+    """Return the rates of this host's network hardware that is up, in Mbit/s or in Linux's words, by name.
 
     Virtual interfaces have no rate, and containers give them a new name each time.
     """
@@ -136,7 +136,7 @@ def link_rates(sys: Path = Path("/sys/class")) -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """Return the commit of the checkout that this code runs from, '+' if it was changed; in an image that of its build.
+    """Return the commit of this code's checkout, with '+' if it was changed; in a container image, that of its build.
 
     None in any other installed wheel.
     """

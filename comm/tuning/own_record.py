@@ -18,8 +18,8 @@ def find_record(
 ) -> tuple[dict[str, Any] | None, str]:
     """Read the first valid file; return its record and origin, or None and the error of each file.
 
-    form: the value of a valid record's key format. check: raises ValueError, KeyError or TypeError for a record that
-    does not hold here.
+    form: value that a valid record has under the key "format". check: raises ValueError, KeyError or TypeError for a
+    record that is not valid here.
     """
     complaints = ""
     for path in paths:

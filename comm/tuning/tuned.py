@@ -42,9 +42,9 @@ class ClusterFacts:
 
 
 SETTINGS = ("wire_dtype", "reduce_dtype", "buffers")
-"""Facts that are keys of comm, not of the machines."""
+"""Facts that are configuration keys of comm, not properties of the machines."""
 BEFORE = {"reduce_dtype": "wire", "buffers": "torch"}
-"""Values for files that do not state these."""
+"""Values of the facts that older files do not state."""
 
 
 def make_cluster(
@@ -56,7 +56,7 @@ def make_cluster(
     reduce_dtype: str = "fp32",
     buffers: str = "torch",
 ) -> ClusterFacts:
-    """Return the facts of a cluster, and the settings of comm there; groups: the ranks of each node."""
+    """Return the facts of a cluster, including its settings of comm. groups: the ranks of each node."""
     is_block = all(list(group) == list(range(group[0], group[0] + len(group))) for group in groups)
     return ClusterFacts(
         backend=backend,
@@ -71,12 +71,12 @@ def make_cluster(
 
 
 def complete_cluster(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the facts that an older file lacks, and leave out former settings."""
+    """Return a file's facts, with those that an older file lacks, and without settings that no longer exist."""
     return {name: value for name, value in {**BEFORE, **stated}.items() if name != "max_ctas"}
 
 
 def fingerprint(tensors: Sequence[TensorSpec]) -> str:
-    """Digest names, sizes and dtypes of a model's gradients, in any order, as 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits that identify a model's gradients by name, size and dtype, in any order."""
     lines = sorted(f"{tensor.name} {tensor.num_elements} {tensor.dtype}" for tensor in tensors)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -114,7 +114,7 @@ class Tuned:
         )
 
     def require_cluster(self, cluster: ClusterFacts, *, path: Path) -> None:
-        """Refuse times that do not hold here. Raises: TunedError for another cluster, or other settings of comm.
+        """Raise TunedError if the file was made on another cluster, or with other settings of comm.
 
         comm.reduce_dtype makes no difference if nothing travels in half precision.
         """
