@@ -379,8 +379,7 @@ def wandb_settings() -> dict[str, str]:
 def mlflow_settings(*, default_store: Path) -> dict[str, str]:
     """Return MLflow's tracking_uri, experiment_name and, if set, run_name from the environment.
 
-    Without a tracking_uri it is the folder default_store, which newer releases of MLflow accept only if a variable
-    allows it.
+    Without a tracking_uri it is the folder default_store. Newer releases of MLflow need a variable that allows folders.
     """
     settings = {"experiment_name": "bigbatch", **_stated("MLFLOW", "tracking_uri", "experiment_name", "run_name")}
     if "tracking_uri" not in settings:

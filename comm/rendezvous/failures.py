@@ -5,7 +5,7 @@ and the same verdict. An event is (name, rank, ...):
 
 | event | meaning | its effect |
 |---|---|---|
-| failed, cause | its wait failed: LATE after a time limit, LOST otherwise | all answer; the first such rank counts |
+| failed, cause | its wait failed: LATE after a time limit, LOST otherwise | ranks answer; the first such rank counts |
 | crashed, exit code | it has failed by itself | it is missing; the first failure sets the cause and the exit code |
 | alive | it answers | it is not missing |
 | verdict, ranks, text | the outcome of a count | the first one holds |
@@ -104,7 +104,7 @@ class JobState:
         return bool(self.verdict or is_old) or len(self.ended | self.gone) == self.world_size
 
     def may_leave(self, rank: int, seconds: float) -> bool:
-        """Return whether the store's holder may end it after seconds; from LINGER_SECONDS only ranks alive count."""
+        """Return whether the store's holder may end it; after a verdict it waits LINGER_SECONDS for missing ranks."""
         unaware = frozenset(range(self.world_size)) - self.heard - self.ended - self.gone - {rank}
         if seconds >= limits.LINGER_SECONDS and self.verdict:
             unaware &= self.alive
