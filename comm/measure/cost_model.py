@@ -107,7 +107,7 @@ def sharded_seconds(num_bytes: float, cluster: ClusterModel) -> float:
     """Return a torus's seconds: 2(k-1) hops of M/k inside, and k rings of M/k across at once, which share a link.
 
     2(k-1)(a + M/k * b) inside and 2(m-1)(a + M/m * b) across, sums (k-1)/k * M*g and (m-1)/m * M/k * g.
-    Uneven nodes have s shards, the ranks of the smallest node, and reduce and broadcast them one by one inside:
+    Uneven nodes have s shards, one per rank of the smallest node, and reduce and broadcast them one by one inside:
     4(k-1)(s*a + M/k * b), and sums (m-1)/m * M/s * g across.
     Source: Mikami et al. 2018 (arXiv 1811.05233), 2(X-1) + 2(Y-1) steps.
     """

@@ -30,8 +30,7 @@ LEAST_REFINEMENT = 5
 """Fewest repetitions for which a second measurement is worth its check."""
 LARGEST_BYTES = 256 << 20
 LEAST_BYTES = 1_000_000
-"""From this size on bandwidth decides, not latency (benchmarks/results/comm-exchange-*.json), so larger sums choose
-alike."""
+"""From here bandwidth counts, not latency (benchmarks/results/comm-exchange-*.json), so larger sums choose alike."""
 EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
 the next check, one at the end."""

@@ -198,7 +198,7 @@ class Hops:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Times of messages inside nodes (None with one rank per node) and across (None on one node); both None without."""
+    """Times of messages inside nodes (None: one rank per node) and across (None: one node). No messages: both None."""
 
     inside: Hops | None
     across: Hops | None
