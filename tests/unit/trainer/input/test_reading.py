@@ -404,17 +404,25 @@ class Watched:
         return getattr(self._index, name)
 
 
-def test_reading_a_shard_that_does_not_open_is_named_and_blocks_no_close(make, clock, tmp_path):
+def test_reading_a_shard_that_does_not_open_is_named_and_blocks_no_close(make, clock, tmp_path, monkeypatch):
     files = {f"{split}/a/{n}.jpg": encoded(smooth_image(n)) for split in ("train", "val") for n in range(4)}
     pack(write(tmp_path / "folder", files), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
     index = open_split(tmp_path / "packed", "train")
-    silent, clock.silent = as_pipe(tmp_path / "packed/train/shard-000001.tar"), {1}
+    silent, clock.silent = str(tmp_path / "packed/train/shard-000001.tar"), {1}
+    answered, opened = threading.Event(), os.open
+
+    def open_late(path, *rest, **named):
+        """Open like os.open, but the shard only once the storage has answered."""
+        assert path != silent or answered.wait(60)
+        return opened(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", open_late)
     loader = make(Watched(index, clock), patience_seconds=0.1)
     with pytest.raises(StorageError, match=naming(f"{silent}: image 00000001: ", "data.patience_seconds=0.1")):
         list(loader.load([ask(0, 1, 2, 3)]))
     loader.close()
     assert len(index.read(0)) > 0
-    answer(silent)
+    answered.set()
 
 
 def as_pipe(path):
@@ -422,10 +430,6 @@ def as_pipe(path):
     path.unlink()
     os.mkfifo(path)
     return path
-
-
-def answer(pipe):
-    os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_reading_too_many_open_files_name_the_limit_and_are_tried_again(make, tmp_path, monkeypatch, capsys):
