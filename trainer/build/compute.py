@@ -18,7 +18,7 @@ from bigbatch.trainer.models.regions import compile_regions_, recompute_, restor
 from bigbatch.trainer.step.execution import CudaCapture, CudaGraphExecution, EagerExecution, Execution, compile_failure
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
-"""torch.compile's names. Its own CUDA graphs would end at each region, and own the memory of gradients."""
+"""compute.compile -> torch.compile's mode. Its own CUDA graphs would end at each region, and own gradients' memory."""
 
 
 def memory_format(compute: ComputeConfig) -> torch.memory_format:
@@ -73,7 +73,7 @@ def require_capturable(communicator: Communicator) -> None:
 def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
     if not config.compute.cuda_graph:
         return EagerExecution()
-    # no operation is started: the watch notices if the device does not reach the end of the replays
+    # an empty operation: the backend's watch notices if the device does not reach the end of the replays
     watch = partial(communicator.backend.submit, lambda: None, label="the sums of a replayed step")
     capture = CudaCapture(communicator.device)
     return CudaGraphExecution(capture, optimizer=optimizer, watch=watch)
@@ -87,7 +87,7 @@ def logits_of_noise(
     normalize: Callable[[Tensor], Tensor],
     forward: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Compute that many images of that side of noise, drawn apart from the run's own draws; no hooks are called.
+    """Return logits (count, K) in fp32 of noise images of size x size, from a generator of their own; calls no hooks.
 
     forward: returns the context of the model's forward, as Precision.forward does.
     """
@@ -99,13 +99,13 @@ def logits_of_noise(
 
 
 def _run_once(config: Config, model: nn.Module, device: torch.device, logits: Callable[[int, int], Tensor]) -> None:
-    """Run all that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
+    """Run what training will run, on noise: forward and backward of a microbatch of each size, and an evaluation.
 
-    model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
+    model.forward(...) and autograd.grad call no hooks, so statistics and gradients stay as they are.
     """
     data, count = config.data, config.batch.microbatch_size
     weights = [p for p in model.parameters() if p.requires_grad]
-    # the model's draws must not depend on whether it was tried before
+    # draws in training, such as dropout's, must not depend on this trial
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()
         for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):

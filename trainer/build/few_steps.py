@@ -27,10 +27,10 @@ def few_steps(
     schedule: Callable[[int], float] | None = None,
     tuned: Tuned | None = None,
 ) -> Iterator[tuple[Parts, Callable[..., str | None]]]:
-    """Yield the parts of a training of that many steps, and run(on_report, after_step). Collective.
+    """Yield the parts of a training of num_steps steps, and run(on_report, after_step), which trains. Collective.
 
-    run trains, and returns the signal that stopped it, if any. Raises: TrainingDiverged.
-    schedule: learning rates in place of the config's. say: that it will stop, where a signal asks for it.
+    run returns the signal that stopped it, or None. Raises: TrainingDiverged.
+    schedule: learning rates in place of the config's. say: gets a line when a signal asks for a stop.
     """
     local, _ = stage_data(config, communicator)
     train_split, eval_split = build_input.make_splits(local, communicator)

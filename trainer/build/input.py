@@ -49,7 +49,7 @@ Images = tuple[ImageSource, ImageSource]
 def make_splits(config: Config, communicator: Communicator, *, listed: Images | None = None) -> tuple[Split, Split]:
     """Return training and validation splits. Collective. Raises: DataError; ConfigError.
 
-    listed: those of an earlier run of the job, on which its ranks agreed; they are not listed again.
+    listed: the images that an earlier run of the job listed, and on which its ranks agreed; None: list them.
     """
     if config.data.loader == "synthetic":
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
@@ -77,7 +77,7 @@ def make_eval_split(
 ) -> Split:
     """Make validation data alone, for weights of source that were trained on classes of these names.
 
-    Without trained, the names of the training split, if it is there: labels are positions among them.
+    Without trained, labels index the class names of the training split, if there is one.
     Collective. Raises: DataError; ConfigError; CheckpointError if the data has other classes than trained.
     """
     if config.data.loader == "synthetic":
@@ -189,7 +189,7 @@ def _synthetic_split(config: Config, communicator: Communicator, *, image_size: 
 
 
 def split_of(config: Config, communicator: Communicator, index: ImageSource) -> Split:
-    """Make a split of any images, cropped and resized as for evaluation."""
+    """Make a split of the images of index, cropped and resized as for evaluation."""
     crop = center_crop(fraction=config.data.eval_crop_fraction)
     return _image_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
 
@@ -279,7 +279,7 @@ def step_requests(
 
 
 def read_microbatch(config: Config, split: Split, plan: Plan, step: int, number: int) -> Batch:
-    """Return a microbatch of a step, by its number in the global batch; may end the split's earlier reading."""
+    """Return a microbatch of a step, by its number in the global batch; may end an iterator of the split's loader."""
     return next(split.loader.load(step_requests(config, split, plan=plan, step=step, microbatches=[number])))
 
 
@@ -311,7 +311,7 @@ def measure_input(
     """Return the input rate without training, measured on all ranks; None if no step follows. Collective."""
     if config.data.probe_seconds == 0 or plan.first_step == plan.num_steps:
         return None
-    num_cores = cores_per_rank(communicator)  # afterwards all ranks start together
+    num_cores = cores_per_rank(communicator)  # a collective: after it, all ranks start the probe together
     probe = probe_input(
         split.loader,
         partial(train_requests, config, split, plan=plan),
@@ -319,7 +319,7 @@ def measure_input(
         seconds=config.data.probe_seconds,
         num_fill=2 * config.data.prefetch_batches,
     )
-    # also where this rank has nothing: the others wait for it here
+    # a rank that could not measure calls it too: it is a collective
     ranks = gather_rates(probe, communicator)
     if probe is None or ranks is None:
         return None

@@ -34,8 +34,8 @@ def join_job(
 ) -> tuple[Communicator, Tuned | None]:
     """Meet the other ranks, check that all run the same experiment, and read comm.table. Collective.
 
-    kept_calibration: the table of a resumed run, which overrides the user's table for this cluster. group: of the ranks
-    that are left after a loss, with its env and the device that this rank has.
+    kept_calibration: the table of a resumed run, which overrides the user's table for this cluster. group: the ranks
+    that are left after a loss; env is then that group's, and device the one that this rank has.
     Raises: ConfigError; CommError; TunedError.
     """
     # raises ConfigError before this rank connects to any other
@@ -55,8 +55,8 @@ def join_job(
         return _with_algorithm(config, met, tuned, kept_calibration=kept_calibration)
 
     if config.run.reproducible:
-        # a caller's, or an earlier run's, until set_up_process: NCCL's groups that torch makes with deterministic
-        # algorithms on do without NVLS, which sums integers of any order
+        # until set_up_process, even if a caller or an earlier run has set it: with it, torch makes NCCL groups without
+        # NVLS, although sums of integers have the same bits in any order
         torch.use_deterministic_algorithms(False)
     try:
         communicator = connect(
@@ -112,8 +112,8 @@ def _with_algorithm(
 def _calibrates(config: Config, communicator: Communicator) -> bool:
     """Return whether to measure or read a table: only if there is a choice and gradients use it.
 
-    With NCCL only by comm.calibrate: always: NCCL's own sum uses every link of a node, and a first start should not
-    begin with sums made of many messages.
+    With NCCL only if comm.calibrate is always: NCCL's own all-reduce uses every link of a node, and a first start
+    should not begin with all-reduces that consist of many messages.
     """
     if config.comm.algorithm != AUTO or config.optimizer.sharded or len(communicator.algorithms) == 1:
         return False
@@ -126,7 +126,7 @@ def _calibrates(config: Config, communicator: Communicator) -> bool:
 def bind_rank(config: Config, env: ProcessEnv) -> str | None:
     """Bind this process to cores near its GPU or its memory if data.bind_numa is set; return a line for the log.
 
-    Call it before any other: it holds for threads that start later.
+    Call it first: the binding holds for threads that start later.
     """
     if not config.data.bind_numa:
         return None
@@ -157,7 +157,7 @@ def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
 
 
 def without_choices(config: Config, *, world_size: int) -> Config:
-    """Return the config for work without global batch and gradient sums: any number of ranks on any cluster."""
+    """Return the config for work without global batch and gradient sums, legal for any number of ranks and cluster."""
     microbatch_size = config.batch.microbatch_size
     batch = replace(
         config.batch,

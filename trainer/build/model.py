@@ -27,7 +27,7 @@ from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.run.weights import load_weights_
 
 OF_A_DEVICE = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
-"""What torch names in a RuntimeError that may not come again: a device or its driver has failed."""
+"""Names in a RuntimeError of torch by which a device or its driver has failed, not the model: it may not recur."""
 
 
 def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTime | None = None) -> nn.Module:
@@ -52,7 +52,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     initialize_(model, config.model.init, linear_std=config.model.linear_std)
     if is_foreign_model(config.model.name):
         require_logits_(model, name=config.model.name, num_classes=config.data.num_classes)
-    if config.compute.compile is None:  # other models are tried before the first step, which reports a failure
+    if config.compute.compile is None:  # set_up_compute_ tries a compiled model, and reports its failure
         explain_refusal_(model, name=config.model.name)
     freeze_(model, config.model.frozen or ())
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
@@ -84,8 +84,8 @@ def _build_model(config: Config, norm: NormFactory) -> nn.Module:
 def explain_refusal_(model: nn.Module, *, name: str) -> None:
     """Make the first model(...) raise ConfigError if the forward fails; later calls are unchanged. In place.
 
-    Errors that are for a user already, of a lack of memory, or of a device stay as they are. model.forward must not be
-    compiled yet, and the model not be copied before.
+    UserError, out-of-memory errors and errors of a device stay as they are. Call it before model.forward is compiled,
+    and do not copy the model before its first call.
     """
     forward = model.forward
 
@@ -110,10 +110,10 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
 
 
 def require_sizes(config: Config, model: nn.Module, *, logits: Callable[[int, int], Tensor]) -> None:
-    """Try each of data.train_sizes before the first step: the run comes to the later ones after epochs.
+    """Raise ConfigError if the model refuses one of data.train_sizes, which a run would reach only after epochs.
 
-    With two images, in evaluation mode: it changes no statistics and draws nothing. Call it before the model is
-    compiled. logits: logits_of_noise of the model. Raises: ConfigError if the model refuses a size.
+    Computes two images of each size in evaluation mode, which changes no statistics and draws nothing from the run's
+    generators. Call it before the model is compiled. logits: logits_of_noise of the model.
     """
     was_training, is_explained = model.training, "forward" in vars(model)
     model.eval()

@@ -49,7 +49,7 @@ def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torc
     if settings.momentum is not None:
         stated["momentum"] = settings.momentum
     if settings.name in WHOLE:
-        # weights that are not matrices, or do not adapt, are in groups of their own
+        # apart gives weights that are not matrices, or do not adapt, groups of their own
         factor = stated.pop("vector_lr_factor", 1.0)
         groups = [part for group in groups for part in apart(group, vector_lr_factor=factor)]
     return NATIVE[settings.name](groups, lr=lr, **stated)
@@ -58,8 +58,8 @@ def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torc
 def _make_sgd(groups: Groups, *, lr: float, momentum: float, nesterov: bool) -> torch.optim.SGD:
     """Return torch's fused SGD, whose momentum starts from zero, not from the first gradient: the same update.
 
-    An fp16 run's first step may overflow and be skipped: torch's fused kernel then leaves a momentum that was
-    allocated for it and never written, and the next step takes that for one.
+    An fp16 run's first step may overflow and be skipped: torch's fused kernel then leaves its momentum buffer allocated
+    but unwritten, and the next step reads it.
     """
     optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
     if momentum > 0:

@@ -51,11 +51,9 @@ def make_parts(
 ) -> Parts:
     """Return all parts of a step. tuned: as join_job returns it; gradient_order: a resumed run's, a name per line.
 
-    stop: of the job's former run, if it had one.
-
-    model.weights are read for the first step of a run only. classes: names in the data; the weights must have the same
-    ones if their last layer is taken; None: not compared. Raises: ConfigError; TunedError; CheckpointError;
-    ComputeError.
+    model.weights are read for the first step of a run only. classes: class names of the data, which the weights must
+    share if their last layer is taken; None: not compared. stop: the stop request of the job's earlier run; None: a
+    new one. Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
         require_capturable(communicator)
@@ -68,7 +66,7 @@ def make_parts(
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
     grid = _make_grid(config, plan)
-    # before compiling, which fixes the norms as they are
+    # before compiling, which captures the norms as they are at that time
     statistics = _make_statistics(model, plan, is_on_grid=grid is not None)
     if grid:
         refuse_own_state(model)
@@ -76,8 +74,8 @@ def make_parts(
     logits = partial(logits_of_noise, model, normalize=normalize, forward=precision.forward)
     require_sizes(config, model, logits=logits)
     notes += set_up_compute_(config, model, communicator, logits=logits)
-    # before the reducer: its hooks come first
-    adds_up = plan.division.most > 1 and not grid  # the grid adds them exactly
+    # before the reducer, so that its hooks run before the reducer's
+    adds_up = plan.division.most > 1 and not grid  # a grid adds microbatches exactly
     accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
     reducer = _make_reducer(
         config, model, communicator, grid=grid, exposed=exposed, tuned=tuned, gradient_order=gradient_order
@@ -98,7 +96,7 @@ def make_parts(
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
             loss=make_loss(config, communicator.device),
-            # torchrun, if it is killed, leaves its ranks; mpirun does not
+            # a killed torchrun leaves its ranks running, a killed mpirun does not
             stop=stop or StopRequest(launcher=os.getppid() if communicator.env.master_runs else None),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),
@@ -132,7 +130,7 @@ def _take_weights_(config: Config, model: nn.Module, classes: Sequence[str] | No
 
 
 def _make_grid(config: Config, plan: Plan) -> Grid | None:
-    """Return the grid of run.reproducible, with room for a step's microbatches and its loss scale; None without."""
+    """Return the grid of run.reproducible, with room for a step's microbatches and its loss scale, or None."""
     if not config.run.reproducible:
         return None
     scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
@@ -187,7 +185,7 @@ def _make_optimizer(
 
     if not config.optimizer.sharded:
         return make(precision.masters)
-    # compiled code and a captured step leave no place to wait within a forward; others' modules may read weights of
+    # compiled code and a captured step cannot wait within a forward; modules of other packages may read weights of
     # submodules that they do not call, as MultiheadAttention does
     may_wait = config.compute.compile is None and not config.compute.cuda_graph
     behind_forward = may_wait and not is_foreign_model(config.model.name)

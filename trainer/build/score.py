@@ -76,7 +76,7 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
 
 
 def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerPicture:
-    """Import an import path: a class is instantiated with options, a function gets them at each call."""
+    """Import dotted: a class is instantiated with options, a function gets them at each call. Raises: ConfigError."""
     try:
         module, own_name = import_owner(dotted)
     except ValueError as error:
@@ -106,7 +106,7 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
 
 
 def _is_library_score(found: object) -> bool:
-    """Return whether it is a torch module or from FUNCTIONS: others may load files or start processes."""
+    """Return whether found is a torch module or a function of FUNCTIONS: others may load files or start processes."""
     if isinstance(found, type):
         return issubclass(found, nn.Module)
     home = f"{getattr(found, '__module__', None)}."

@@ -21,7 +21,7 @@ LINE_SECONDS = 10.0
 """Seconds between two lines of progress."""
 NUM_WORKERS = 4
 State = dict[str, Any]
-"""State of a rank: its failure, or the seconds and summary of its copy, or share and progress of one in progress."""
+"""State of a rank: its failure; seconds and summary of a finished copy; or share and progress of an unfinished one."""
 
 
 def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str | None]:
@@ -87,7 +87,7 @@ class _Copy:
         self._copy = thread.submit(
             stage, source, target, num_workers=NUM_WORKERS, on_progress=self._progress, on_wait=self._wait
         )
-        thread.shutdown(wait=False)  # if another rank is lost, this one leaves at once, with its copy unfinished
+        thread.shutdown(wait=False)  # if another rank is lost, this one exits at once, with its copy unfinished
 
     def _progress(self, done_bytes: int, total_bytes: int) -> None:
         self._done_bytes, self._total_bytes, self._waits = done_bytes, total_bytes, False
@@ -96,11 +96,11 @@ class _Copy:
         self._waits = True
 
     def state(self) -> State:
-        """Return the result, or after a beat the progress. Raises: any error except DataError."""
+        """Return the result of the copy, or after BEAT_SECONDS its progress. Raises: the copy's, except DataError."""
         # this also sets the period of exchanges: ranks with nothing to copy wait for this one in the gather
         wait([self._copy], timeout=BEAT_SECONDS)
         if not self._copy.done():
-            # files grow before they count as done, and another process's copy shows on the disk alone
+            # files grow before they count as done, and a copy by another process shows in the folder only
             seen = self._done_bytes, bytes_in(self._target)
             if seen != self._seen:
                 self._seen, self._seen_at = seen, awake_seconds()

@@ -22,7 +22,7 @@ NUM_IMAGES = 10_000
 
 @torch.no_grad()
 def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicator: Communicator) -> None:
-    """Set the weights of the whitening convolution, in place, to the same bits on all ranks; nothing without one.
+    """Set the weights of the whitening convolution, if the model has one, in place, to the same bits on all ranks.
 
     Weights that model.weights gave stay as they are. Collective. Raises: DataError.
     """
@@ -35,14 +35,14 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
         sums += patch_sums(batch.images_BCHW[batch.valid_B.to(batch.images_BCHW.device)].to(sums.device))
     communicator.sum_(sums.view(-1), label="all-reduce of patches")
     filters = whitening_filters(sums, std=config.data.std, eps=eps).float().to(sums.device)
-    broadcast_parameters({"whitening": filters}, communicator)  # ranks may have other libraries: other last digits
+    broadcast_parameters({"whitening": filters}, communicator)  # other libraries on a rank give other last digits
     for layer in model.modules():
         if isinstance(layer, PatchWhitening):
             layer.weight.copy_(filters)
 
 
 def _batches(split: Split, *, config: Config, communicator: Communicator) -> Iterator[Batch]:
-    """Yield this rank's share: whole images with resident (its crops reach over the edge), else crops of epoch 0."""
+    """Yield this rank's share: whole images with loader resident (its crops are padded), else crops of epoch 0."""
     chosen_N = np.linspace(0, split.num_samples - 1, min(NUM_IMAGES, split.num_samples)).round().astype(np.int64)
     requests = imagenet.eval_requests(
         num_samples=len(chosen_N),
