@@ -67,9 +67,9 @@ class Division:
     def of(self, rank: int) -> range:
         """Return the numbers of a rank's microbatches in a step.
 
-        A rank takes neighbours if it holds whole ghost batches. If ranks_per_ghost ranks share each of theirs,
-        microbatch k of each rank is its part of the group's k-th ghost batch. So a ghost batch consists of the same
-        samples, and the group sees its ghost batches in the same order, however they are spread.
+        A rank that holds whole ghost batches takes consecutive microbatches. If ranks_per_ghost ranks share each ghost
+        batch, microbatch k of each of them is its part of the group's k-th ghost batch. So a ghost batch consists of
+        the same samples, in the same order, for any number of ranks that share it.
         """
         stride = self.ranks_per_ghost
         group, place = divmod(rank, stride)
@@ -119,9 +119,9 @@ def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
 
 
 def _can_share(batch: BatchConfig, size: int, *, num_ranks: int) -> bool:
-    """Return whether so many ranks can share the global batch in microbatches of that size, which fits the span.
+    """Return whether num_ranks can share the global batch in microbatches of size, a divisor or multiple of bn_span.
 
-    Groups of several ranks need equal shares: all ranks exchange statistics at the same places of a step.
+    Groups of several ranks need equal shares: all ranks exchange statistics at the same points of a step.
     """
     shares = max(1, batch.bn_span // size)
     num_parts, rest = divmod(batch.global_batch_size, size * shares)
@@ -153,9 +153,9 @@ def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
 
 
 def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, least_shares: int, most_shares: int) -> int | None:
-    """Return the legal microbatch, up to the config's, of the most equal shares; the largest of several.
+    """Return the legal microbatch, up to the config's, with the most equal shares of the ranks; the largest of several.
 
-    None if there is none with which that many ranks share a ghost batch.
+    None if no microbatch spreads a ghost batch over least_shares to most_shares ranks.
     """
     largest_shares = {}
     for size in range(batch.microbatch_size, 0, -1):

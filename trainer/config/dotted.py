@@ -49,7 +49,7 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
 def is_of_library(found: object, *, name: str) -> bool:
     """Return whether an object belongs to a library or Python, by its import path or by where it was defined.
 
-    Of these it may load files or start processes: it is called only where its kind is known.
+    Such an object may load files or start processes: callers call it only if they have checked its kind.
     """
     home = str(getattr(found, "__module__", None)) if inspect.isroutine(found) or inspect.isclass(found) else ""
     packages = {name.partition(".")[0], home.partition(".")[0]}

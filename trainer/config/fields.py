@@ -1,4 +1,4 @@
-"""Read from the fields of a section each key's type, default, legal numbers and the choices it applies to."""
+"""Read each key's type, default, legal numbers and the choices it applies to from the fields of its section."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ class Range:
 POSITIVE = Range("positive and at most 3.4e38", lambda v: 0 < v <= 3.4e38)  # fp32 holds no larger number
 NOT_NEGATIVE = Range("0 or more, and at most 1e9", lambda v: 0 <= v <= 1e9)
 DECAY = Range("0 or more, and at most 1000", lambda v: 0 <= v <= 1000)  # with a larger one no weight is learned
-COUNT = Range("positive and at most 1e9", lambda v: 0 < v <= 1e9)  # whole numbers, and seconds: clocks overflow
+COUNT = Range("positive and at most 1e9", lambda v: 0 < v <= 1e9)  # whole numbers, and seconds: more overflow clocks
 THREADS = Range("positive and at most 4096", lambda v: 0 < v <= 4096)  # libgomp crashes with some ten thousand
 SHARE = Range("at least 0 and at most 1", lambda v: 0 <= v <= 1)
 ABOVE_ZERO = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
@@ -61,7 +61,7 @@ class Key:
 
     @property
     def decider(self) -> str:
-        """Return the key that decides whether this one has a meaning; empty: it always has."""
+        """Return the dotted key that decides whether this one has a meaning; empty if it always has one."""
         return "" if self.only_for is None else f"{self.section}.{self.only_for.decider}"
 
 
@@ -109,7 +109,7 @@ def conform(value: Any, kind: Any) -> Any:
 
 
 def ambiguous(value: Any) -> Iterator[str]:
-    """Yield the texts without quotes in a dict: no type checks its values."""
+    """Yield each Ambiguous text in a dict or list, whose values no type checks."""
     if isinstance(value, Ambiguous):
         yield value
     for each in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -57,7 +57,7 @@ def packaged_configs() -> list[str]:
 def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> Path:
     """Return the file of that path, else the packaged experiment or base of that name, else a run folder's config.
 
-    what: how an error calls the name. Raises: ConfigError naming the nearest.
+    what: the word for the name in an error. Raises: ConfigError naming the nearest.
     """
     try:
         name = expand_path(name)
@@ -76,9 +76,9 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
 
 
 def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
-    """Return the checked config of an experiment; imports no code of it. is_run: its file is a run folder's.
+    """Return the checked config of an experiment; imports no code that it names. is_run: its file is a run folder's.
 
-    Raises: ConfigError, a line for each refusal, of a run folder's import paths too; SystemExit after --help.
+    Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
     resolved = resolve(argv, prog=prog, is_run=is_run)
     if TRUST not in argv:
@@ -127,20 +127,20 @@ class Experiment:
     stated: Mapping[str, Any]
     origins: Mapping[str, str]
     of_runs: Mapping[str, Path]
-    """Keys that a run folder's file states last, and that file."""
+    """Key -> file of a run folder, if that file is the last to state the key."""
     own: Collection[str]
-    """Keys that a file states last which is not a packaged one."""
+    """Keys for which the last file to state them is not a packaged one."""
 
     def with_values(self, overrides: dict[str, Any]) -> Resolved:
         """Return the config with these values, which have the types of their keys. Raises: ConfigError."""
         stated, origins = dict(self.stated), dict(self.origins)
-        if "schedule.base_lr" in overrides:  # goes before the rate that a file takes from a range test
+        if "schedule.base_lr" in overrides:  # replaces the rate that a file takes from a range test
             stated.pop(RANGE_TEST, None)
             origins.pop(RANGE_TEST, None)
         stated = overlay(stated, overrides)
         values = with_defaults(stated)
         values["run.directory"] = values["run.directory"].replace("{name}", self.path.stem)
-        # compute.mode=auto leaves as they are: the keys that the user states, or names there
+        # keys that compute.mode=auto must not change: those that the user states, or lists under KEEPS
         kept = overrides[KEEPS] if KEEPS in overrides else {*overrides, *self.stated.get(KEEPS, self.own)}
         values[KEEPS] = tuple(key for key in MODE_KEYS if key in kept)
         try:
@@ -151,7 +151,7 @@ class Experiment:
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
         origins |= dict.fromkeys(overrides := fold(overrides), "command line")
         of_runs = {key: file for key, file in self.of_runs.items() if key not in overrides}
-        if config.schedule.range_test is not None:  # the run then states a number, and needs no file to go on
+        if config.schedule.range_test is not None:  # the run states its number: a restart needs no file
             is_stated = "schedule.base_lr" in overrides
             rate = suggested_rate(spread(values), read_recipe=read_dumped, is_rate_stated=is_stated)
             stated["schedule.base_lr"] = rate
@@ -175,8 +175,8 @@ def read_experiment(name: str) -> Experiment:
 def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Experiment:
     """Return the values that a YAML file and its bases state; the file overrides its bases.
 
-    is_run: the file is a run folder's, whatever else lies there; what it extends is not the user's choice either.
-    Raises: ConfigError for a file that cannot be read; refusals gets what is wrong within.
+    is_run: path is a run folder's file, even if is_of_run denies it; its bases then count as the run's as well.
+    Raises: ConfigError for a file that cannot be read; refusals collects the errors in its keys and values.
     """
     chain: list[tuple[Path, dict[str, Any], bool]] = []
     following = path
@@ -215,9 +215,9 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
 
 
 def read_dumped(text: str) -> dict[str, Any]:
-    """Return the values of a file of dump_config, by dotted key; keys that a newer release added have their defaults.
+    """Return values by dotted key from the text of dump_config; keys that a later release added have their defaults.
 
-    Except comm.reduce_dtype: releases before that key rounded half precision at each hop.
+    Except comm.reduce_dtype, which is then wire for half-precision sums: earlier releases rounded at each hop.
     """
     content = parse_yaml(text)
     modernize_(content, is_run=True)

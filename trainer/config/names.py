@@ -57,7 +57,7 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
 
 
 def says_nothing(option: str, *, name: object) -> bool:
-    """Return whether null under an old key states no option: it did for all models and optimizers but the option's own.
+    """Return whether null under an old key states nothing: the option cannot be null, or name does not have it.
 
     option: its new dotted key. name: the model, optimizer or schedule; None if it is not stated beside the key.
     """
@@ -67,7 +67,7 @@ def says_nothing(option: str, *, name: object) -> bool:
 
 
 def renamed(value: Any) -> Any:
-    """Return what a sweep's file states with moved keys under their new names, at any depth."""
+    """Return the content of a sweep's file, with moved keys renamed at any depth."""
     if isinstance(value, dict):
         return {MOVED.get(name, name) if isinstance(name, str) else name: renamed(each) for name, each in value.items()}
     return [renamed(each) for each in value] if isinstance(value, list) else value
@@ -120,7 +120,7 @@ ELSEWHERE = {
     "test_only": "bigbatch evaluate RUN does that",
     "world_size": "bigbatch launch ... --ranks N says how many",
 }
-"""Their options that no key sets -> hint: what sets them in bigbatch."""
+"""Options of these trainers that no key sets -> hint: what sets them in bigbatch."""
 
 
 def meant_name(name: str, known: Iterable[str]) -> str:

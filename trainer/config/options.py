@@ -35,9 +35,9 @@ class _Parser(argparse.ArgumentParser):
 def parse_options(
     argv: Sequence[str], *, prog: str, packaged: Sequence[str], refusals: Refusals
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the names that --config is given, and the words of keys that are stated. packaged: names for the help.
+    """Return the values of --config, and the word of each key that argv states. packaged: names for the help.
 
-    Raises: ConfigError, but for unknown options, which refusals gets; SystemExit after --help.
+    Raises: ConfigError, except for unknown options, which refusals collects; SystemExit after --help.
     """
     if nothing := [word for word in argv if word.startswith("--") and word.endswith("=--")]:
         # argparse before Python 3.13 makes an empty list of it

@@ -31,7 +31,7 @@ WHEREVER = (
     *("batch.microbatch_size", "batch.virtual_ranks"),
     *("optimizer.sharded", "optimizer.ema_decay", "optimizer.ema_every_steps"),
 )
-"""Keys of these sections that do not: where and how the run computes, and what it evaluates."""
+"""Keys of these sections that do not change it: where and how the run computes, and what it evaluates."""
 
 
 def suggested_rate(
@@ -39,8 +39,8 @@ def suggested_rate(
 ) -> float:
     """Return what the range test in schedule.range_test suggests for an experiment of these values.
 
-    read_recipe: from the text of a dumped config to its values. is_rate_stated: on the command line, as well.
-    Raises: ConfigError for a file that is none, one that found no rate, or one of another recipe.
+    read_recipe: returns the values of a dumped config's text. is_rate_stated: the command line states a rate, too.
+    Raises: ConfigError for two rates, and for a file that is no range test, found no rate or has another recipe.
     """
     stated = f"{KEY}={values[KEY]}"
     if is_rate_stated:

@@ -88,7 +88,7 @@ def lookup(config: Config, key: str) -> object:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with these values by dotted key, as overlay has it. Raises: ConfigError if they are illegal."""
+    """Return the config overlaid with these values by dotted key. Raises: ConfigError if they are illegal."""
     return make_config(with_defaults(overlay({name: lookup(config, name) for name in KEYS}, values)))
 
 
@@ -171,7 +171,7 @@ def require_known(
         near = meant_name(name, (*known, *OPTION_KEYS) if "run.seed" in known else known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
         hint = ELSEWHERE.get(name.replace("-", "_"), hint)
-        hint = f"it is {MOVED[name]} now" if name in MOVED else REMOVED.get(name, hint)  # a sweep's, or a --by's
+        hint = f"it is {MOVED[name]} now" if name in MOVED else REMOVED.get(name, hint)  # stated by a sweep or --by
         with refusals.of(near):
             raise ConfigError(f"{where}: unknown key {name}; {hint}")
 

@@ -28,11 +28,11 @@ def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path
             eval_offset_epochs=0,
             keep_checkpoints=1,
             resume="auto",
-            divergence_steps=None,  # so short a run may still guess
+            divergence_steps=None,  # the loss of a run this short may still be that of a guess
         ),
         data=dataclasses.replace(
             config.data,
-            # where two sizes fall on one epoch, the later one stays
+            # if two sizes fall on one epoch, the later one stays
             train_sizes=sizes and tuple({int(first * share): size for first, size in sizes}.items()),
         ),
         optimizer=dataclasses.replace(

@@ -72,7 +72,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _KINDS: tuple[Any, ...] = (type(None), bool, int, float, list, tuple, dict, None)
-_Dumper.yaml_representers = {kind: yaml.SafeDumper.yaml_representers[kind] for kind in _KINDS}  # None: raises
+_Dumper.yaml_representers = {kind: yaml.SafeDumper.yaml_representers[kind] for kind in _KINDS}  # None: others, raises
 _Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(Ambiguous, _Dumper.represent_text)
 _Loader.add_constructor(f"{_STANDARD}str", _Loader.construct_text)
