@@ -1,4 +1,4 @@
-"""Time of an examination, and of the trials of compute.mode=auto: which parts still fit, by first measurements."""
+"""Time budgets of an examination and of the trials of compute.mode=auto; first measurements tell which parts fit."""
 
 import math
 import time
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from bigbatch.trainer.doctor.modes import Mode
 
 RESERVE_SECONDS = 5.0
-"""Seconds reserved for the start before the clock, for the ends of processes and for the report."""
+"""Seconds reserved for the start before the clock runs, for the ends of processes and for the report."""
 LEAST_SECONDS = 1.0
 """Least seconds for any part that has started."""
 STEPS_IN_BUDGET = 120
-"""A step that takes longer than this part of a budget is measured in part."""
+"""A step that takes more than a budget divided by this number is measured in part."""
 LOOK_SHARE = 1 / 3
-"""Share of the remaining time for the unchanged config, which may be measured in as many turns as its speedups."""
+"""Most of the remaining time that the unchanged config may take in as many turns as its speedups; else it gets one."""
 WARM_STEPS = 3
 """Steps of each process before any is timed."""
 PROFILE_STEPS = 4
-"""Phases, operators and syncs, each by a step or more."""
+"""Steps to profile phases, operators and syncs."""
 START_MARGIN = 1.25
 """Later starts are assumed to take this many times the first one, which ran alone."""
 EXTRA_SECONDS: Mapping[str, float] = {"compile": 60.0, "graph": 5.0}
 """Assumed seconds of a speedup before its first step, for a ResNet."""
 
 MOST_SECONDS = 240.0
-"""Most that all trials of a start take: enough to start the process, for eager trials, and to compile a ResNet-50."""
+"""Most seconds for all trials of a start: enough to start the process, try eager modes, and compile a ResNet-50."""
 SHARE_OF_RUN = 0.1
-"""Share that trials may take of the seconds of the run in the stated mode."""
+"""Most that all trials take, as a share of the run's seconds in the stated mode."""
 LEAST_IMAGES = 50_000
 """Images per rank in the whole run below which nothing is tried.
 
@@ -36,14 +36,14 @@ eager on an H100 (823 images/s, docs/gpu.md), trains 50,000 images in 61 s, and 
 enough to gain from trials here trains for a few minutes in all.
 """
 FIRST_SECONDS = 60.0
-"""Most that the stated mode's trial takes, with the start of the process, if it compiles nothing."""
+"""Most seconds for the stated mode's trial, with the start of the process, if it compiles nothing."""
 CUT_SHARE = 0.5
 """Share of the remaining time after which a trial that compiles nothing is cut: a hang leaves time for others."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tells how much is left of a number of seconds; infinite without a limit."""
+    """Returns the seconds that are used and left of a limit; infinite without one."""
 
     seconds: float = math.inf
     clock: Callable[[], float] = time.monotonic
@@ -76,7 +76,7 @@ class Pace:
     ahead: int
     """Steps for which images were fetched while another process had its turn."""
     flushes: bool = True
-    """Speedups' turns use those up first; the config's own always do."""
+    """Whether turns of speedups use these up first; those of the unchanged config always do."""
 
     @property
     def turn(self) -> float:
@@ -110,12 +110,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class TrialTime:
-    """Time for the trials of a start; equal on all ranks, since these facts are."""
+    """Time limits of the trials of a start; equal on all ranks, since their fields are."""
 
     num_images: int
     """Images that a rank computes in the whole run."""
     wait_seconds: float = math.inf
-    """Most that all trials take since ranks wait for each other."""
+    """Most seconds for all trials, because ranks wait for each other."""
 
     @property
     def is_too_short(self) -> bool:
@@ -139,7 +139,7 @@ class TrialTime:
 
 
 def seconds_needed(mode: Mode) -> float:
-    """Return the seconds without which a trial is not begun: assumed for a ResNet, with no compiled code kept."""
+    """Return the least seconds left for which a trial begins: assumed for a ResNet without kept compiled code."""
     return EXTRA_SECONDS["compile" if mode.compile else "graph"]
 
 

@@ -44,9 +44,9 @@ TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 """Each of these: by default, and with --quick."""
 QUICK_SECONDS = 60.0
 LOAD_SECONDS, LARGE_LOAD = 0.5, 0.1
-"""Seconds to measure the cores' use by other processes, and the share from which it is reported."""
+"""Seconds to measure the share of the cores that other processes use, and the share above which it is reported."""
 LEAST_WITHIN = 20.0
-"""Seconds: torch takes some to start, several times."""
+"""Least seconds of --within: torch takes some to start, several times."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         from bigbatch.trainer.doctor import probe  # torch takes seconds to import
 
         return probe.main(argv[1:])
-    if is_child and argv[0] == "mode":  # of a run that chooses its compute.mode
+    if is_child and argv[0] == "mode":  # started by a run that chooses its compute.mode
         from bigbatch.trainer.doctor import mode_trials
 
         return mode_trials.main(argv[1:])
@@ -168,13 +168,13 @@ def _examine(
     budget: Budget,
 ) -> None:
     limit, numbers = arguments.limit or LIMIT[arguments.quick], count()
-    # what --only names is tried without regard to the budget
+    # speedups in --only are tried without regard to the budget
     limit_seconds = (lambda: limit) if arguments.only else partial(budget.limit, limit)
     with tempfile.TemporaryDirectory(prefix="bigbatch-doctor-") as place, _progress(console) as say:
 
         def start(values: Mapping[str, Any]) -> Child:
             changed = change(config, values, world_size=arguments.ranks)
-            if isinstance(changed, str):  # together with what was taken
+            if isinstance(changed, str):  # illegal together with speedups that were taken
                 raise DoctorError(changed)
             folder = Path(place) / str(next(numbers))
             return Child(changed, folder, num_ranks=arguments.ranks, start_seconds=limit_seconds())

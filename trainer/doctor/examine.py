@@ -18,7 +18,7 @@ IMAGES, TENSORS = "pictures", "tensors"
 
 @dataclass
 class ExaminationResults:
-    """Results so far; None if not measured yet."""
+    """Results so far; None or empty if not measured yet."""
 
     machine: Machine | None = None
     torch: str = ""
@@ -110,7 +110,7 @@ class Examination:
     def _look_at(
         self, base: Probe, machine: Machine, *, pace: Pace, flops_per_image: float
     ) -> tuple[Pace, DoctorRates]:
-        """Measure rates and time profile of the unchanged config; return the seconds that this takes, and the rates."""
+        """Measure rates and time profile of the unchanged config; return pace with its step seconds, and the rates."""
         findings = self.findings
         reads = self.config.data.loader != "synthetic"
         batches = IMAGES if reads else TENSORS
@@ -123,7 +123,7 @@ class Examination:
             if len(turns) == 1:
                 pace = replace(pace, step_seconds=findings.steps["seconds"])
                 planned = pace.look_turns(self.budget)
-        # the turn of median length, whole: means of its parts would not belong together
+        # all figures of the turn of median length: medians of single figures would not belong together
         steps, alone = (
             sorted(each, key=lambda turn: float(turn["seconds"]))[len(turns) // 2] for each in zip(*turns, strict=True)
         )
@@ -135,7 +135,7 @@ class Examination:
         profile = findings.profile = base.ask("profile", batches=batches)
         findings.always = base.ask("always")
         roof = base.ask("roofline")
-        # as the table of phases has them: of one measurement, so that verdict and table agree
+        # from the profile, as the table of phases shows them, so that verdict and table agree
         shares = {phase: float(seconds / profile["seconds"]) for phase, seconds in profile["phases"].items()}
         rates = DoctorRates(
             together=steps["images"] / steps["seconds"],

@@ -1,6 +1,6 @@
-"""The processes of probes, each of one config: orders and answers, lines of JSON in two files.
+"""Start the process of a probe, and exchange orders and answers with it, as lines of JSON in two files.
 
-Files, since all ranks of a probe read the same orders, and no launcher passes its standard input on to all.
+Files, since all ranks of a probe read the same orders, and no launcher passes its standard input on to all ranks.
 """
 
 import json
@@ -19,7 +19,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.child import ChildProcess
 
 CONFIG, ORDERS, ANSWERS = "config.yaml", "orders", "answers"
-"""Files in the folder of a probe: the complete experiment that it measures, and both directions."""
+"""Files in the folder of a probe: the config that it measures, the doctor's orders, and its answers."""
 LOOK_SECONDS = 0.02
 END_SECONDS = 10.0
 """Seconds for a probe to exit by itself: its ranks leave the job together."""
@@ -35,7 +35,7 @@ class Child:
     ) -> None:
         """Start it. Raises: DoctorError if it fails or takes longer than start_seconds to its first answer.
 
-        command: the doctor's own subcommand that answers.
+        command: subcommand of `bigbatch doctor` that answers.
         """
         folder.mkdir()
         self._is_job, self._folder, self._num_answers = num_ranks > 1, folder, 0
@@ -55,7 +55,7 @@ class Child:
         return self._answer(limit_seconds=limit_seconds)
 
     def close(self) -> None:
-        """Ask it to exit; kill it if it does not."""
+        """Ask the process to exit; kill it if it does not within END_SECONDS."""
         append(self._folder / ORDERS, {"what": "end"})
         deadline = time.monotonic() + END_SECONDS
         while self._process.exit_code() is None:
@@ -65,8 +65,8 @@ class Child:
             time.sleep(LOOK_SECONDS)
 
     def kill(self) -> None:
-        """End it, and the ranks that a failed launcher has left, at once."""
-        # a launcher needs time to end its ranks; one process has nothing to lose, and may be in the midst of a step
+        """End the process at once, with the ranks that a failed launcher has left."""
+        # a launcher needs time to end its ranks; a single process has nothing to lose, and may be within a step
         if self._is_job:
             self._process.end()
         else:
@@ -91,7 +91,7 @@ class Turn:
 
 
 class Probes:
-    """Opens probes of configs. All stay in memory between turns, until one fails together with others but works alone.
+    """Opens probes of configs. All stay in memory between turns, until one fails by NO_ROOM but works alone.
 
     From then on each probe is started again and alone for its turn.
     """
@@ -114,7 +114,7 @@ class Probes:
         return probe
 
     def ask(self, probe: "Probe", what: str, **details: Any) -> Mapping[str, Any]:
-        """Ask the probe; facts are those that it found as it started. Raises: DoctorError; what failed is ended."""
+        """Send the probe an order; facts are those of its start. Raises: DoctorError, and the process is ended then."""
         try:
             return self._ask(probe, what, details)
         except DoctorError as error:

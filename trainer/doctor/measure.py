@@ -1,4 +1,4 @@
-"""Measurements outside of a step: options that are always on, operations of an image, the peak rate of the device."""
+"""Measure outside of a step: options that are always on, operations per image, and the device's peak rate."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,19 +21,19 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 LEAST_PAIRS = 3
 RATE = 1e-6
-"""Weights hardly move, so that no number grows until arithmetic with it takes another time."""
+"""Learning rate at which weights hardly move: arithmetic with very large or small numbers may take another time."""
 GRADIENT = 1e-3
 """Gradient of each weight that has none yet."""
 OF_TORCH = ("sgd", "adamw")
 """Values of optimizer.name for which torch also has a loop over tensors."""
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
-"""A convolution of 3 x 3 with plenty to do for each byte."""
+"""A 3 x 3 convolution with many operations per byte."""
 
 Step = Callable[[], object]
 
 
 def measure_update(settings: OptimizerConfig, parts: Parts, *, seconds: float) -> dict[str, Any]:
-    """Return the times of both forms on copies of weights and gradients; or why there are none. Not collective."""
+    """Return the times of fused and unfused updates of copies; or why there are none. Not collective."""
     if settings.sharded or settings.name not in OF_TORCH:
         what = "sharded=True" if settings.sharded else f"name={settings.name}"
         return {"why": f"torch has no form of optimizer.{what} that works tensor by tensor"}
@@ -91,7 +91,7 @@ def measure_pinning(num_bytes: int, device: torch.device, *, seconds: float) -> 
 
 
 def flops_per_image(parts: Parts, prepared: Prepared) -> float:
-    """Count the floating-point operations of a forward and a backward of one image: matrices and convolutions alone.
+    """Count the floating-point operations of forward and backward per image, in matrix products and convolutions only.
 
     Runs eagerly, without torch.compile and CUDA graphs.
     """

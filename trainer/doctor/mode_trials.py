@@ -1,4 +1,4 @@
-"""Trials of modes on one rank's device: in a process of their own, so that no hang or crash of one reaches the run."""
+"""Trials of modes on one rank's device, in a separate process: its hang or crash does not reach the run."""
 
 import math
 import tempfile
@@ -31,14 +31,14 @@ from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.precision import set_tf32
 
 COMMAND = "mode"
-"""The doctor's own subcommand that answers in the other process."""
+"""Subcommand of `bigbatch doctor` that runs in the separate process."""
 TIMED_STEPS = 2
 LEAST_FREE = 0.1
 """Share of the device's memory that a mode must leave: for the sums over ranks, and for decoding."""
 
 
 class ModeTrials:
-    """Starts a process at the first trial, and another one after a trial that failed in it."""
+    """Tries modes in a process, which it starts at the first trial, and again after a failure in it."""
 
     def __init__(
         self, config: Config, *, modes: Modes, device: torch.device, start: Callable[..., Child] = Child
@@ -49,10 +49,10 @@ class ModeTrials:
         self._child: Child | None = None
 
     def __call__(self, mode: Mode, *, limit_seconds: float, meet: Callable[[], object]) -> Trial:
-        """Time a mode, at most so long, and compare it with the stated one, which must be tried first.
+        """Time a mode within limit_seconds, and compare it with the stated one, which must be tried first.
 
-        meet: waits for the other ranks, once, when the mode is compiled and warm: all devices are loaded while one is
-        timed.
+        meet: waits for the other ranks; called once, when the mode is compiled and warm, so that all devices work while
+        one is timed.
         """
         deadline = time.monotonic() + limit_seconds
         answer = self._bounded(self._prepare, mode, deadline=deadline)
@@ -79,7 +79,7 @@ class ModeTrials:
         return disagreement(loss=loss, gradients=gradients, precision=self._config.optimizer.precision)
 
     def _bounded(self, ask: Callable[..., Mapping[str, Any]], detail: Any, *, deadline: float) -> Mapping[str, Any]:
-        """Return the answer, or the failure of the process, which is ended then."""
+        """Return the answer; on a failure end the process and return the reason."""
         try:
             return ask(detail, deadline=deadline)
         except (UserError, OSError) as error:
@@ -94,7 +94,7 @@ class ModeTrials:
             folder = Path(self._folder.name) / str(next(self._numbers))
             seconds = deadline - time.monotonic()
             self._child = self._start(self._config, folder, num_ranks=1, start_seconds=seconds, command=COMMAND)
-            if mode != stated and "is_ready" in self._ask("try", deadline=deadline, mode=stated):  # to compare with
+            if mode != stated and "is_ready" in self._ask("try", deadline=deadline, mode=stated):  # the reference
                 self._ask("time", deadline=deadline)
         return self._ask("try", deadline=deadline, mode=mode)
 
@@ -110,12 +110,13 @@ class ModeTrials:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Try modes as ModeTrials asks; argv: FOLDER and its own process id.
+    """Try modes as ModeTrials asks; argv: FOLDER and the process id of its parent.
 
-    What is neither a lack of memory nor a refusal ends this process: after an error of the device nothing works in it.
+    An error that is neither out-of-memory nor a UserError ends this process: after an error of the device nothing works
+    in it.
     """
     folder, parent = Path(argv[0]), int(argv[1])
-    # the run that wrote it has asked for trust
+    # the run checked trust before it wrote this file
     config = load_config(["--config", str(folder / CONFIG), TRUST], prog="bigbatch doctor")
     append(folder / ANSWERS, {})
     eager: TrialStep | None = None
@@ -185,7 +186,7 @@ def take_step(
     alone = connect(env=ALONE, device=device)
     set_up_process(alone, cudnn_benchmark=config.compute.cudnn_benchmark, cpu_threads=config.compute.cpu_threads)
     alone.abandon()
-    # as many before as a capture takes, for all modes: a loss scale moves with the steps
+    # as many untimed steps as a capture takes, for all modes alike: a loss scale changes with the steps
     seconds = run_steps(
         with_values(config, mode.values()),
         size,

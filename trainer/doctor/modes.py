@@ -1,4 +1,4 @@
-"""Ways to compute the same update, and the choice among them by measured rates. Imports no torch."""
+"""Modes of computing the same update, and the choice among them by measured rates. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,14 +13,14 @@ MOST_IMAGES = 512
 LEAST_GAIN = 0.03
 """Gain in images/s below which the simpler mode stays: about the noise of two steps."""
 BOUNDS = {"fp32": 2e-5, "tf32": 0.1, "fp16": 0.1, "fp16_autocast": 0.1, "bf16": 0.3, "bf16_autocast": 0.3}
-"""Most that the loss may differ from the eager step's, relative to it: law 1's bounds, by precision."""
+"""Precision -> largest relative difference from the eager step's loss: the bounds of law 1 (docs/design.md)."""
 GRADIENT_BOUNDS = {**BOUNDS, "fp32": 0.01}
-"""Most that the gradients may differ; in fp32 more than law 1's bound, which holds for equal bits of the forward.
+"""The same for the gradients; larger than law 1's bound in fp32, which holds for equal bits of the forward.
 
-Another convolution algorithm rounds by a share e of its outputs otherwise, and a share of about e of the ReLUs then
-passes or blocks the gradient of its pixel otherwise: gradients differ by about 4 sqrt(e). fp32 sums of 1,000 terms have
-e = 2e-6, Winograd's somewhat more: 0.01 is e = 6e-6. 0.1 for fp16 and 0.3 for bf16 follow the same rule, with e =
-2**-11 and 2**-8. The loss does not see these decisions, so its bound finds an error of the forward.
+Another convolution algorithm changes outputs by a relative error e of rounding. A share of about e of the ReLUs then
+switches, and passes or blocks the gradient of its pixel: gradients differ by about 4 sqrt(e). fp32 sums of 1,000 terms
+have e = 2e-6, Winograd's somewhat more: 0.01 is e = 6e-6. 0.1 for fp16 and 0.3 for bf16 follow the same rule, with e =
+2**-11 and 2**-8. The loss hardly depends on these ReLUs, so its bound finds an error of the forward.
 """
 
 
@@ -47,7 +47,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a config on a job: the stated one, and what may be changed in it."""
+    """Modes of a config on a job: the stated one, and the changes to it that may be tried."""
 
     stated: Mode
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class Modes:
     can_capture: bool = False
     can_compile: bool = False
     leaves_graph_out: bool = False
-    """A CUDA graph is possible, and is not tried since there are several ranks."""
+    """A CUDA graph is possible, but is not tried with several ranks."""
 
     @property
     def has_others(self) -> bool:
@@ -84,13 +84,13 @@ class Trial:
     images_per_second: float = 0.0
     refusal: str = ""
     is_cut: bool = False
-    """It took longer than there was time for; another start may find its compiled code."""
+    """Its time was up; another start may find the code that it compiled."""
     needs_seconds: float | None = None
-    """Time for all trials of a start that tries this again, or for the first time; None if none does."""
+    """Seconds that a start must have for its trials to try this mode, again or for the first time; None: never."""
 
 
 def find_modes(config: Config, *, world_size: int) -> Modes:
-    """Return the modes of a job on GPUs that keep the update; what the user states, and what others forbid, stays."""
+    """Return the modes of a job on GPUs that keep the update; keys that the user states, or other keys fix, stay."""
     batch, compute, keeps = config.batch, config.compute, config.compute.mode_keeps
     stated = Mode(batch.microbatch_size, compute.compile, compute.cuda_graph)
     steps = accumulation_steps(batch, world_size=world_size)
@@ -101,11 +101,11 @@ def find_modes(config: Config, *, world_size: int) -> Modes:
 
     sizes = [batch.microbatch_size]
     is_measured = bool(config.run.digest_every_steps or config.run.noise_scale_every_steps)  # by microbatch
-    # larger parts of a ghost batch that several ranks share would change which ranks exchange statistics
+    # if several ranks share a ghost batch, another microbatch changes which ranks exchange statistics
     if not ("batch.microbatch_size" in keeps or is_measured) and ranks_per_ghost(batch) == 1:
         whole = [batch.microbatch_size * count for count in range(2, most + 1) if most % count == 0]
         sizes += [size for size in whole if is_legal(microbatch_size=size)]
-    # a trial captures one image size, and no sums over ranks: other captures could still end the run
+    # a trial captures one image size and no sums over ranks: it does not prove that others can be captured
     can_capture = (
         len(config.data.train_sizes or ()) <= 1
         and not (config.run.digest_every_steps or "compute.cuda_graph" in keeps or compute.cuda_graph)
@@ -127,8 +127,8 @@ def find_modes(config: Config, *, world_size: int) -> Modes:
 def best_and_next(modes: Modes, tried: Mapping[Mode, Trial]) -> tuple[Mode, Mode | None]:
     """Return the best mode so far, and the one to try next, or None at the end.
 
-    First larger microbatches, until one gains nothing; then a CUDA graph: each takes seconds. Compiling takes a minute
-    or more and is last, of the best so far: so it is done once, and if it is cut, nothing else is lost.
+    Larger microbatches come first, until one gains nothing; then a CUDA graph: each takes seconds. Compiling the best
+    mode so far takes a minute or more and comes last: it is done once, and if it is cut, no other trial is lost.
     """
     best = modes.stated
     if best not in tried:
@@ -166,7 +166,7 @@ def merge_ranks(trials: Sequence[Trial]) -> Trial:
 
 
 def disagreement(*, loss: float, gradients: float, precision: str) -> str:
-    """Return why a step that is so far from the eager one is another update; "" if it is the same up to rounding.
+    """Return why a step at these distances from the eager one is another update; "" if only rounding differs.
 
     loss, gradients: distances relative to the eager step's.
     """
@@ -180,10 +180,10 @@ def disagreement(*, loss: float, gradients: float, precision: str) -> str:
 
 
 def with_mode(config: Config, mode: Mode, *, world_size: int) -> Config:
-    """Return the config that computes by that mode, whatever the next start would choose."""
+    """Return the config that computes in that mode, and does not choose again at the next start."""
     values = {**mode.values(), "compute.mode": "eager"}
     if config.compute.compile is None and mode.compile is not None:
-        values["compute.compile_fallback"] = True  # what auto chose must not end the run
+        values["compute.compile_fallback"] = True  # a failure of auto's choice must not end the run
     changed = change(config, values, world_size=world_size)
     assert isinstance(changed, Config), changed
     return changed
@@ -202,7 +202,7 @@ def read_mode(record: Mapping[str, Any], *, modes: Modes) -> Mode:
 
 
 def write_mode(modes: Modes, tried: Mapping[Mode, Trial], *, best: Mode) -> dict[str, Any]:
-    """Return the part of a record that says what was found."""
+    """Return the results as the part of a record that read_mode and describe read."""
     return {
         "mode": asdict(best),
         "images_per_second": {

@@ -27,7 +27,7 @@ SHARES = {
 }
 STRAGGLER = "straggler_fraction"
 SLOW = 0.7
-"""Share of the median rate below which a report is named."""
+"""Share of the median rate below which a report counts as slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
     for before, report in zip([first_step, *(each["step"] for each in reports)], reports, strict=False):
         seconds += max(0, report["step"] - before) * config.batch.global_batch_size / report["images_per_second"]
     elapsed = max((value for each in own if (value := _number(each, ELAPSED)) is not None), default=seconds)
-    settled = reports[1:] or reports  # the first one compiles, and fills caches
+    settled = reports[1:] or reports  # the first one includes compilation and filling of caches
     rate = median(each["images_per_second"] for each in settled)
     job = own[0].get("job")
     world_size = job.get("world_size") if isinstance(job, dict) else None
@@ -123,7 +123,7 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
 def limit_of(times: RunTimes) -> str:
     """Name the largest wait of 5% of a step or more, else compute: input, cores, network, straggler or uneven.
 
-    The last three are waits for sums. Where ranks have unequal shares of the batch, waiting is no sign of a slow one.
+    The last three are waits for sums. If ranks have unequal shares of the batch, a wait is no sign of a slow rank.
     """
     images, sums = (times.shares[name] or 0.0 for name in SHARES)
     alone = {"input_alone": times.loader_images_per_second, "model_alone": times.compute_images_per_second}

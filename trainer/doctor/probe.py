@@ -1,4 +1,4 @@
-"""A process, or a job of several, that measures one config with the parts and the step of training."""
+"""The process or job of a probe, which measures one config with the parts and the step of training."""
 
 import dataclasses
 import json
@@ -46,16 +46,16 @@ ENDLESS = 2**40
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
 FIRST_IMAGES, FOURFOLD, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
-"""A glance: first number of images, its growth, seconds of a sufficient pass, and of a first one."""
+"""For glance: first number of images and its growth; seconds that suffice for a pass, and for a first pass."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure as `bigbatch doctor` asks; argv: FOLDER and its own process id. Collective over the ranks of a job.
+    """Measure as `bigbatch doctor` asks; argv: FOLDER and the doctor's process id. Collective over the ranks of a job.
 
-    Raises: as `bigbatch train`; DoctorError with torch's first words if something does not fit or compile.
+    Raises: as `bigbatch train`; DoctorError with the first line of torch's error if something does not fit or compile.
     """
     folder, doctor = Path(argv[0]), int(argv[1])
-    # the doctor that wrote it has asked for trust
+    # the doctor checked trust before it wrote this file
     config = load_config(["--config", str(folder / CONFIG), TRUST], prog="bigbatch doctor")
     env = read_process_env()
     bind_rank(config, env)
@@ -101,7 +101,7 @@ def splits_again(splits: Splits, config: Config, communicator: Communicator) -> 
 
 
 class _Probe:
-    """Parts of a run, and its batches: images, or tensors that are generated once."""
+    """Answers the doctor's orders with the parts and batches of a run: images, or tensors that are generated once."""
 
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
         self.communicator, self._tuned = communicator, tuned
@@ -115,7 +115,7 @@ class _Probe:
         self.split, self._eval_split = splits
         plan = make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
         parts = make_parts(config, communicator, plan=plan, tuned=tuned)
-        # the weights must not move: an exploding loss would change the amount of work
+        # rate 0, so that weights stay: an exploding loss would change the time of a step
         self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)
         self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)
         self._generated_split, _ = build_input.make_splits(with_generated(config), communicator)
@@ -153,7 +153,7 @@ class _Probe:
         return {}
 
     def glance(self, *, seconds: float) -> dict[str, Any]:
-        """Return the operations of an image and its approximate seconds, before any whole step. Collective."""
+        """Return the floating-point operations and approximate seconds per image, before any whole step. Collective."""
         device, prepared = self.communicator.device, self.parts.prepare(next(self._generated()))
         size = len(prepared.labels_B)
         # on a GPU few images take as long as many
@@ -162,9 +162,9 @@ class _Probe:
         flops = flops_per_image(self.parts, prepared)
         taken, counted = self._agreed(time.perf_counter() - start), 1
         if device.type != "cpu" or taken < SLOW_SECONDS:
-            taken = 0.0  # most of it may have been the first pass's own: libraries, kernels, memory
+            taken = 0.0  # a first pass also loads libraries, finds kernels and allocates memory
         while taken == 0.0 or (taken < ENOUGH_SECONDS and counted < size):
-            for _ in range(2):  # the first prepares
+            for _ in range(2):  # the first warms up
                 wait_for(device)
                 start = time.perf_counter()
                 backward_of(self.parts, prepared, num_images=number)
@@ -176,11 +176,11 @@ class _Probe:
     def steps(self, *, batches: str, seconds: float, flushes: bool) -> dict[str, Any]:
         """Time whole updates together, for about that many seconds, after a warm-up. Collective.
 
-        flushes: what was fetched while another probe had its turn is used up first.
+        flushes: first use up the batches that were prefetched during another probe's turn.
         """
         stream, reducer = self._streams[batches], self.parts.reducer
         self._warm_up(batches, seconds=seconds, flushes=flushes)
-        # a step is collective: ranks that timed otherwise must still make as many
+        # steps are collective: all ranks must run the same number of them
         number = int(self._agreed(max(1, round(seconds / self._step_seconds[batches]))))
         stream.take_wait_seconds()
         reducer.exposed.take_seconds()
@@ -201,7 +201,7 @@ class _Probe:
             "images": self.plan.global_batch_size,
             "seconds": self._step_seconds[batches],
             "wait_seconds": max(each["wait_seconds"] for each in ranks),
-            # None if a captured step hides it
+            # None if a CUDA graph hides it
             "exposed_seconds": (
                 sum(each["exposed_seconds"] for each in ranks) / len(ranks)
                 if self.parts.execution.measures_waits
@@ -249,7 +249,7 @@ class _Probe:
         }
 
     def close(self) -> None:
-        """End the loaders, and let go of the parts."""
+        """Close the loaders and the parts."""
         self.parts.close()
         self.split.loader.close()
         self._eval_split.loader.close()
@@ -269,7 +269,7 @@ class _Probe:
         if batches in self._step_seconds:
             self._timed(stream, ahead if flushes else 0)
             return
-        # other batches of a model that is warm need one step, to learn its length
+        # a warm model needs one step with the other kind of batches, to learn its seconds
         self._timed(stream, 0 if self._step_seconds else LEAST_WARM - 1)
         taken = self._timed(stream, 1)
         more = int(self._agreed(min(MOST_WARM, min(WARM_SECONDS, 2 * seconds) // taken)))

@@ -16,7 +16,7 @@ from bigbatch.comm.timeline import Timeline
 from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS
 
 SPANS = {
-    # as the training loop names them: as they are shown
+    # name in the training loop: name in the report
     "input wait": WAIT_FOR_IMAGES,
     "forward": "forward",
     "backward": "backward",
@@ -56,14 +56,14 @@ def profile_step(
     # a dispatch mode does not see into compiled code
     with FindSyncs(communicator.device) as syncs, torch.compiler.set_stance("force_eager"):
         timed(1)
-    # apart from the phases above: it would lengthen their seconds
+    # in steps of its own: the profiler would lengthen the phases above
     with profile(activities=activities_on(communicator.device)) as profiled:
         profiled_seconds = timed(num_steps)
     operators = [
         (each.key, 1e-6 * (each.self_device_time_total if is_gpu else each.self_cpu_time_total) / num_steps)
         for each in profiled.key_averages()
         if each.device_type.name == "CPU"  # kernels count for the operators that launched them
-        and not each.is_user_annotation  # which last as long as all in them, and the gaps between
+        and not each.is_user_annotation  # an annotation lasts as long as all operators in it, and the gaps
     ]
     kernels = (
         each.time_range
@@ -112,10 +112,10 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 class FindSyncs(TorchDispatchMode):
-    """Notes each operator that waits for a GPU, while it is active; backward is seen, other threads are not.
+    """Counts operators that make the host wait for a GPU, while it is active, in forward and backward of this thread.
 
-    On a CPU nothing waits, and all tensors count: what is found would wait where they were on a GPU. Copies between the
-    two are found on a GPU alone; calls of synchronize(), and what compiled functions and captured graphs do, are not.
+    On a CPU nothing waits: it counts the operators that would wait if their tensors were on a GPU. It finds copies
+    between host and GPU on a GPU only, and never calls of synchronize(), compiled functions and captured graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -136,7 +136,7 @@ class FindSyncs(TorchDispatchMode):
                 return None
             if func in WAITING:
                 return WAITING[func]
-            # how many elements a mask picks decides the result's shape, which the host must know
+            # the host must know the shape of the result: the number of elements that the mask selects
             is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
             return "counts elements, as indexing with a mask does" if is_mask else None
         if func is torch.ops.aten._to_copy.default:

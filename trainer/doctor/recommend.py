@@ -24,7 +24,7 @@ class SpeedComparison:
 
     @property
     def noise(self) -> float:
-        """Return the fraction by which the two differ, if they are equal configs."""
+        """Return the noise, as a fraction, of a comparison of two equal configs."""
         return max(abs(self.gain), self.spread)
 
     def is_worth(self, *, noise: float) -> bool:
@@ -39,11 +39,11 @@ class TriedSpeedup:
     failure: str = ""
     is_taken: bool = False
     before: Mapping[str, Any] = field(default_factory=dict)
-    """Speedups that were taken before it was tried."""
+    """Values of the speedups that were taken before it was tried."""
 
 
 def compare(base: Probe, other: Probe, *, turns: int) -> SpeedComparison:
-    """Run both for the same number of turns; each is first equally often. Raises: DoctorError."""
+    """Run both in the given number of turns, in alternating order. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
         # alternate which goes first, so that a slowing machine favours neither
@@ -71,11 +71,11 @@ class Greedy:
         self._tried: list[dict[str, Any]] = [{}]
 
     def is_new(self, candidate: Candidate) -> bool:
-        """Return whether it gives, with those taken so far, a config that was not tried yet."""
+        """Return whether the candidate on top of the taken ones gives a config that was not tried yet."""
         return {**self.taken, **candidate.values} not in self._tried
 
     def consider(self, candidate: Candidate) -> TriedSpeedup:
-        """Measure a candidate, and take it if it is worth it; one that fails is left out."""
+        """Measure a candidate, and take it if its gain exceeds the noise; one that fails is not taken."""
         values = {**self.taken, **candidate.values}
         self._tried.append(values)
         row, other = TriedSpeedup(candidate, None, before=dict(self.taken)), None

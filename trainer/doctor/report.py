@@ -41,7 +41,7 @@ def print_report(findings: ExaminationResults, console: Console, *, config: Conf
 
 
 def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Config) -> Iterator[Part]:
-    """Yield the verdict, where the time of a step goes, and what waits in it."""
+    """Yield the verdict, the tables of phases and operators, and the operators that make the host wait."""
     if part := findings.part:
         batch = config.batch
         text = (
@@ -57,7 +57,7 @@ def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Co
                 "rates of whole microbatches are higher"
             )
     yield from verdict.explain(rates)
-    if found := findings.input:  # in the words of a run's summary
+    if found := findings.input:  # the same hints as in a run's summary
         settings = InputSettings(**{**found["settings"], "augmentations": tuple(found["settings"]["augmentations"])})
         waited = Waited(
             wait_fraction=rates.wait_share,
@@ -132,7 +132,7 @@ def _speedups(findings: ExaminationResults, config: Config) -> Iterator[Part]:
 
 
 def _advice(findings: ExaminationResults, *, command: Sequence[str]) -> Iterator[str]:
-    """Yield the options to add, or that none is worth it."""
+    """Yield the options to add, or a line that recommends none."""
     if not findings.is_complete:
         yield "stopped before the end: the figures above are all there are, and nothing is recommended"
     elif findings.advice:

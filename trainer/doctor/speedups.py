@@ -14,7 +14,7 @@ from bigbatch.trainer.input.loaders import dali
 
 MOST_MICROBATCHES = 8
 FEWEST_IMAGES = 2
-"""Least images of a ghost batch that is cut for a slow machine: statistics need two."""
+"""Fewest images of a ghost batch that is cut for a slow machine: statistics need two."""
 ROUNDS = "changes rounding: verify accuracy"
 RESIZES = "resizes by other code: verify accuracy"
 FASTER = {
@@ -38,7 +38,7 @@ WORTH: Mapping[bool, Mapping[str, float]] = {
     False: {"precision": 0.4, "layout": 0.3, "microbatch": 0.05, "compile": 0.02},
     True: {"precision": 0.8, "layout": 0.3, "graph": 0.15, "cudnn": 0.1, "microbatch": 0.1, "compile": 0.1},
 }
-"""Assumed, by whether it is a GPU."""
+"""Whether the device is a GPU -> speedup -> its assumed gain, as a fraction."""
 PART = "a part of the step is measured, in which no other size than its own fits"
 BUCKET_FACTOR = 4
 
@@ -63,9 +63,9 @@ class Machine:
 
 
 def part_of_step(config: Config, *, world_size: int) -> Config:
-    """Take the same microbatches, but no more than MOST_MICROBATCHES of each rank in a step. Raises: ConfigError.
+    """Return the config with a global batch of at most MOST_MICROBATCHES microbatches per rank. Raises: ConfigError.
 
-    One rank alone would have 256 of them in a step that many ranks share otherwise.
+    One rank alone could have 256 of them in a step that many ranks share in a real run.
     """
     steps = accumulation_steps(config.batch, world_size=world_size)
     kept = largest_divisor(steps, MOST_MICROBATCHES)
@@ -77,10 +77,10 @@ def part_of_step(config: Config, *, world_size: int) -> Config:
 
 
 def part_of_images(config: Config, num_images: float, *, world_size: int) -> dict[str, Any]:
-    """Return values that cut a step to about that many images per rank; none if it has no more.
+    """Return values that cut a step to about num_images images per rank; {} if it has no more.
 
-    First fewer microbatches, then smaller ones of whole ghost batches, then also smaller ghost batches. For
-    measurements only: all values except the first kind change the update.
+    They state fewer microbatches; if one is too large, a smaller one of whole ghost batches; if a ghost batch is too
+    large, a smaller one, too. For measurements only: they change the update.
     """
     batch = config.batch
     size, span, shares = batch.microbatch_size, batch.bn_span, ranks_per_ghost(batch)
@@ -136,9 +136,9 @@ Tried = Iterator[Candidate | Unmeasured]
 def find_candidates(
     config: Config, machine: Machine, *, whole: Config, limit: str, only: Sequence[str] = ()
 ) -> tuple[list[Candidate], list[Unmeasured]]:
-    """Return legal candidates, those against the limit first; and the others, with the reason.
+    """Return legal candidates, those that may relieve limit first; and the speedups that cannot be measured.
 
-    whole: the config with its full global batch; config may have a part of it. only: names; none for all.
+    whole: the config with its full global batch; config may have a part of it. only: names to try; empty for all.
     """
     candidates: list[Candidate] = []
     unmeasured: list[Unmeasured] = []
@@ -163,7 +163,7 @@ def find_candidates(
     def worth(candidate: Candidate) -> float:
         """Return the assumed gain, used only to try the likeliest first."""
         if candidate.name in SWITCHES and not all(candidate.values.values()):
-            return 0.0  # the user has them on, perhaps for a reason
+            return 0.0  # it turns off what the user has on, perhaps for a reason
         return WORTH[machine.is_gpu].get(candidate.name, 0.0)
 
     first = {"input": INPUT, "network": NETWORK, "cores": ("threads", *INPUT)}.get(limit, COMPUTE)

@@ -7,9 +7,9 @@ WAIT_FOR_IMAGES, WAIT_FOR_SUMS = "wait for images", "wait for the sums of gradie
 LARGE_SHARE = 0.05
 """Share of a step: a shorter wait is not a limit."""
 BUSY = 0.85
-"""Share of the time in which a GPU works; below it the host that launches kernels is too slow."""
+"""Share of the time in which a GPU works; with a lower share the host launches kernels too slowly."""
 FAST = 2.0
-"""Multiple of the model's rate: an input that is so fast alone is not the limit, even if steps wait for it."""
+"""Multiple of the model's rate: an input that alone is faster than this is not the limit, even if steps wait for it."""
 CONTENDED = 0.9
 """Input and model compete for cores if together they reach less than this share of the slower one's rate."""
 
@@ -26,7 +26,7 @@ class DoctorRates:
     wait_share: float
     """Share of a step that waits for images."""
     exposed_share: float | None
-    """Share of a step that waits for sums over ranks; None if a captured step does not state it."""
+    """Share of a step that waits for sums over ranks; None if a CUDA graph hides it."""
     busy_share: float | None
     """Share of a step in which the GPU works; None on a CPU."""
     flops_per_image: float
