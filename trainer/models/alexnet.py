@@ -18,7 +18,7 @@ def conv_norm_relu(
 
 
 class PoolUnlessPooled(nn.AdaptiveAvgPool2d):
-    """Pools adaptively, but passes on what has the size already: on a GPU its backward has no fixed order."""
+    """Pools adaptively, but passes input of output_size unchanged: on a GPU the pool's backward has no fixed order."""
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Return images of output_size x output_size."""
@@ -33,7 +33,7 @@ class AlexNetBN(nn.Module):
     Layer sizes, classifier and init: torchvision's AlexNet (Krizhevsky 2014, arXiv 1404.5997).
     Norm after every convolution, none of the local response normalisation: AlexNet-BN of You et al. 2017
     (arXiv 1708.03888). Norm after Pool5: Jia et al. 2018 (arXiv 1807.11205) needed it at batch 64K.
-    Dropout draws from the global generator: set it to 0 where runs of different world size must agree.
+    Dropout draws from the global generator: set it to 0 if runs of different world sizes must agree.
     """
 
     def __init__(self, *, num_classes: int, norm: NormFactory, dropout: float) -> None:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from bigbatch.errors import CheckpointError
 
 NESTS = ("state_dict", "model")
-"""Keys under which training scripts save the weights: timm's; torchvision's and bigbatch's."""
+"""Keys under which training scripts save the weights: "state_dict" in timm, "model" in torchvision and bigbatch."""
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to every name."""
 COUNTER = ".num_batches_tracked"
-"""A buffer of batch norms: none of ours reads it, and files from before 2018 do not have it."""
+"""Name of a buffer of batch norms that no model here reads, and that files from before 2018 lack."""
 NUM_NAMED = 3
 """Most names of a kind that an error lists."""
 
@@ -26,7 +26,7 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
     """
     own = model.state_dict()
     tensors = _require_tensors(_unwrapped(state), source=source)
-    # ours first, so that the file's counters win where it has them
+    # the model's counters first, so that the file's replace them if it has any
     tensors = {name: tensor for name, tensor in own.items() if name.endswith(COUNTER)} | tensors
     if new_head:
         head = head_of(model)
@@ -105,7 +105,7 @@ def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _unwrapped(state: object) -> object:
     """Return the innermost state_dict, its names without the prefixes of wrappers."""
-    seen: set[int] = set()  # a file may say that they lie in each other
+    seen: set[int] = set()  # mappings in a file may contain each other
     while (
         isinstance(state, Mapping)
         and id(state) not in seen
@@ -123,7 +123,7 @@ def _unwrapped(state: object) -> object:
 
 
 def holds_weights(state: object) -> bool:
-    """Return whether there are tensors alone in state, behind what training scripts put around weights."""
+    """Return whether state holds tensors only, within the nests and wrappers that training scripts put around them."""
     found = _unwrapped(state)
     return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
 
@@ -146,7 +146,7 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
 
 def _is_plain(tensor: Tensor) -> bool:
     is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    # of 8 bits and less are values that mean something with a scale alone
+    # floats of 8 bits or less have a meaning only with a scale
     return is_dense and not tensor.is_complex() and (tensor.element_size() > 1 or not tensor.is_floating_point())
 
 

@@ -67,8 +67,8 @@ def take_norms_(model: nn.Module, norm: NormFactory) -> None:
     """Replace each torch.nn.BatchNorm2d by norm's layers, in place; names, weights, eps and momentum stay.
 
     timm's BatchNormAct2d, one with an activation, keeps that as well.
-    Raises: ValueError for what has running statistics, or takes them over the batch, and is none of these: its update
-    would depend on how a step is divided.
+    Raises: ValueError for another layer with running statistics, or with statistics over the batch: its update would
+    depend on how a step is divided.
     """
     found = {
         name: module
@@ -94,7 +94,7 @@ def _like(old: _NormBase, norm: NormFactory) -> nn.Module:
     new = norm(old.num_features)
     assert isinstance(new, nn.BatchNorm2d)
     new.load_state_dict(old.state_dict())
-    # the same ones, as they may be shared or frozen
+    # the same parameters, since they may be shared or frozen
     new.weight, new.bias = old.weight, old.bias
     new.eps, new.momentum = old.eps, old.momentum
     if _has_activation(old):
@@ -104,7 +104,7 @@ def _like(old: _NormBase, norm: NormFactory) -> nn.Module:
 
 
 def _has_activation(norm: nn.Module) -> bool:
-    """Return whether the norm is timm's BatchNormAct2d; timm itself is not imported for that."""
+    """Return whether the norm is timm's BatchNormAct2d, without importing timm."""
     return type(norm).__name__ == "BatchNormAct2d" and type(norm).__module__.startswith("timm.")
 
 
@@ -130,9 +130,9 @@ def require_logits_(model: nn.Module, *, name: str, num_classes: int) -> None:
 
 
 def refuse_own_state(model: nn.Module) -> None:
-    """Make the first training forward of model raise ConfigError, with the name, if it changes a buffer.
+    """Make the first training forward of model raise ConfigError that names a buffer, if it changes one.
 
-    Each rank's forwards would move it by their own microbatches: spectral norm's vectors, centers, counters.
+    Each rank's forwards would change it by their own microbatches: spectral norm's vectors, centers, counters.
     """
     before: dict[str, Tensor] = {}
 
@@ -153,5 +153,5 @@ def refuse_own_state(model: nn.Module) -> None:
                 "each rank by its own microbatches: set it to false, or take a model without"
             )
 
-    # before the hooks that are there: a norm's statistics are folded by one of them
+    # compare runs before the present hooks, one of which changes a norm's statistics
     handles = (model.register_forward_pre_hook(remember), model.register_forward_hook(compare, prepend=True))

@@ -11,11 +11,11 @@ LAYERS = (nn.Conv2d, nn.Linear)
 
 
 def initialize_(model: nn.Module, name: str | None, *, linear_std: float | None) -> None:
-    """Draw the weights from normal distributions around 0, and set the biases beside them to 0.
+    """Draw the weights from normal distributions around 0, and set the biases of the same layers to 0, in place.
 
-    name: fan_in or fan_out, of standard deviation sqrt(2 / fan) (He et al. 2015, arXiv 1502.01852); xavier, of
-    sqrt(2 / (fan in + fan out)) (Glorot and Bengio 2010); None leaves them. linear_std: the standard deviation of
-    linear layers, whatever name says; None for what it says. Norms, and what is not to be trained, stay.
+    name: fan_in or fan_out for a standard deviation of sqrt(2 / fan) (He et al. 2015, arXiv 1502.01852); xavier for
+    sqrt(2 / (fan in + fan out)) (Glorot and Bengio 2010); None leaves the weights. linear_std: the standard deviation
+    of linear layers instead; None: that of name. Norms and frozen weights stay.
     Raises: ConfigError for a model without such layers.
     """
     chosen = [

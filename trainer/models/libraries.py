@@ -26,7 +26,7 @@ def library_model(name: str) -> Callable[..., nn.Module]:
         except ImportError as error:
             raise ImportError(f"{error}: pip install timm") from error
         known, make = timm.list_models(), partial(timm.create_model, model)
-    # timm:resnet50.a1_in1k is what timm calls the model that such weights are of
+    # timm:resnet50.a1_in1k is timm's name of weights: its model is resnet50
     architecture = model.partition(".")[0] if library == "timm" else model
     if architecture not in known:
         near = nearest(architecture, known)
@@ -41,17 +41,17 @@ def is_library_builder(found: object) -> bool:
     name = str(getattr(found, "__name__", ""))
     if str(getattr(found, "__module__", "")).partition(".")[0] != "timm":
         return name in models.list_models(module=models) and models.get_model_builder(name) is found
-    import timm  # it is imported already
+    import timm  # imported already, with the module that defines found
 
     return timm.is_model(name) and timm.model_entrypoint(name) is found
 
 
 def cached_weights(name: str) -> Path:
-    """Find the file that torchvision or timm once downloaded to this machine for weights of that name.
+    """Return the file that torchvision or timm downloaded to this machine earlier for weights of that name.
 
-    Nothing is downloaded here: thousands of ranks would ask at once, and compute nodes often have no network.
-    torchvision:resnet50 are its default weights, torchvision:resnet50.IMAGENET1K_V1 others; timm:resnet50 as well.
-    Raises: CheckpointError with the line that downloads them; or where there are none of that name.
+    Downloads nothing: thousands of ranks would ask at once, and compute nodes often have no network.
+    torchvision:resnet50 and timm:resnet50 name default weights, torchvision:resnet50.IMAGENET1K_V1 others.
+    Raises: CheckpointError with the command that downloads them, or if there are no weights of that name.
     """
     library, _, model = name.partition(":")
     files, remedy = _torchvision_files(model) if library == "torchvision" else _timm_files(model)

@@ -14,9 +14,9 @@ BLOCK = 1024
 class MaxPool3x3(nn.MaxPool2d):
     """Max-pool of 3 x 3 pixels, stride 2, padding 1: torch's, with other kernels in compiled training on a GPU.
 
-    Forward and backward of 256 images of 112 x 112 x 64 take 0.4 ms on an H200, by torch's kernels 2.8 and by its
-    compiler's 1.8, which look for the windows of one pixel at a time. Here a program has the 2 x 2 pixels that share
-    four windows. Values, the places of equal maxima and NaNs are torch's; the gradient is, up to rounding. Eager steps
+    Forward and backward of 256 images of 112 x 112 x 64 take 0.4 ms on an H200, with torch's kernels 2.8 and with its
+    compiler's 1.8: these look up the windows of one pixel at a time, and ours the four that 2 x 2 pixels share.
+    Values, NaNs and the choice among equal maxima are as in torch, and so is the gradient, up to rounding. Eager steps
     keep torch's kernels: Triton needs a C compiler on the machine, as compiling does.
     """
 
@@ -46,12 +46,12 @@ def fits_kernels(images_BCHW: Tensor) -> bool:
 
 
 _are_registered = False
-"""Read in forward, which torch's compiler traces: it cannot trace the registration."""
+"""forward reads it, because torch's compiler traces forward and cannot trace the registration."""
 
 
 @cache
 def register_operators() -> None:
-    """Make torch.ops.bigbatch.max_pool3x3, which returns the maxima and their places in the windows, 0 to 8."""
+    """Register torch.ops.bigbatch.max_pool3x3, which returns the maxima and their places in the windows, 0 to 8."""
     global _are_registered
     from bigbatch.trainer.models.max_pool_kernels import max_pool_backward, max_pool_forward
 

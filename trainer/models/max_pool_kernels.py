@@ -14,10 +14,10 @@ def max_pool_forward(images, pooled, places, channels, height, width, num, BLOCK
     column = (index // channels) % (width // 2)
     row = (index // (channels * (width // 2))) % (height // 2)
     image = index // (channels * (width // 2) * (height // 2))
-    # of the window's first pixel, which is outside at the upper and left border
+    # index of the window's first pixel, which lies outside the image at the upper and left border
     first = ((image.to(tl.int64) * height + 2 * row - 1) * width + 2 * column - 1) * channels + index % channels
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    place = tl.where(row > 0, 0, 3) + tl.where(column > 0, 0, 1)  # the first inside, as in torch where all are -inf
+    place = tl.where(row > 0, 0, 3) + tl.where(column > 0, 0, 1)  # the first inside, as torch does if all are -inf
     for down in tl.static_range(3):
         for right in tl.static_range(3):
             is_inside = is_there & ((row > 0) | (down > 0)) & ((column > 0) | (right > 0))

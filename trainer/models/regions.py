@@ -1,4 +1,4 @@
-"""Parts of a model's forward that are compiled, or recomputed in backward, each by itself."""
+"""Compile regions of a model one by one, and recompute residual blocks in backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 Region: TypeAlias = tuple[nn.Module, str]
 """Module with the method, and the method's name.
 
-A model's own regions() lists the parts that are compiled each by itself, from the input on: together they are its
+A model's regions() lists the parts that are compiled one by one, in the order of its forward: together they are its
 forward, and none overlap. Its residual_blocks() lists the blocks that backward can recompute: they draw no random
 numbers.
 """
@@ -20,11 +20,11 @@ numbers.
 def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each region of model with torch.compile: one graph without breaks for each of its shapes.
 
-    Blocks of the same shape share their code. In place: modules, names and state_dict stay as they are. Compiles at the
-    first call with each shape. A model without regions() is one region.
+    Blocks of the same shape share their code. In place; modules, names and state_dict stay as they are. The first call
+    with each shape compiles. A model without regions() is one region.
     """
-    # Blocks share one forward: in training and in evaluation, at each size of the images, it meets every shape of a
-    # block. Code for sizes in general would be slower.
+    # blocks share one forward, which is compiled for every shape of a block, in training and in evaluation, at each
+    # image size: hence the limit. Code for dynamic shapes would be slower.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
     for owner, name in _regions(model):
         compiled = torch.compile(getattr(owner, name), fullgraph=True, dynamic=False, mode=mode, backend=backend)
@@ -41,7 +41,7 @@ def _regions(model: Any) -> list[Region]:
 
 
 def recompute_(model: Any, num_blocks: int) -> None:
-    """Make backward recompute the activations of the first num_blocks residual blocks. In place, as above.
+    """Make backward recompute the activations of the first num_blocks residual blocks. In place.
 
     The running statistics of batch norm must be such that a second forward changes nothing: see MicrobatchStatistics.
     """
@@ -52,6 +52,6 @@ def recompute_(model: Any, num_blocks: int) -> None:
             checkpoint,
             block.forward,
             use_reentrant=False,
-            preserve_rng_state=False,  # blocks draw none; a CUDA graph could not read the state
+            preserve_rng_state=False,  # blocks draw no numbers; a CUDA graph could not read the state
         )
         block.forward = again

@@ -17,10 +17,10 @@ from bigbatch.trainer.models.stem_conv import StemConv2d
 
 
 class BlurConv2d(nn.Conv2d):
-    """Convolves with a stride, after it blurred each channel of its input by [1, 2, 1] / 4 along both sides.
+    """Convolves with a stride, after a blur of each input channel by [1, 2, 1] / 4 along both sides.
 
-    Source: Zhang 2019, arXiv 1904.11486. Zeros surround the image. The kernel is exact in half precision and in no
-    state_dict; the one parameter has the plain convolution's name and shape. FFCV and Mosaic blur before the
+    Source: Zhang 2019, arXiv 1904.11486. Zeros surround the image. The blur's kernel is exact in half precision and in
+    no state_dict; the one parameter has the plain convolution's name and shape. FFCV and Mosaic blur before the
     convolution, as here. Zhang blurs after it, with the stride in the blur: the convolution then does four times the
     work.
     """
@@ -53,9 +53,9 @@ def conv(
 
 
 class ResidualBlock(nn.Module):
-    """Adds convolutions, each with its norm, to its input: conv1, bn1, conv2, bn2 and so on.
+    """Adds the output of convolutions with norms (conv1, bn1, conv2, bn2 and so on) to its input.
 
-    layers: output channels, kernel size and stride of each.
+    layers: output channels, kernel size and stride of each convolution.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(in_channels, num_classes)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):  # as He did, by fan-out: torchvision's
+            if isinstance(module, nn.Conv2d):  # He et al. by fan-out, as in torchvision
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif zero_init_residual and isinstance(module, ResidualBlock):
                 nn.init.zeros_(module.get_parameter(f"bn{module.num_layers}.weight"))
@@ -147,12 +147,12 @@ class ResNet(nn.Module):
         return logits_BK
 
     def stem(self, images_BCHW: Tensor) -> Tensor:
-        """Compute all before the first block: (B, 64, H / 4, W / 4), a sixteenth of the pixels."""
+        """Compute the layers before the first block: (B, 64, H / 4, W / 4), a sixteenth of the pixels."""
         features_BCHW: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images_BCHW))))
         return features_BCHW
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """Compute all after the last block: the logits (B, K)."""
+        """Compute the layers after the last block: the logits (B, K)."""
         logits_BK: Tensor = self.fc(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
 

@@ -73,7 +73,7 @@ class ResNet9(nn.Module):
         return logits_BK
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """Compute all after the last block: the logits (B, K)."""
+        """Compute the layers after the last block: the logits (B, K)."""
         # Page's MaxPool2d(4) for 32 x 32 input; amax would split the gradient between equal half values.
         features_BC = F.max_pool2d(features_BCHW, features_BCHW.shape[2:]).flatten(1)
         logits_BK: Tensor = self.linear(features_BC) * self.logit_scale
@@ -98,11 +98,11 @@ def resnet9(
     logit_scale: float = 0.125,
     is_whitened: bool = False,
 ) -> ResNet9:
-    """Return ResNet-9 with widths width, 2, 4 and 8 times width, and the additions of part 8 of Page's series.
+    """Return ResNet-9 with width, 2, 4 and 8 times width channels, and the additions of part 8 of Page's series.
 
-    celu_alpha: CELU instead of ReLU. norm_scale: batch norm's scales stay at it. is_whitened: the first convolution is
-    a fixed 3x3 one, to be fitted to images, and a learned 1x1 one. A positive s leaves the function as it is that
-    multiplies norm_scale, norm biases and celu_alpha, and divides logit_scale: Page has 1/4, and then 1.
+    celu_alpha: CELU instead of ReLU. norm_scale: fixes batch norm's scales. is_whitened: a fixed 3x3 convolution, to be
+    fitted to images, and a learned 1x1 one replace the first convolution. A positive factor on norm_scale, norm biases
+    and celu_alpha, with logit_scale divided by it, does not change the function: Page has norm_scale 1/4, and then 1.
     """
 
     def make_norm(num_channels: int) -> nn.Module:

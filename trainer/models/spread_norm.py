@@ -1,8 +1,8 @@
 """Batch norm of a ghost batch that spans several ranks: one gather in forward, one in backward.
 
-Every rank of the group has as many samples. Moments are put together as Chan et al. 1979 do it (from each rank's own
-mean and variance, not from sums of squares, which cancel), in the dtype of the weights, by all ranks alike: so they
-hold the same bits.
+Every rank of the group has the same number of samples. All ranks combine the moments in the same way, as Chan et al.
+1979 do (from each rank's own mean and variance, not from sums of squares, which cancel), in the dtype of the weights:
+so they hold the same bits.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ PIXELS = (0, 2, 3)
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that share each ghost batch. gather is collective: (N) of each -> (num_ranks, N)."""
+    """Ranks that share each ghost batch. gather is collective: (N) on each rank -> (num_ranks, N)."""
 
     num_ranks: int
     gather: Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ class RankGroup:
 def moments(
     images_BCHW: Tensor, group: RankGroup, *, running_mean_C: Tensor, running_var_C: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute mean and 1 / standard deviation (C each) of the group's samples; move the running ones. Collective."""
+    """Return mean and 1 / standard deviation (C each) of the group's samples; update the running ones. Collective."""
     if images_BCHW.is_cuda:
         mean_C, inverse_C = torch.batch_norm_stats(images_BCHW, eps)
         mean_RC, inverse_RC = group.gather(torch.cat([mean_C, inverse_C])).chunk(2, dim=1)
@@ -38,7 +38,7 @@ def moments(
     var_C, mean_C = torch.var_mean(images_BCHW.to(running_mean_C.dtype), PIXELS, correction=0)
     mean_RC, var_RC = group.gather(torch.cat([mean_C, var_C])).chunk(2, dim=1)
     mean_C = mean_RC.mean(0)
-    # variance within the ranks, and that between their means; equal counts make both plain means
+    # variance within the ranks plus variance between their means; equal counts make both plain means
     var_C = var_RC.mean(0) + (mean_RC - mean_C).square().mean(0)
     count = group.num_ranks * images_BCHW.numel() / len(mean_C)
     running_mean_C.lerp_(mean_C, momentum)
@@ -48,7 +48,7 @@ def moments(
 
 
 class SpreadNormalize(torch.autograd.Function):
-    """Normalises by moments of the whole group, and in backward lets the gradient through them, too."""
+    """Normalises by moments of the whole group; its backward includes the gradient through these moments."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class SpreadNormalize(torch.autograd.Function):
         if images_BCHW.is_cuda:
             normalized: Tensor = torch.batch_norm_elemt(images_BCHW, weight_C, bias_C, mean_C, inverse_C, 0.0)
             return normalized
-        variance_C = inverse_C.pow(-2)  # holds epsilon already; torch 2.10's F.batch_norm refuses to add none
+        variance_C = inverse_C.pow(-2)  # epsilon is in it already; torch 2.10's F.batch_norm refuses eps=0
         return torch.batch_norm(
             images_BCHW, weight_C, bias_C, mean_C, variance_C, False, 0.0, 0.0, torch.backends.cudnn.enabled
         )
@@ -100,5 +100,5 @@ class SpreadNormalize(torch.autograd.Function):
             slope_C = product_mean_C * inverse_C.square()
             pulled_BCHW = grad_BCHW - mean_grad_C[:, None, None] - centred_BCHW * slope_C[:, None, None]
             grad_images_BCHW = (pulled_BCHW * (weight_C * inverse_C)[:, None, None]).to(images_BCHW.dtype)
-        # of weight and bias this rank's share alone: the reducer sums their gradients over all ranks anyway
+        # this rank's share only for weight and bias: the reducer sums their gradients over all ranks anyway
         return grad_images_BCHW, product_C * inverse_C, sum_C, None, None, None

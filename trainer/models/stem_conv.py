@@ -1,19 +1,19 @@
-"""ResNet's first convolution as one over blocks of 2 x 2 pixels, where that is faster."""
+"""ResNet's first convolution, computed over blocks of 2 x 2 pixels when that is faster."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHANNELS = 16
-"""Channels in a block: 2 x 2 pixels of 3 channels, and zeros up to what tensor cores take."""
+"""Channels of a block: 2 x 2 pixels of 3 channels, and zeros up to a multiple that tensor cores take."""
 
 
 class StemConv2d(nn.Conv2d):
     """Convolves 3 channels by 7 x 7, stride 2, padding 3; in compiled bf16 training on a GPU by blocks of 2 x 2 pixels.
 
     cuDNN 9.19 has a kernel for three channels in fp16, and none in bf16: with 256 images of 224 x 224 on an H200,
-    forward and the gradient of the weights take 1.1 ms in fp16, 2.9 in bf16, and 1.5 in blocks, copies included. The
-    products are the same. Known from ResNets on TPUs as a convolution after space to depth.
+    forward and the gradient of the weights take 1.1 ms in fp16, 2.9 in bf16, and 1.5 in bf16 blocks, copies included.
+    The products are the same. ResNets on TPUs use this space-to-depth convolution, too.
     """
 
     def __init__(self, out_channels: int) -> None:
@@ -23,7 +23,7 @@ class StemConv2d(nn.Conv2d):
         """Return features of half the sides, rounded up."""
         is_even = images_BCHW.shape[2] % 2 == images_BCHW.shape[3] % 2 == 0
         is_bf16 = images_BCHW.is_cuda and images_BCHW.dtype == self.weight.dtype == torch.bfloat16
-        # compiled, the copies are parts of other kernels; an exported model keeps the plain form
+        # in compiled code the copies are fused into other kernels; an exported model keeps the plain form
         if torch.compiler.is_compiling() and self.training and is_bf16 and is_even:
             return convolve_blocks(images_BCHW, self.weight)
         return super().forward(images_BCHW)
@@ -38,7 +38,7 @@ def convolve_blocks(images_BCHW: Tensor, weight_OCHW: Tensor) -> Tensor:
 
 
 def _in_blocks(pixels_BCHW: Tensor) -> Tensor:
-    """Make 2 x 2 pixels one of CHANNELS channels, channels last."""
+    """Return each 2 x 2 pixels as one pixel of CHANNELS channels, channels last."""
     batch, channels, height, width = pixels_BCHW.shape
     pairs_BHWC = pixels_BCHW.permute(0, 2, 3, 1).reshape(batch, height // 2, 2, width // 2, 2, channels)
     blocks_BHWC = pairs_BHWC.transpose(2, 3).reshape(batch, height // 2, width // 2, 4 * channels)

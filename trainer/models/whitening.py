@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 SIDE = 3
 PATCH = 3 * SIDE**2
-"""Numbers of a patch (K below), and channels after whitening."""
+"""Number of values in a patch (K below), and of channels after whitening."""
 PORTION_PIXELS = 2**20
-"""Pixels with patches in memory at a time; a patch is 28 numbers of float64."""
+"""Pixels whose patches are in memory at the same time; a patch is 28 numbers of float64."""
 
 
 class PatchWhitening(nn.Module):
-    """Turns images into 27 channels. The weights are a buffer: saved with the others, never updated, always fp32.
+    """Turns images into 27 channels. The weights are a buffer: saved with the others, never trained, always fp32.
 
-    Until they are fitted to images, each channel is one pixel of the patch.
+    Until they are fitted to images, each channel is one value of the patch.
     """
 
     weight: Tensor
@@ -37,7 +37,7 @@ class PatchWhitening(nn.Module):
 def patch_sums(images_BCHW: Tensor) -> Tensor:
     """Sum the outer product of (patch, 1) with itself over all patches of uint8 images: (28, 28), float64.
 
-    Sums of such sums are exact, whatever the order: they are whole numbers below 2**53, up to 10**11 patches.
+    Sums of such sums are exact in any order: they are whole numbers below 2**53 for up to 10**11 patches.
     """
     height, width = images_BCHW.shape[2:]
     total = torch.zeros(PATCH + 1, PATCH + 1, dtype=torch.float64, device=images_BCHW.device)
@@ -52,8 +52,8 @@ def patch_sums(images_BCHW: Tensor) -> Tensor:
 def whitening_filters(sums: Tensor, *, std: Sequence[float], eps: float) -> Tensor:
     """Return filters from patch_sums of bytes, for images divided by 255 and std: (27, 3, 3, 3), float64, on the CPU.
 
-    The strongest direction comes first; the largest number of each filter is positive. Patches that were filtered
-    have the covariance diag(L / (L + eps)).
+    The direction of the largest eigenvalue comes first; the largest number of each filter, by magnitude, is positive.
+    Filtered patches have the covariance diag(L / (L + eps)).
     """
     sums = sums.cpu()
     count, mean_K = sums[-1, -1], sums[:-1, -1] / sums[-1, -1]
@@ -63,7 +63,7 @@ def whitening_filters(sums: Tensor, *, std: Sequence[float], eps: float) -> Tens
     values_K, vectors_KK = torch.linalg.eigh(covariance_KK)
     # rounding can leave the smallest eigenvalues just below 0
     filters_KK = vectors_KK.T / (values_K.clamp(min=0) + eps).sqrt()[:, None]
-    # the sign of an eigenvector is free, and libraries differ in it
+    # the sign of an eigenvector is arbitrary, and libraries differ in it
     largest_K1 = filters_KK.gather(1, filters_KK.abs().argmax(1, keepdim=True))
-    # eigh sorts upwards
+    # eigh returns the eigenvalues in ascending order
     return (filters_KK * largest_K1.sign()).flip(0).view(PATCH, 3, SIDE, SIDE)
