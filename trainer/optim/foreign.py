@@ -34,10 +34,10 @@ def start_training(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]) -> Iterator[list[Tensor]]:
-    """Context in which the parameters are those to evaluate and save, such as Schedule-Free's average.
+    """Swap in the weights to evaluate and save, such as Schedule-Free's average; on exit swap them back.
 
-    Yields copies of the training weights, an empty list if they are the same. On exit those are back bit by bit,
-    as train() after eval() would only be up to rounding. on_change is called whenever parameters have changed.
+    Yields copies of the training weights; an empty list if both are the same. The exit copies them back bit by bit:
+    train() after eval() would restore them only up to rounding. on_change is called after each change of parameters.
     """
     if not has_modes(optimizer):
         yield []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Norms = Callable[[list[Tensor]], Tensor]
-"""The L2 norm of each tensor, in one vector. A rank that holds only a part of each gives the norms of the whole."""
+"""Returns the L2 norm of each tensor, in one vector; of whole tensors, even if this rank holds parts of them only."""
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
@@ -19,12 +19,12 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Checks every group, reads GradScaler's flags on the device, and copies completely; subclasses update."""
+    """Checks every group, reads GradScaler's flags on the device, and supports deepcopy; subclasses update."""
 
     # GradScaler then sets grad_scale and found_inf on us instead of waiting for the flag itself
     _step_supports_amp_scaling = True
     _own: ClassVar[tuple[str, ...]] = ()
-    """Attributes besides torch's; a copy shares them, since objects that join ranks cannot be copied."""
+    """Attributes besides torch's; a copy shares them, since objects that communicate cannot be copied."""
     _numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "weight_decay")
     """Settings of a group that are finite numbers of at least 0."""
 
@@ -40,7 +40,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(problem)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer of this class. Raises: ValueError for another one's, which changes nothing."""
+        """Load the state of an optimizer of this class. Raises: ValueError, before any change, for another class's."""
         for group in state_dict["param_groups"]:
             if missing := sorted(self.defaults.keys() - group.keys()):
                 raise ValueError(
@@ -63,7 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        """Return why a group cannot be updated, besides its numbers and the memory of its weights; or None."""
+        """Return why a group cannot be updated, or None; the caller checks its numbers and its weights' memory."""
         raise NotImplementedError
 
     def _update_groups_(self) -> None:
@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return lists of weights with a gradient, each for one kernel."""
+    """Return the weights that have a gradient, in one list per device and dtype: one kernel updates a list."""
     buckets: dict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
         if weight.grad is not None:
@@ -89,7 +89,7 @@ def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
-    """Return gradients laid out like their weights, without the loss scale: copies where there is one.
+    """Return the gradients in their weights' layout, divided by the loss scale: copies if there is one.
 
     Raises: ValueError for a gradient that is not dense.
     """
@@ -106,7 +106,7 @@ def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> l
 
 
 def overflow_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | None:
-    """Return the kernels' flag, () fp32, or None: exactly 1 means skip, while GradScaler's is a sum over devices."""
+    """Return the kernels' flag, () fp32, or None: they skip a step at exactly 1, and GradScaler's sums over devices."""
     found_inf = getattr(optimizer, "found_inf", None)
     return None if found_inf is None else (found_inf > 0).to(device, torch.float32, non_blocking=True).view(())
 
@@ -127,13 +127,13 @@ def scaled(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
 
 
 def scaled_on_gpu(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
-    """Return tensors, each times its own factor, as copies: in one launch, with zeros as large as the largest tensor.
+    """Return copies of tensors, each times its own factor: in one launch, with as many zeros as the largest tensor has.
 
-    torch._foreach_mul_ would launch one a tensor: it has a kernel for numbers on the host only. _foreach_addcmul has
-    one for numbers on the device (torch 2.11 and later), so the products are added to zeros.
+    torch._foreach_mul_ would launch a kernel per tensor: it fuses factors on the host only. _foreach_addcmul fuses
+    factors on the device (torch 2.11 and later), so the products are added to zeros.
     """
     zeros_M = tensors[0].new_zeros(max(t.numel() for t in tensors))
-    # all lie in the same memory, which is only read
+    # all of them share the same memory, which is only read
     zeros = [zeros_M.as_strided(t.size(), t.stride()) for t in tensors]
     return list(torch._foreach_addcmul(zeros, factors_N.unbind(), tensors))
 
@@ -149,7 +149,7 @@ def write_(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> None:
-    """Run the kernel of SGD(fused=True): momentum and weights in one pass; writes nothing if overflow is 1."""
+    """Update momenta and weights, in place, by the kernel of SGD(fused=True); it writes nothing if overflow is 1."""
     torch._fused_sgd_(
         weights,
         updates,
@@ -166,36 +166,36 @@ def write_(
 
 
 def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Return tensor, or a copy, in weight's strides: the fused kernels walk raw memory and on CPU do not check."""
+    """Return tensor, or a copy, in weight's strides: fused kernels walk raw memory, and check strides on a GPU only."""
     return tensor if tensor.stride() == weight.stride() else torch.empty_like(weight).copy_(tensor)
 
 
 def momentum_buffers(optimizer: torch.optim.Optimizer, weights: list[Tensor], *, momentum: float) -> list[Tensor]:
-    """Return an optimizer's buffers of these weights, laid out as they are; none without momentum."""
+    """Return the momentum buffers of these weights, in the weights' layout; an empty list without momentum."""
     return kept_like(optimizer, weights, "momentum_buffer") if momentum else []
 
 
 def kept_like(optimizer: torch.optim.Optimizer, weights: list[Tensor], key: str) -> list[Tensor]:
-    """Return this entry of the weights' state, laid out as they are; zeros where there is none yet."""
+    """Return entry key of each weight's state, in the weight's layout; zeros if there is none yet."""
     for w in weights:
         kept = optimizer.state[w].get(key)
-        # laid out again: a loaded state can have another memory format than the model
+        # a loaded state can have another memory format than the model
         optimizer.state[w][key] = torch.zeros_like(w) if kept is None else laid_out_like(w, kept)
     return [optimizer.state[w][key] for w in weights]
 
 
 def zeros_like_all(weights: list[Tensor]) -> list[Tensor]:
-    """Return zeros laid out as the weights, by one kernel for all: torch.zeros_like would launch one a tensor."""
+    """Return zeros in the weights' layouts, by one kernel for all: torch.zeros_like would launch one per tensor."""
     zeros = [torch.empty_like(w) for w in weights]
     torch._foreach_zero_(zeros)
     return zeros
 
 
 def count_steps_(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
-    """Return the counts of steps of these weights, () fp32 each, on the weights' device; 0 if there are none."""
+    """Return the step count of each weight, () fp32 on the weight's device; 0 if it has none yet."""
     for w in weights:
         state = optimizer.state[w]
-        # load_state_dict leaves a step where it was loaded
+        # load_state_dict leaves a step on the device of the loaded state
         step = state["step"] if "step" in state else torch.zeros((), device=w.device)
         state["step"] = step.to(w.device, torch.float32)
     return [optimizer.state[w]["step"] for w in weights]
@@ -209,7 +209,7 @@ def _problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | 
                 f"{asked_by} needs float32 parameters, not {weight.dtype}: keep fp32 master weights "
                 "(half precision rounds small updates away, Jia et al. 2018)"
             )
-        # empty_like keeps strides of dense tensors only: others would be walked past their gaps
+        # empty_like keeps strides of dense tensors only: kernels would walk into the gaps of others
         if torch.empty_like(weight, device="meta").stride() != weight.stride():
             return f"{asked_by} needs parameters that fill their memory without gaps: call .contiguous() on a slice"
     return None

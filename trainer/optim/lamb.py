@@ -28,15 +28,15 @@ class LAMB(FusedOptimizer):
     With gradient g, weight w, and t steps done with this one:
     m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g ** 2
     u = (m / (1 - beta1 ** t)) / (sqrt(v / (1 - beta2 ** t)) + eps) + weight_decay * w
-    w -= lr * r * u,  with r = |w| / |u|, or 1 where |w| or |u| is 0
-    This is algorithm 2 of the paper's last version, bias correction included, with the identity for its phi. Not in
-    it: apex's and NVIDIA's clipping of all gradients to norm 1 before (config key optimizer.clip_norm).
+    w -= lr * r * u,  with r = |w| / |u|, or 1 if |w| or |u| is 0
+    This is algorithm 2 of the paper's last version, bias correction included, with the identity for its phi. It does
+    not clip gradients to norm 1 before, as apex and NVIDIA do (config key optimizer.clip_norm).
 
     Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
     Gradients are only read; a step needs one more copy of a group's gradients, two under a GradScaler; on a GPU two,
     and as many zeros as its largest tensor has elements.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an overflow
-    leaves weights, moments and the count of steps untouched.
+    leaves weights, moments and the count of steps unchanged.
     """
 
     _own = ("norms",)
@@ -74,16 +74,16 @@ class LAMB(FusedOptimizer):
                 write_(weights, updates, [], lr=group["lr"], overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any], overflow: Tensor | None) -> list[Tensor]:
-        """Return Adam's bias-corrected directions; the moments and step counts move on.
+        """Return Adam's bias-corrected directions; updates moments and step counts.
 
-        The kernel of Adam(fused=True), given zeros for weights and -1 for a learning rate; on overflow it leaves
-        the zeros and the moments, so that no inf or NaN gets into what follows.
+        It runs the kernel of Adam(fused=True) with zeros for weights and learning rate -1; on overflow zeros and
+        moments stay, so that no inf or NaN reaches the trust ratio.
         """
         grads = unscaled_grads(self, weights)
         directions = zeros_like_all(weights)
         means, squares = (kept_like(self, weights, key) for key in ("exp_avg", "exp_avg_sq"))
         steps = count_steps_(self, weights)
-        # the kernel corrects the bias by this count, so it moves on first
+        # the kernel corrects the bias by this count, so it is raised before
         torch._foreach_add_(steps, 1)
         torch._fused_adam_(
             directions,
@@ -103,6 +103,6 @@ class LAMB(FusedOptimizer):
             found_inf=overflow,
         )
         if overflow is not None:
-            # takes the 1 back where the step was skipped, without asking the device whether it was
+            # subtracts the 1 again if the step was skipped, without a host sync to learn that
             torch._foreach_sub_(steps, [overflow] * len(steps))
         return directions

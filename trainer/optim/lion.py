@@ -16,7 +16,7 @@ from bigbatch.trainer.optim.fused import (
 
 
 class Lion(FusedOptimizer):
-    """Moves every weight by the learning rate, in the direction of a mean of its gradients, with decoupled decay.
+    """Moves every weight by the learning rate, along the sign of a mean of its gradients, with decoupled decay.
 
     With gradient g and weight w: c = beta1 * m + (1 - beta1) * g;  w -= lr * (sign(c) + weight_decay * w)
     m = beta2 * m + (1 - beta2) * g
@@ -48,5 +48,5 @@ class Lion(FusedOptimizer):
                 write_(
                     weights, list(updates), [], lr=group["lr"], weight_decay=group["weight_decay"], overflow=overflow
                 )
-                # m - (1 - beta2) * (m - g), by the kernel that writes nothing on overflow
+                # m - (1 - beta2) * (m - g), by a kernel that writes nothing on overflow
                 write_(means, list(torch._foreach_neg(grads)), [], lr=1 - beta2, weight_decay=1.0, overflow=overflow)

@@ -23,10 +23,10 @@ Finish = Callable[[], list[Tensor]]
 
 
 class Division(Protocol):
-    """Divides work among ranks that would all do the same."""
+    """Divides work among ranks that hold the same tensors, so that each computes some of the results."""
 
     def __call__(self, tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
-        """Start the work on all tensors. costs: work per tensor; dtype: that of the results. Collective."""
+        """Start the work on all tensors. costs: operations per tensor; dtype: that of the results. Collective."""
         ...
 
 
@@ -51,11 +51,11 @@ class Wholes(Protocol):
     """Gathers whole tensors from the ranks' parts, and returns a rank's part of them."""
 
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """Return whole tensors, laid out as whole weights; parts lie as the weights do. Collective."""
+        """Return whole tensors in the layout of whole weights, from parts in the layout of weights. Collective."""
         ...
 
     def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
-        """Return the part of each whole tensor that is laid out as its weight."""
+        """Return this rank's part of each whole tensor, in the layout of its weight."""
         ...
 
 
@@ -74,14 +74,14 @@ class MatrixOptimizer(FusedOptimizer):
 
     _own: ClassVar[tuple[str, ...]] = ("divide", "wholes")
     _does: ClassVar[str]
-    """What it does to matrices, in the words of an error."""
+    """Predicate of an error: what the optimizer does to matrices."""
     replicated_state: ClassVar[tuple[str, ...]] = ()
     """State entries that do not have the weight's shape: whole on every rank, even if it updates a part only."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         self.divide: Division = undivided
-        """Replaced if several ranks hold the same tensors: each then does the work on some of them."""
+        """Replaced if several ranks hold the same tensors: each then computes some of the results."""
         self.wholes: Wholes = AllHere()
         """Replaced if a rank holds only a part of each weight."""
 
@@ -97,7 +97,7 @@ class MatrixOptimizer(FusedOptimizer):
 
 
 def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
-    """Divide a group into matrices that adapt and the rest, with its own rate; an empty part is left out."""
+    """Split a group into matrices that adapt and the rest, with a rate of its own; an empty part is left out."""
     named = list(zip(group["names"], group["params"], strict=True))
     matrices = {name for name, tensor in named if group["adapt"] and len(shape_of(tensor)) > 1}
     parts = []
@@ -116,7 +116,7 @@ def problem_with_count(key: str, value: object) -> str | None:
 
 
 def updatable(groups: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """List what one kernel can work on of each group, beside it: weights that have a gradient, and elements."""
+    """List each group with the weights that one kernel can update: those with a gradient and at least one element."""
     with_elements = [(group, [w for w in group["params"] if shape_of(w).numel()]) for group in groups]
     return [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
 
@@ -138,7 +138,7 @@ def follow_(
 
 
 def each_alike(tensors: list[Tensor], work: Work) -> list[Tensor]:
-    """Return the results of work, called once for all tensors of one shape, layout, device and dtype."""
+    """Return the results of work, called once for all tensors of the same shape, layout, device and dtype."""
     alike: dict[object, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         alike[tensor.shape, tensor.stride(), tensor.device, tensor.dtype].append(index)

@@ -38,10 +38,10 @@ class Muon(MatrixOptimizer):
     A group with `adapt=False` (bias, batch norm, all weights with fewer than two dimensions) follows
     v = momentum * v + g + weight_decay * w;  w -= lr * (g + weight_decay * w + momentum * v)
 
-    orthogonalised: newton_schulz_steps of newton_schulz, in the weights' own precision ("fp32") or in bf16, where they
-    are products of matrices alone. The source keeps v as a mean, (1 - momentum) times ours: the same direction.
+    orthogonalised: newton_schulz_steps steps of newton_schulz, whose matrix products are in the weights' own precision
+    ("fp32") or in bf16. The source keeps v as a mean, (1 - momentum) times ours: the same direction.
     Every other setting can differ per parameter group. Gradients are only read. A GradScaler's scale and overflow flag
-    are applied on the device: step() never waits for it, and an overflow leaves weights and momentum untouched.
+    are applied on the device: step() never waits for it, and an overflow leaves weights and momentum unchanged.
     """
 
     _own = (*MatrixOptimizer._own, "_steps", "_precision")
@@ -76,7 +76,7 @@ class Muon(MatrixOptimizer):
         directions = [self._directions(weights, group) for group, weights in matrices]
         all_weights = [w for _, weights in matrices for w in weights]
         finish = self._start(self.wholes.gather(all_weights, [d for some in directions for d in some]))
-        # while results of other ranks are on their way
+        # meanwhile the results of other ranks arrive
         for group, weights in parts:
             if not group["adapt"]:
                 follow_(self, weights, group)
@@ -90,10 +90,10 @@ class Muon(MatrixOptimizer):
             write_(weights, updates, [], lr=group["lr"], weight_decay=decay, overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return the directions to orthogonalise, laid out like the weights; updates the momentum.
+        """Return the directions to orthogonalise, in the weights' layout; updates the momentum.
 
-        The kernel of SGD(fused=True), given zeros for weights and -1 for a learning rate; on overflow it leaves the
-        zeros and the momentum.
+        It runs the kernel of SGD(fused=True) with zeros for weights and learning rate -1; on overflow zeros and
+        momentum stay.
         """
         directions = zeros_like_all(weights)
         overflow = overflow_flag(self, weights[0].device)
@@ -117,16 +117,16 @@ class Muon(MatrixOptimizer):
 
 
 def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
-    """List cost and elements of each matrix that ranks divide among them, by weights' shapes."""
+    """List cost and number of elements of each matrix that ranks divide among themselves, from the weights' shapes."""
     return [(cost(shape), math.prod(shape)) for shape in shapes]
 
 
 def newton_schulz(matrices_BMN: Tensor, *, steps: int) -> Tensor:
-    """Replace each singular value s of each matrix by p(p(... p(s / f))), p applied so many times; f: Frobenius norm.
+    """Return matrices with each singular value s replaced by p(p(... p(s))), p of COEFFICIENTS applied steps times.
 
-    With five steps, those of at least a 660th of f end between 0.68 and 1.21: not the
-    nearest orthogonal matrix, but near one; smaller ones grow 485-fold. It takes steps * (4 m**2 n + 2 m**3)
-    multiplications and additions a matrix, m <= n.
+    The caller divides each matrix by its Frobenius norm before. With five steps, singular values of at least 1 / 660
+    end between 0.68 and 1.21: not the nearest orthogonal matrix, but near one; smaller ones grow 485-fold. It takes
+    steps * (4 m**2 n + 2 m**3) multiplications and additions per matrix, m <= n.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices_BMN.size(-2) > matrices_BMN.size(-1)
@@ -139,13 +139,13 @@ def newton_schulz(matrices_BMN: Tensor, *, steps: int) -> Tensor:
 
 
 def orthogonalised(tensors: list[Tensor], *, steps: int, dtype: torch.dtype) -> list[Tensor]:
-    """Orthogonalise tensors as matrices of their first dimension by all others, in dtype: copies, laid out alike."""
+    """Return orthogonalised copies of tensors, as matrices (first dimension x all others), computed in dtype."""
 
     def work(some: list[Tensor]) -> list[Tensor]:
         shape, strides = some[0].shape, _by_rows(some[0])
         matrices_BMN = some[0].new_empty((len(some), shape[0], math.prod(shape[1:])))
         torch._foreach_copy_([matrix_MN.as_strided(shape, strides) for matrix_MN in matrices_BMN.unbind()], some)
-        # in the tensors' own precision: in bf16 the norm itself would be 0.4% off
+        # in the tensors' own precision: in bf16 the norm would have an error of 0.4%
         norms_B11 = torch.linalg.vector_norm(matrices_BMN, dim=(1, 2), keepdim=True).clamp_(min=SMALLEST_NORM)
         found_BMN = newton_schulz(matrices_BMN.div_(norms_B11).to(dtype), steps=steps).contiguous()
         return [found_MN.as_strided(shape, strides) for found_MN in found_BMN.unbind()]
@@ -154,7 +154,7 @@ def orthogonalised(tensors: list[Tensor], *, steps: int, dtype: torch.dtype) -> 
 
 
 def _by_rows(tensor: Tensor) -> tuple[int, ...]:
-    """Return strides that keep rows together: the tensor's own where its rows are (channels-last, too).
+    """Return strides with contiguous rows: the tensor's own if its rows are contiguous (channels-last, too).
 
     Columns then come in the order of memory: the orthogonal factor of G P is that of G times P, for any permutation P.
     """
@@ -164,7 +164,7 @@ def _by_rows(tensor: Tensor) -> tuple[int, ...]:
 
 
 def cost(shape: torch.Size) -> float:
-    """Return the operations of a step with a matrix of the first dimension by all others."""
+    """Return the operations of a step of newton_schulz on a matrix (first dimension x all others)."""
     rows, columns = shape[0], math.prod(shape[1:])
     short, long = sorted((rows, columns))
     return 4.0 * short**2 * long + 2.0 * short**3

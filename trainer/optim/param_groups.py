@@ -14,9 +14,9 @@ NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RM
 def decays(model: nn.Module) -> dict[str, bool]:
     """Return whether weight decay applies, by parameter name; a shared parameter appears once, under its first name.
 
-    False for every parameter of a normalisation layer (by module type, so names do not matter), for every bias, torch's
-    in_proj_bias and bias_ih_l0 included, for other vectors and scalars, such as timm's layer scales, and for what the
-    model's own no_weight_decay() lists, as timm's do. Worth +1.3% top-1 (Jia et al. 2018).
+    False for parameters of normalisation layers (by module type, so names do not matter), for biases, torch's
+    in_proj_bias and bias_ih_l0 included, for other vectors and scalars, such as timm's layer scales, and for parameters
+    that the model's no_weight_decay() lists, as timm's models do. Worth +1.3% top-1 (Jia et al. 2018).
     """
     listed = getattr(model, "no_weight_decay", None)
     listed = listed() if callable(listed) else listed or ()
@@ -49,7 +49,7 @@ def param_groups(
     lr_factors: pattern of names -> factor; the first pattern that matches counts, without a match the factor is 1.
     Each group is then divided by them; they multiply lr_factor and do not change weight_decay.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
-    `names` keeps the parameters' names, in order; `adapt` is read by our optimizers, torch's carry it along.
+    `names` holds the parameters' names, in order. bigbatch's optimizers read `adapt`; torch's ignore it.
     Raises: ValueError for a substitute that names no trainable parameter, and for a pattern that decides for none.
     """
     tensors: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}

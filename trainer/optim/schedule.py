@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step: nothing to save, so a resumed run cannot disagree.
+"""Learning rate as a pure function of the step: it has no state, so a resumed run computes the same rates.
 
 Steps count from 0. In a warm-up of W steps, step s has base_lr * (s + 1) / W: MLPerf's linear warm-up from 0
 (base_lr * global_step / W) without its first update, which has learning rate 0 and changes nothing.
@@ -42,7 +42,7 @@ def cosine(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float
 def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
     """Return a linear rise to the peak base_lr and a linear fall to end_lr, as Page's ResNet-9 and FFCV use.
 
-    Not torch's OneCycleLR, which by default follows cosines, starts above 0 and cycles the momentum too, as
+    It differs from torch's OneCycleLR, which by default follows cosines, starts above 0 and cycles the momentum too, as
     mirrored_momentum does.
     """
     return polynomial(base_lr=base_lr, warmup_steps=warmup_steps, total_steps=total_steps, power=1.0, end_lr=end_lr)
@@ -51,8 +51,8 @@ def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: fl
 def cyclic(*, base_lr: float, cycle_steps: float, end_lr: float = 0.0, factor: float = 1.0) -> Schedule:
     """Return linear cycles from end_lr to base_lr and back, each with factor times the height of the one before.
 
-    Smith 2017, arXiv 1506.01186: with factor 1 his triangular, with 0.5 his triangular2. Step s has gone (s + 1) /
-    cycle_steps of the cycles, so that the last step of a cycle has end_lr, and the run's first one more than that.
+    Smith 2017, arXiv 1506.01186: triangular with factor 1, triangular2 with 0.5. At step s, (s + 1) / cycle_steps
+    cycles are done, so that the last step of a cycle has end_lr, and the first step of the run a higher rate.
     """
     if not cycle_steps >= 2:
         raise ValueError(f"a cycle must have at least 2 steps, not {cycle_steps}")
