@@ -1,6 +1,6 @@
 """Checks of a single host, each with its remedy, which docs/preflight.md lists. Pure.
 
-A finding makes a job fail, or slow for certain; a remark also occurs on healthy hosts.
+A finding makes a job certainly fail or slow; a remark also occurs on healthy hosts.
 """
 
 from collections import Counter
@@ -16,20 +16,21 @@ from bigbatch.words import count
 LEAST_OPEN_FILES = 1024
 """Open files for connections, shards and libraries: Linux's default limit."""
 FILES_PER_RANK = 4
-"""Open files per rank of the store process, to which all ranks connect; it raises its own limit as far as allowed."""
+"""Open files per rank in the store's process, to which all ranks connect; it raises its soft limit to the hard one."""
 LEAST_TASKS = 256
-"""Least tasks of a rank: threads of NCCL, the loader and libraries."""
+"""Least tasks that a rank may start: threads of NCCL, the loader and libraries."""
 LEAST_MEMORY_BYTES = 1e9
 """Least memory of a rank: PyTorch alone."""
 LEAST_LOCKED_BYTES = 1 << 30
-"""NCCL's buffers: 4 MiB of a channel and peer, up to 32 channels, for sending and receiving, of a few peers."""
+"""Least locked memory, for NCCL's buffers: 4 MiB per channel, peer and direction, for 32 channels and a few peers."""
 RDMA_SHARE = SOCKET_SHARE = 0.5
-"""Least share of a link's rate, each way: far below what it reaches, and above what it falls back to."""
+"""Least share of a link's nominal rate, each way: far below a healthy link's, and above that of its fallback."""
 MOST_SOCKET_GBIT = 1.5
-"""Least Gbit/s of one TCP connection on a card of any speed: more than a card of 1 Gbit/s carries, and less than a busy
-core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds limit one to 5."""
+"""Gbit/s that suffice for one TCP connection, however fast the card: more than a card of 1 Gbit/s carries, and less
+than a busy core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds limit a
+connection to 5."""
 YES = ("1", "Yes")
-"""What a driver writes of a GPU that has something; `[N/A]` and the like are neither."""
+"""Words of a driver for yes; `[N/A]` and the like are not among them."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Host:
     """False if the job uses the CPU by choice."""
     on_gpus: bool = False
     shares_machine: bool = False
-    """Whether it shares a machine with other nodes, as emulated ones do: its links are then not hardware."""
+    """Whether it shares a machine with other nodes, as emulated nodes do: its links are then no hardware."""
     own_gpus: Sequence[str] = ()
     """UUIDs of its ranks' GPUs."""
     foreign: Mapping[int, str] = field(default_factory=dict)
-    """Process of another job -> the GPU of this job that it uses."""
+    """Id of a process of another job -> UUID of the GPU of this job that it uses."""
     limits: Limits = field(default_factory=Limits)
     cards: Sequence[Card] = ()
     ports: Sequence[Port] = ()
@@ -58,7 +59,7 @@ class Host:
     has_gpudirect: bool = False
     xids: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Counters of its ports' errors, before links were measured."""
+    """Error counters of its ports, before links were measured."""
     errors_after: Mapping[str, float] = field(default_factory=dict)
     link_gbit_per_second: float | None = None
     """Measured rate of its best pair."""
@@ -87,7 +88,7 @@ class Check:
     is_finding: bool
     """False: a remark, which does not end the job."""
     breaks_links: bool
-    """NCCL would not connect, so links are not measured."""
+    """Whether NCCL could not connect, so that links are not measured."""
 
 
 CHECKS: list[Check] = []
@@ -106,7 +107,7 @@ def _check(name: str, remedy: str, *, is_finding: bool = True, breaks_links: boo
 
 @_check("driver", "see nvidia-smi there; fix the driver, or reboot")
 def _driver(host: Host) -> Iterator[str]:
-    # a host without a GPU may have the program without the hardware
+    # a host without a GPU may still have nvidia-smi
     if host.wants_gpus and host.driver.complaint and (host.on_gpus or host.gpus_on_bus):
         yield f"nvidia-smi: {host.driver.complaint}"
 
@@ -172,7 +173,7 @@ def _narrow(host: Host) -> Iterator[str]:
 def _nvlinks(host: Host) -> Iterator[str]:
     most = max((links.active for links in host.driver.links.values()), default=0)
     for gpu, links in host.driver.links.items():
-        # one without any may have no bridge
+        # a GPU without any active link may have no bridge
         if host.on_gpus and links.inactive and 0 < links.active < most:
             yield f"GPU {gpu}: {links.active} active NVLinks, another GPU has {most}"
 
@@ -316,7 +317,7 @@ def describe_hardware(host: Host) -> dict[str, str]:
     if host.on_gpus:
         rates = Counter(port.gbit_per_second for port in host.usable_ports)
         shown["RDMA ports"] = ", ".join(f"{number} of {rate:g} Gbit/s" for rate, number in sorted(rates.items()))
-        # not how many: a node may have fewer ranks than others
+        # the set of widths, without counts: a node may have fewer ranks than others
         widths = {row["pcie.link.width.current"] for _, row in _own_health(host)}
         shown["PCIe lanes"] = ", ".join(sorted(widths))
         shown["NVLinks"] = ", ".join(map(str, sorted({links.active for links in host.driver.links.values()})))

@@ -1,4 +1,4 @@
-"""`bigbatch preflight`: the measurements of each rank, and the report of the first one."""
+"""`bigbatch preflight`: each rank measures, and rank 0 reports."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ WORK_SECONDS = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine as one rank; return 0 if all nodes are fit, else UNFIT; the same on all ranks."""
+    """Run the preflight as one rank; return 0 if all nodes are fit, else UNFIT; equal on all ranks."""
     began = time.monotonic()
     arguments, words = _parser().parse_known_args(argv)
     config = load_config(words, prog="bigbatch preflight") if words else None
@@ -105,7 +105,7 @@ def examine(
             require_own_gpus([(seat.host, seat.only_gpu) for seat in seats])
         except CommError as error:  # all ranks find the same
             return [], [NodeFinding(str(error))]
-        control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
+        control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage
         looking = _start_looking(config, env, places, seats, device=device, address=address) if is_leader else Host
         said: dict[str, Any] = {"host": env.host}
         said["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -118,14 +118,14 @@ def examine(
     reached = {place.host: heard[place.rank]["missed"] for place in places}
     rates = _take_turns(control, places, env, device=device)
     links: dict[str, float] = {}
-    # a transport would wait for those that cannot be reached
+    # a transport would wait for unreachable nodes
     if not any(each["missed"] or each["is_broken"] for each in heard):
         links = _measure_links(places, env, device=device)
     said |= {"rates": asdict(rates), "links": links}
     if is_leader:
         said["node"] |= report(own, links=links)
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
-    # collect_text gives the texts to rank 0 alone
+    # collect_text returns the texts on rank 0 only
     nodes = [_node(place, everyone, reached) for place in places] if everyone else []
     return nodes, judge(nodes) if nodes else []
 
@@ -164,9 +164,9 @@ def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | 
 
 
 def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> Rates:
-    """Return the better of two measurements of this rank: short disturbances do not count, lasting ones do.
+    """Return the better of two measurements of this rank: short disturbances do not count, lasting ones do. Collective.
 
-    Nodes of one machine share its cores, so they take turns; real ones measure all at once.
+    Nodes of one machine share its cores, so they take turns; nodes of different machines measure at the same time.
     """
     machines: dict[str, list[str]] = {}
     for place in places:
@@ -187,7 +187,7 @@ def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *
 
 
 def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
-    """Measure bytes per second to the hosts that this rank met, if it is the first of its host. Collective."""
+    """Return host -> bytes per second to it, if this rank is the first of its host; else {}. Collective."""
     communicator = connect(
         backend="nccl" if device.type == "cuda" else "tcp",
         algorithm="ring",
@@ -249,7 +249,7 @@ def _tell_findings(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write files; a failure to write does not change the findings."""
+    """Write text to path; a failure prints a line and does not change the findings."""
     try:
         write_named(path, text.encode(errors="backslashreplace"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Facts of a node, each gathered in bounded time: what it has for a run, and what kernel and driver say of it."""
+"""Gather facts of a node in bounded time: versions, disks and images, and facts from kernel and driver."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ STORAGE_SECONDS = 8.0
 DRIVER_SECONDS = 18.0
 """Seconds for two calls of nvidia-smi; these have limits too, which a hanging driver can exceed."""
 IS_MPS = "nvidia-cuda-mps"
-"""Begins the names of the processes by which CUDA's multi-process service runs what others ask of it."""
+"""Prefix of the names of CUDA's multi-process service's processes, which run the work of other processes."""
 
 T = TypeVar("T")
 
@@ -40,9 +40,9 @@ T = TypeVar("T")
 def gather_facts(
     config: Config | None, *, device: torch.device, list_gpus: Callable[[], Sequence[str]] = tuple
 ) -> dict[str, Any]:
-    """Gather facts on this host, as Node's fields; it takes a second or two where there are many images.
+    """Gather facts on this host, as Node's fields; it takes a second or two if there are many images.
 
-    list_gpus: what the driver writes of each GPU.
+    list_gpus: returns the driver's line for each GPU.
     """
     # started first: it continues while disks and driver are queried
     counting = start_counting(config)
@@ -74,7 +74,10 @@ def versions(device: torch.device, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def in_time(ask: Callable[[], T], *, late: T, seconds: float | None = None) -> Callable[[], T]:
-    """Start a query that may hang; return a function that waits for it, by default for STORAGE_SECONDS."""
+    """Start a query that may hang; return a function that returns its answer, or late after seconds.
+
+    seconds: from now on; None for STORAGE_SECONDS.
+    """
     found: list[T] = []
     asking = threading.Thread(target=lambda: found.append(ask()), daemon=True)
     asking.start()
@@ -88,7 +91,7 @@ def in_time(ask: Callable[[], T], *, late: T, seconds: float | None = None) -> C
 
 
 def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the free GB of each folder that a run writes to; and folder -> reason where that is unknown."""
+    """Return the free GB of each folder that a run writes to; and folder -> reason if that is unknown."""
     folders = ["/dev/shm"]
     if config:
         folders += [config.run.directory, *([config.data.stage] if config.data.stage else [])]
@@ -102,10 +105,10 @@ def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def free_gb(folder: str) -> float | str:
-    """Return the free GB of a folder that exists or will be made; or the reason if unknown."""
+    """Return the free GB at a folder that exists or will be made; or the reason if that is unknown."""
     try:
         path = Path(folder).absolute()
-        # a run makes its folder later, on the file system of the nearest one that is there
+        # a run makes its folder later, on the file system of the nearest parent that exists
         there = next(place for place in (path, *path.parents) if place.exists())
         return round(shutil.disk_usage(there).free / 1e9, 3)
     except OSError as error:
@@ -144,13 +147,13 @@ class Seat:
     gpu: str
     """Its UUID; "" for a CPU."""
     only_gpu: str
-    """The same, where the rank sees no other."""
+    """The same if the rank sees no other GPU, else ""."""
 
 
 def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path = Path("/")) -> Callable[[], Host]:
-    """Start to query kernel and driver; the returned function waits for the answers and completes host with them.
+    """Start to query kernel and driver; the returned function waits for the answers and returns host with them.
 
-    seats: of the ranks of this machine.
+    seats: those of this machine's ranks.
     """
     late = Driver(complaint=f"no answer within {DRIVER_SECONDS:g} s")
     asking = in_time(ask_driver if host.wants_gpus else Driver, late=late, seconds=DRIVER_SECONDS)
@@ -180,7 +183,7 @@ def read_host(host: Host, *, address: str, root: Path) -> Host:
 def foreign_processes(
     processes: Sequence[Mapping[str, str]], seats: Sequence[Seat], *, root: Path = Path("/")
 ) -> dict[int, str]:
-    """Return other jobs' processes on the GPUs of seats; none in a container, where process ids differ."""
+    """Return process id -> GPU of seats, for other jobs' processes; {} in a container, where process ids differ."""
     own, gpus = {seat.process for seat in seats}, {seat.gpu for seat in seats}
     found = {}
     for row in processes:
@@ -192,7 +195,7 @@ def foreign_processes(
 
 
 def report(host: Host, *, links: Mapping[str, float], root: Path = Path("/")) -> dict[str, Any]:
-    """Return faults, facts that must be equal on all hosts, and network, as Node's fields; call it after measuring.
+    """Return Node's fields troubles, hardware and network; call it after links were measured.
 
     links: bytes per second to other hosts.
     """

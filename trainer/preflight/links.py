@@ -17,8 +17,8 @@ from bigbatch.comm.communicator import Communicator
 CONNECT_SECONDS = 3.0
 CONNECT_THREADS = 256
 MOST_ROUNDS = {"cpu": 15, "cuda": 5}
-"""Rounds of pairs. With more nodes each one meets only some of the others, which is enough to know its own link; NCCL
-needs time to connect two ranks."""
+"""Most rounds of pairs. With more nodes, each one is paired with some of the others only, which suffices to measure its
+own link; NCCL needs time to connect two ranks."""
 PROBE_BYTES = 256 << 10
 MOST_BYTES = 256 << 20
 AIM_SECONDS = 0.15
@@ -27,7 +27,7 @@ REPEATS = 3
 
 @contextmanager
 def listening(address: str) -> Iterator[int]:
-    """Open a port of one address to which others can connect, until the end; nothing is read."""
+    """Open a port of address to which other nodes can connect, and yield its number; nothing is read."""
     with socket.create_server((address, 0), backlog=1024) as server:
         server.settimeout(0.1)
         end = threading.Event()
@@ -41,19 +41,19 @@ def listening(address: str) -> Iterator[int]:
 
 
 def _let_in(server: socket.socket, end: threading.Event) -> None:
-    """Accept connections, or they would fill the kernel's queue, which may be as short as 128."""
+    """Accept connections until end is set: they would fill the kernel's queue, which may be as short as 128."""
     while not end.is_set():
         with suppress(OSError):
             server.accept()[0].close()
 
 
 def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:
-    """Return the list positions of the (address, port) that refuse a connection."""
+    """Return the positions in nodes of each (address, port) to which no connection succeeds."""
 
     def fails(where: tuple[str, int]) -> bool:
         try:
             with socket.create_connection(where, timeout=CONNECT_SECONDS) as stream:
-                # gone at once, by a reset: no port lingers for the job's own connections to meet
+                # close by a reset, so that no port stays in TIME_WAIT when the job connects
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except OSError:
             return True
@@ -71,15 +71,15 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
         half = len(places) // 2
         met = zip(places[:half], reversed(places[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
-        # the first one stays, all others move on by a place
+        # the first one stays, all others move by one place
         places = [places[0], places[-1], *places[1:-1]]
     return found
 
 
 def measure_pairs(communicator: Communicator, leaders: Sequence[int]) -> dict[int, float]:
-    """Measure bytes per second each way between this leader and those it meets, while others meet; by leader's place.
+    """Return position in leaders -> bytes per second, each way, between it and this leader; pairs measure in parallel.
 
-    Called by leaders alone.
+    Only leaders call it.
     """
     own = leaders.index(communicator.rank)
     rates = {}
@@ -105,7 +105,7 @@ def _measure_pair(communicator: Communicator, other: int) -> float:
 
 
 def _exchange(communicator: Communicator, other: int, *, num_bytes: int) -> float:
-    """Measure the seconds to send so many bytes and receive as many."""
+    """Return the seconds to send num_bytes and receive as many at the same time."""
     send_N: Tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=communicator.device)
     receive_N = torch.empty_like(send_N)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Ranks that take part in the preflight, and faults that prevent measuring: silent nodes, duplicate names, no GPUs."""
+"""Find faults that prevent measuring in a preflight: absent ranks, duplicate host names, missing GPUs."""
 
 import json
 import time
@@ -20,7 +20,7 @@ _ABSENT = "preflight/absent"
 
 @dataclass(frozen=True)
 class Attendee:
-    """Address of a node, and the devices of its ranks. All ranks know all of them, so they are short."""
+    """Address of a node, and the devices of its ranks. All ranks gather it from all nodes, so it is short."""
 
     rank: int
     """First rank there."""
@@ -28,7 +28,7 @@ class Attendee:
     address: str
     port: int
     machine: str
-    """Nodes of one machine, as emulated ones are, share its cores."""
+    """Id of its machine, whose cores several nodes share if they are emulated."""
     num_gpus: int
     """GPUs that its ranks see; 0 if they use the CPU by choice."""
     complaint: str | None
@@ -44,14 +44,14 @@ def absent_ranks(control: Control) -> list[int]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        # by the store and not by a gather, which would wait for the absent ones
+        # through the store: a gather would wait for the absent ranks
         control.store.set(_ABSENT, json.dumps(missing))
     control.timeout_seconds = MEET_SECONDS + ROLL_SECONDS
     return list(json.loads(control.read(_ABSENT, what="meeting of every node")))
 
 
 def silent(absent: Sequence[int], control: Control) -> list[NodeFinding]:
-    """Return the names of nodes without any present rank, if Slurm knows them; else the ranks."""
+    """Return a finding on absent ranks, with their nodes if Slurm knows these; [] without absent ranks."""
     if not absent:
         return []
     came = {control.host_of(rank) for rank in range(control.world_size) if rank not in absent}
@@ -63,7 +63,7 @@ def silent(absent: Sequence[int], control: Control) -> list[NodeFinding]:
 
 
 def leave_together(control: Control) -> None:
-    """Exit after rank 0 has reported absent ranks: a launcher ends all ranks when the first one exits."""
+    """Wait until rank 0 has reported absent ranks: a launcher ends all ranks when the first one exits."""
     if control.rank == 0:
         control.store.set(f"{_ABSENT}/told", "1")
         time.sleep(LEAVE_SECONDS)  # rank 0 holds the store, which the others still read

@@ -16,7 +16,7 @@ CPU_SIDE, GPU_SIDE = 768, 8192
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 LEAST_REPEATS = 5
 BUSY_REPEATS = 64
-"""Keep a GPU busy while its driver is asked: about 0.1 s."""
+"""Products that keep a GPU busy while its clock is read: about 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rates:
 
 
 def make_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], object], int]:
-    """Return a product of two square matrices that keep the device busy, and its floating-point operations."""
+    """Return a function that multiplies two large square matrices, and its floating-point operations."""
     side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
     # random numbers, since a GPU draws little power, and heats up little, on constant ones
     a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
@@ -57,7 +57,7 @@ def measure_rates(device: torch.device, *, seconds: float) -> Rates:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:
-    """Time one repeat, after one to warm up. A median, so that neither a hiccup nor a lucky moment counts."""
+    """Return the median seconds of work, repeated after a warm-up: neither hiccups nor lucky repeats count."""
     work()
     wait_for(device)
     taken: list[float] = []

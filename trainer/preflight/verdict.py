@@ -19,7 +19,7 @@ IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
 
 @dataclass(frozen=True)
 class Node:
-    """Describes a host of the job: what its first rank says, and the slowest of its ranks' rates."""
+    """Describes a host of the job: facts from its first rank, and the rates of its slowest rank."""
 
     host: str
     versions: Mapping[str, str]
@@ -30,7 +30,7 @@ class Node:
     free_gb: Mapping[str, float] = field(default_factory=dict)
     """Free space of each folder that a run writes to."""
     disk_trouble: Mapping[str, str] = field(default_factory=dict)
-    """Folder of unknown free space -> reason."""
+    """Folder -> reason why its free space is unknown."""
     images: Mapping[str, int] = field(default_factory=dict)
     """Classes, and images of each split."""
     complaint: str | None = None
@@ -38,7 +38,7 @@ class Node:
     gpus: Sequence[str] = ()
     """The driver's line for each GPU."""
     troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of a check of this host alone -> what it finds."""
+    """Name of a check of a single host -> its faults."""
     hardware: Mapping[str, str] = field(default_factory=dict)
     """Facts besides versions that must be equal on all hosts."""
     network: Mapping[str, str] = field(default_factory=dict)
@@ -79,14 +79,14 @@ def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
         *_disks(nodes),
         *_data(nodes),
         *slow_nodes(nodes),
-        # a clock that is only slower than the others is its own host's fault
+        # not shared: a clock that is slower than the others without a stated reason is its own host's fault
         *(each for why, slow in slow_clocks(nodes).items() for each in (shared(slow, nodes) if why else slow)),
         *slow_links(nodes),
     ]
 
 
 def shared(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Join findings of one kind: a finding on all of several nodes is not a single node's fault."""
+    """Clear hosts in findings of one kind if they concern all of several nodes: then no single node is at fault."""
     if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
     return found
@@ -163,7 +163,7 @@ def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Judge disks folder by folder: a shared folder says nothing about a local one."""
+    """Return findings on disks, for each folder: findings on a shared folder must not hide those on a local one."""
     found = []
     for folder in dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble)):
         silent = [
@@ -193,7 +193,7 @@ def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Find those that compute or copy far below the median node."""
+    """Find nodes that compute or copy far more slowly than the median node."""
     found = []
     for what, unit, rates in (
         ("multiplies matrices", "GFLOP/s", {node.host: node.multiply_gflops for node in nodes}),
@@ -224,7 +224,7 @@ def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
     """Find nodes with a best pair far below the median node's; else single pairs."""
     best = {node.host: node.best_link for node in nodes}
     rates = {host: rate for host, rate in best.items() if rate is not None}
-    if len(rates) < 3:  # the one link of two nodes has none beside it
+    if len(rates) < 3:  # the only link of two nodes has no other to compare with
         return []
     usual = median_high(rates.values())
     slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
