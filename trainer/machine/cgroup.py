@@ -23,13 +23,13 @@ def lies_in_memory(path: Path, *, root: Path = Path("/")) -> bool:
         mounts = (root / "proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
         return False
-    # the number is the third word; the kind comes behind a lone -
+    # the device number is the third word; the file system's type follows " - "
     kinds = (mount.partition(" - ")[2].split(" ")[0] for mount in mounts if mount.split(" ")[2] == number)
     return any(kind in IN_MEMORY for kind in kinds)
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process's job may still allocate, by its tightest group; None without a limit.
+    """Return the bytes that this process's job may still allocate, by its strictest group; None without a limit.
 
     The page cache does not count: the kernel reclaims it.
     """
@@ -64,9 +64,9 @@ def cores_left(root: Path = Path("/")) -> float | None:
 
 
 def own_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """Return the groups of a controller that contain this process, innermost first; and which are version 1.
+    """Yield (folder, is of version 1) of a controller's groups that contain this process, innermost first.
 
-    In a container, its own may be a path of the host that is not there.
+    In a container, a folder may be a path of the host that does not exist.
     """
     groups = root / "sys/fs/cgroup"
     for line in read_text(root / "proc/self/cgroup").splitlines():

@@ -19,14 +19,14 @@ def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
         return None
     try:
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # CUDA may number GPUs otherwise than the driver
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # CUDA and the driver may number GPUs differently
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError:
         return None
 
 
 def _ask(found: tuple[Any, Any] | None, question: Callable[[Any, Any], T]) -> T | None:
-    """Return question(NVML, handle); None without NVML, or if the driver does not tell."""
+    """Return question(NVML, handle); None without NVML, or if the driver does not answer it."""
     if found is None:
         return None
     try:
@@ -41,7 +41,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def driver_version(device: torch.device) -> str:
-    """Return the version of a GPU's driver; "" if NVML does not tell it."""
+    """Return the version of a GPU's driver; "" if unknown."""
     return str(_ask(find_gpu(device), lambda nvml, handle: nvml.nvmlSystemGetDriverVersion()) or "")
 
 
@@ -68,7 +68,7 @@ def read_clock(device: torch.device) -> Clock | None:
 
 
 class EnergyMeter:
-    """Counts a GPU's energy by NVML's counter (Volta and later); without a GPU, or nvidia-ml-py, it is unknown."""
+    """Reads a GPU's energy from NVML's counter (Volta and later); it is NaN without a GPU or nvidia-ml-py."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._found = None if device is None else find_gpu(device)
@@ -80,6 +80,6 @@ class EnergyMeter:
         return (self._last - before) / 1000
 
     def _read(self) -> float:
-        """Return millijoules since the driver was loaded; one that stops answering does not end the training."""
+        """Return millijoules since the driver was loaded; NaN if unknown: a silent driver must not end the training."""
         told = _ask(self._found, lambda nvml, handle: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))
         return float("nan") if told is None else told

@@ -1,4 +1,4 @@
-"""How a process uses its host: cores, memory that the C library returns, and imports of torch."""
+"""Set up how a process uses its host: cores, memory that the C library keeps, and imports of torch."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
 
 BUSY = 1.5
-"""Load average per core from which a run says that other work slows it."""
+"""Load average per core from which a run reports that other work slows it."""
 
 
 def set_up_process(
@@ -26,7 +26,7 @@ def set_up_process(
 ) -> None:
     """Set up the process once, before training: cuDNN's search on a GPU; cores and memory on a CPU. Collective.
 
-    is_reproducible: deterministic kernels only; torch raises, with the name, where it has none.
+    is_reproducible: deterministic kernels only; torch raises an error that names an operator without one.
     """
     if is_reproducible:
         ask_for_deterministic_cublas()
@@ -66,7 +66,7 @@ def describe_load(device: torch.device) -> str | None:
 def usable_cores() -> list[int]:
     """Return the cores that this process may use: a launcher, Slurm or a container can restrict them.
 
-    Ranks that may use the same ones share them; ranks that were bound to different ones have them to themselves.
+    Ranks that may use the same cores share them; ranks that were bound to different cores do not.
     """
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -104,9 +104,9 @@ def give_back_freed_memory() -> None:
 def leave_compiler_out() -> None:
     """Keep bigbatch's optimizers from importing torch's compiler, a slow import, in this whole process.
 
-    torch shields four methods of all optimizers from being compiled, and imports the compiler for that when they are
-    first called; a process that only trains compiles no optimizer. torch's own optimizers import it in their steps,
-    too. The name is private to torch: without it all is as before.
+    torch excludes four methods of all optimizers from compilation, and imports the compiler for that at their first
+    call; a process that only trains compiles no optimizer. torch's own optimizers import it in their steps, too. The
+    attribute is private to torch: a torch without it imports the compiler as before.
     A run of two steps of ResNet-9 on one core, start and plot included: 6.4 s instead of 8.4 (median of 3 pairs, 2
     cores, torch 2.14.1).
     """

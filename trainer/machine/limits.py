@@ -9,7 +9,7 @@ from bigbatch.trainer.machine.cgroup import cores_left, memory_left, tasks_left
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
 
 CAP_IPC_LOCK = 14
-"""capability(7): a process that has it locks memory without a limit."""
+"""Number of a capability(7): a process that has it locks memory without a limit."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Limits:
     open_files: float = math.inf
     """Soft limit of a process."""
     most_open_files: float = math.inf
-    """Hard limit, to which it may raise the soft one."""
+    """Hard limit, to which the process may raise the soft one."""
     tasks: float = math.inf
     """Threads and processes that the job may still start."""
     memory_bytes: float = math.inf

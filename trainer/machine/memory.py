@@ -11,11 +11,11 @@ NO_MEMORY = re.compile(
     r"|unable to find an engine to execute|bad_alloc",
     re.I,
 )
-"""Words of torch, C++, CUDA, oneDNN and cuDNN in the RuntimeError of a lack of memory."""
+"""Words of torch, C++, CUDA, oneDNN and cuDNN in an out-of-memory RuntimeError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a lack of memory, of a GPU or of a CPU."""
+    """Return whether an error is an out-of-memory error of a GPU or a CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)

@@ -1,4 +1,4 @@
-"""This host's network hardware, as Linux describes it: interfaces, and ports that move memory (RDMA)."""
+"""Read this host's network hardware from sysfs: interfaces, and RDMA ports."""
 
 import re
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ ERROR_COUNTERS = (
 )
 """Error counters of a port: faults of a cable, a plug or a switch (the kernel's ABI, sysfs-class-infiniband)."""
 NO_GID = re.compile(r"[0:]*$|fe80:", re.I)
-"""None at all, or the link-local one that each port has without an IP address, which NCCL does not use."""
+"""Matches an empty GID, and the link-local one that each port has without an IP address: NCCL uses neither."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """Describes a network interface that is up, made of hardware."""
+    """Describes a network interface that is up and has hardware."""
 
     name: str
     gbit_per_second: float
@@ -62,15 +62,15 @@ def read_cards(root: Path = Path("/")) -> list[Card]:
 
 
 def _rate(folder: Path, name: str, *, depth: int) -> float:
-    """Return Gbit/s, for a bond or a VLAN of the interface below; 0 if unknown or without hardware.
+    """Return Gbit/s, for a bond or a VLAN those of its slowest member; 0 if unknown or without hardware.
 
-    A virtual interface, as in containers, states a rate without meaning.
+    The rate that a virtual interface states, as in containers, has no meaning.
     """
     path = folder / name
     if (path / "device").exists():
         return max(0.0, (read_number(path / "speed") or 0) / 1000)
     below = [each.name.removeprefix("lower_") for each in _listed(path) if each.name.startswith("lower_")]
-    # one connection goes by one member of a bond
+    # one connection uses one member of a bond
     rates = [_rate(folder, each, depth=depth - 1) for each in below] if depth else []
     return min(filter(None, rates), default=0.0)
 

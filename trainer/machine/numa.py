@@ -1,7 +1,7 @@
 """Choose a rank's cores: those next to its GPU's memory, or its part of the host's NUMA nodes.
 
-An image that was decoded on the other socket crosses the link between the two on its way to the GPU. Memory follows:
-Linux puts a page on the node of the thread that first writes to it.
+An image that was decoded on the other socket crosses the link between the sockets on its way to the GPU. Memory follows
+the cores: Linux puts a page on the node of the thread that first writes to it.
 """
 
 import os
@@ -23,19 +23,19 @@ def choose_cores(
     local_rank: int,
     local_size: int,
 ) -> list[int]:
-    """Choose this rank's cores of the usable ones (that a launcher, Slurm or a container left); sorted.
+    """Return this rank's choice among the usable cores (that a launcher, Slurm or a container left); sorted.
 
-    nodes: cores of each NUMA node. With a GPU, all cores of its node, which the ranks there share. Without one
-    (None), the ranks of the host take the nodes in blocks: one each or, where there are more nodes than ranks, several.
-    All usable ones where they lie in one node already, where none lies in the GPU's, and without a GPU where they are
-    not the whole host: a launcher may have given each rank others, which one rank cannot know.
+    nodes: cores of each NUMA node. With a GPU, a rank takes all cores of its node, which the ranks there share. Without
+    one (None), the ranks of the host take the nodes in blocks: one each or, with more nodes than ranks, several.
+    A rank takes all usable cores if they lie in one node already, if none lies in the GPU's, or if it has no GPU and
+    they are not the whole host: a launcher may have given each rank other cores, which one rank cannot know.
     """
     within = {node: sorted(set(cores) & set(usable)) for node, cores in sorted(nodes.items())}
     filled = [node for node, cores in within.items() if cores]
     if gpu_node is None:
         if not set(usable) >= set().union(*nodes.values()):
             return sorted(usable)
-        # blocks as even as can be; with more ranks than nodes one may be empty, and takes the node it begins in
+        # blocks of equal size, if possible; with more ranks than nodes, an empty block takes the node it begins in
         first, end = (rank * len(filled) // local_size for rank in (local_rank, local_rank + 1))
         chosen = filled[first : max(end, first + 1)]
     else:
@@ -63,7 +63,7 @@ def pci_node(address: str, *, sys_root: Path) -> int | None:
         node = int((sys_root / "bus/pci/devices" / address / "numa_node").read_text())
     except OSError:
         return None
-    # the kernel writes -1 where the firmware does not tell
+    # the kernel writes -1 if the firmware does not state it
     return node if node >= 0 else None
 
 
@@ -78,9 +78,9 @@ def pci_address(device: "torch.device") -> str:
 def bind(*, device: "torch.device", local_rank: int, local_size: int, sys_root: Path = Path("/sys")) -> str | None:
     """Bind this thread, and all threads that it starts later, to choose_cores' choice; return a line for the log.
 
-    Threads that run already stay where they are: call it before the loaders and the transport start theirs.
+    It does not bind threads that run already: call it before the loaders and the transport start theirs.
     None if there is nothing to do: one NUMA node, a rank that its launcher bound to one, a GPU of unknown node, an
-    operating system without such a call.
+    operating system without sched_setaffinity.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None

@@ -1,4 +1,4 @@
-"""Facts on a host's GPUs from nvidia-smi and the kernel, in the words of NVIDIA's manual page."""
+"""Read facts on a host's GPUs from nvidia-smi and the kernel; names of fields are those of NVIDIA's manual page."""
 
 import os
 import re
@@ -13,21 +13,21 @@ from bigbatch.trainer.machine.kernel_files import read_text
 
 ASK_SECONDS = 8
 END_SECONDS = 1
-"""Seconds to wait for a killed process: a driver that hangs keeps it alive for ever."""
+"""Seconds to wait for a killed process: a hanging driver keeps it alive for ever."""
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
 HEALTH_QUERY = "uuid,pcie.link.width.current,pcie.link.width.max,ecc.errors.uncorrected.volatile.total,mig.mode.current"
 REMAPS_QUERY = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
 PROCESSES_QUERY = "pid,gpu_uuid"
 
 INFOROM_CORRUPTED = 14
-"""An exit code of nvidia-smi that warns: the GPUs work, and their rows are all there."""
+"""Exit code of nvidia-smi that is only a warning: the GPUs work, and its output has all rows."""
 NO_ANSWER = "no answer within"
 NO_GPUS = "No devices were found"
 LOST = re.compile(r"unable to determine the device handle|GPU is lost", re.I)
 LINK = re.compile(r"^GPU (?P<gpu>\d+):|^\s+Link \d+: (?:(?P<active>[\d.]+ GB/s)|(?P<inactive><inactive>))")
 XID = re.compile(r"NVRM: Xid \(PCI:(?P<address>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 119, 120, 140)
-"""Faults of memory, NVLink, bus and system processor; a program's own mistakes (13, 31, 43, 45) are not among them."""
+"""Xids of faults of memory, NVLink, bus and system processor, without those of programs' errors (13, 31, 43, 45)."""
 MOST_LOG_BYTES = 16 << 20
 
 
@@ -39,12 +39,12 @@ class NvLinks:
 
 @dataclass(frozen=True)
 class Driver:
-    """Output of nvidia-smi; empty if it is not installed, or for fields that this driver does not know."""
+    """Output of nvidia-smi; empty if it is not installed, and without fields that this driver does not know."""
 
     gpus: tuple[str, ...] = ()
     """GPU_QUERY of each GPU, as the driver writes it."""
     complaint: str | None = None
-    """Reason if it lists no GPUs, or not all."""
+    """Reason why it lists not all GPUs or did not answer in time; None if there is none."""
     health: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """UUID -> HEALTH_QUERY and REMAPS_QUERY: field -> value."""
     processes: Sequence[Mapping[str, str]] = ()
@@ -54,7 +54,7 @@ class Driver:
 
 
 def ask_driver() -> Driver:
-    """Ask nvidia-smi for all it knows, in at most twice ASK_SECONDS and END_SECONDS."""
+    """Return the output of all queries of nvidia-smi, in at most twice ASK_SECONDS + END_SECONDS."""
     listed, complaint = _ask(f"--query-gpu={GPU_QUERY}")
     gpus = tuple(line.strip() for line in listed if line.count(",") == GPU_QUERY.count(","))
     if complaint or not gpus:
@@ -68,7 +68,7 @@ def ask_driver() -> Driver:
     with ThreadPoolExecutor(len(questions)) as pool:
         answers = list(pool.map(lambda words: _ask(*words), questions))
     health, remaps, processes, links = (lines for lines, _ in answers)
-    # no more than that: an older driver refuses what it does not know
+    # other complaints do not count: an older driver refuses queries that it does not know
     late = next((said for _, said in answers if said and said.startswith(NO_ANSWER)), None)
     found = {row["uuid"]: row for row in _rows(health, HEALTH_QUERY)}
     remapped = {row["gpu_uuid"]: row for row in _rows(remaps, REMAPS_QUERY)}
@@ -104,7 +104,7 @@ def _ask(*words: str) -> tuple[list[str], str | None]:
         for stream in filter(None, (program.stdout, program.stderr)):
             stream.close()
         return [], f"{NO_ANSWER} {ASK_SECONDS} s"
-    # what it complains of comes by either; beside rows, by the second one
+    # complaints come on either stream; if there are rows, on stderr
     lines = [line for line in (stderr + "\n" + stdout).splitlines() if line.strip()]
     if any(NO_GPUS in line for line in lines):
         return [], None
@@ -145,9 +145,9 @@ def count_on_bus(root: Path = Path("/")) -> int:
 
 
 def may_reach_memory(root: Path = Path("/")) -> bool:
-    """Return whether a network card may reach GPUs' memory (GPUDirect): by a module, or by dmabuf.
+    """Return whether a network card may access GPUs' memory (GPUDirect): by a kernel module, or by dmabuf.
 
-    dmabuf wants Linux 5.12 and the driver's open kernel modules, and the card's driver beside; so it is possible.
+    dmabuf needs Linux 5.12, the driver's open kernel modules, and support by the card's driver, which is not checked.
     """
     modules = {line.split(" ")[0] for line in read_text(root / "proc/modules").splitlines()}
     numbers = re.match(r"(\d+)\.(\d+)", read_text(root / "proc/sys/kernel/osrelease"))
@@ -168,7 +168,7 @@ def read_xids(root: Path = Path("/")) -> dict[str, int]:
 
 def _kernel_log(path: Path) -> bytes:
     log = bytearray()
-    with suppress(OSError):  # PermissionError: it may not be opened; BlockingIOError: no more records
+    with suppress(OSError):  # PermissionError: no right to open it; BlockingIOError: no more records
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             while (record := _record(descriptor)) and len(log) < MOST_LOG_BYTES:
@@ -179,9 +179,9 @@ def _kernel_log(path: Path) -> bytes:
 
 
 def _record(descriptor: int) -> bytes:
-    """Read the next record; its end is BlockingIOError."""
+    """Read the next record. Raises: BlockingIOError after the last one."""
     while True:
         try:
             return os.read(descriptor, 8192)
-        except BrokenPipeError:  # overwritten meanwhile: the next one is there
+        except BrokenPipeError:  # the kernel has overwritten the record: read the next one
             continue
