@@ -1,1 +1,1 @@
-"""Find what fits into a device's memory, and a remedy if a run does not."""
+"""Find the microbatches that fit a device's memory, and a remedy if a run does not fit."""

@@ -24,7 +24,7 @@ from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
 
 MANY = 1000
-"""Steps of an epoch: as many as in real runs, so that schedule and average are legal."""
+"""Steps of an epoch: as many as in real runs, so that schedule and weight average are legal."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SizeSearch:
 
 
 def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
-    """Return the microbatches up to most that divide the config's ghost batches, or consist of them. Rising."""
+    """Return the microbatches, rising up to most, that divide the config's ghost batch or consist of whole ones."""
     parts = [size for size in range(1, min(batch.bn_span - 1, most) + 1) if batch.bn_span % size == 0]
     return [*parts, *range(batch.bn_span, most + 1, batch.bn_span)]
 
@@ -45,10 +45,10 @@ def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
 def largest_fitting(
     sizes: Sequence[int], fits: Callable[[int], bool], *, is_last_near: bool, seconds: float = float("inf")
 ) -> SizeSearch:
-    """Find the largest of rising sizes that fits, by bisection; where one fits, all smaller ones are taken to fit.
+    """Find the largest of rising sizes that fits, by bisection, assuming that all smaller ones fit, too.
 
-    is_last_near: the last one is not far too large, so begin in the middle; else sizes double from the first until one
-    does not fit. No try begins after so many seconds.
+    is_last_near: the last size is not far too large, so begin in the middle; else double from the first size until one
+    does not fit. No try begins after the given seconds.
     """
     deadline = time.monotonic() + seconds
     low, high, is_doubling = -1, len(sizes), not is_last_near  # all up to low fit; none from high on
@@ -70,8 +70,8 @@ def largest_fitting(
 def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:
     """Return whether training steps of generated images fit, on this rank alone; frees their memory afterwards.
 
-    A sharded update is tried with all shares on this rank, and a step that is captured with its graphs, which take
-    memory of their own.
+    A sharded update is tried with all shares on this rank, and a captured step with its CUDA graphs, which need memory
+    of their own.
     """
     num_untimed = WARM_UP_STEPS if config.compute.cuda_graph else 1
     try:
@@ -99,14 +99,14 @@ def run_steps(
 ) -> float:
     """Train on generated images, on this rank alone; return the mean seconds of the timed steps at the end.
 
-    All steps have the same images, which are the same for any division of them into microbatches, and the learning rate
-    0: each repeats the first. A size below batch.bn_span is a ghost batch of its own. No collectives. The optimizer's
-    state is there from the second step on, beside all else. look is called after the last step.
+    All steps have learning rate 0 and the same images, for any division into microbatches: each repeats the first. A
+    size below batch.bn_span is a ghost batch of its own. No collectives. From the second step on, the optimizer's state
+    takes memory, too. look is called after the last step.
     Raises: RuntimeError; MemoryError.
     """
     config, communicator = _alone(config, size, num_microbatches=num_microbatches), connect(env=ALONE, device=device)
     plan = make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
-    batches = _generated(config, device)  # may not fit, and nothing would close the parts
+    batches = _generated(config, device)  # before the parts: if it does not fit, no parts have to be closed
     parts = replace(make_parts(config, communicator, plan=plan, tuned=None), schedule=lambda step: 0.0)
     num_steps, start = num_untimed + num_timed, 0.0
     try:
@@ -116,7 +116,7 @@ def run_steps(
             if step == num_untimed:
                 wait_for(device)
                 if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(device)  # cuDNN's search wants more, once
+                    torch.cuda.reset_peak_memory_stats(device)  # without the peak of cuDNN's search
                 before_timed()
                 start = time.perf_counter()
             train_step(step, stream)
@@ -139,7 +139,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
-    """Return the config for one rank with such microbatches, and an average that allocates at once."""
+    """Return the config for one rank with microbatches of size, and a weight average from the first step on."""
     config = without_choices(config, world_size=1)
     is_mixable = min(config.batch.bn_span, size) > 1
     return replace(

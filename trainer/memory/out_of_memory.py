@@ -19,17 +19,17 @@ from bigbatch.trainer.run.folder import RunDir
 SEARCH_SECONDS = 60.0
 WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
-"""Patterns in torch's messages: those of all allocators, and CUDA's."""
+"""Patterns in torch's messages: WANTED in those of all allocators, FREE in those of CUDA's."""
 
 
 def explain(config: Config, reason: str, *, world_size: int, device: torch.device) -> str:
-    """Return the error line, after a search on this rank alone. reason: torch's. The run's tensors must be freed.
+    """Return the error line, after a search on this rank only; free the run's tensors before. reason: torch's message.
 
-    The other ranks wait meanwhile, so no try begins after half the time that they would wait for.
+    The other ranks wait meanwhile, so no try begins after half of comm.timeout_seconds.
     """
     free_memory(device)
     batch = config.batch
-    # to compile at each size would take longer than the search may; and compiled code keeps less
+    # eager: compilation at each size would exceed the time of the search, and compiled code takes less memory
     tried = replace(config, compute=replace(config.compute, compile=None, compile_fallback=False))
     found = largest_fitting(
         sizes_within(batch, most=batch.microbatch_size - 1),
