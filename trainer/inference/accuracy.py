@@ -1,4 +1,4 @@
-"""Accuracy over a whole split: every image counted once, at any number of ranks."""
+"""Evaluate a model over a whole split: it counts every image once, at any number of ranks."""
 
 import json
 import time
@@ -37,12 +37,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure top1, top5 (shares), loss (a mean), own metrics, count and seconds over all ranks' batches.
 
-    score: the loss, else cross-entropy in nats, and metrics, which the record has by name where there are any.
+    score: loss and metrics; by default cross-entropy in nats. The record has metrics by name, if there are any.
     forward: returns the context of the model's forward, as Precision.forward does.
-    flip: the mean of the logits for the image and for its mirror image. skipped is told the positions of bad
-    images and why; they are not counted. between_batches is called before the first of every eight batches, where
-    all ranks have just met, and may raise what ends the evaluation, on all ranks alike.
-    Collective, with equally many batches on all ranks. Leaves the model in evaluation mode.
+    flip: use the mean of the logits of the image and its mirror image. skipped gets the positions of bad images,
+    which are not counted, with reasons. between_batches is called before the first of every eight batches, right
+    after an exchange of all ranks; an error that it raises, on all ranks alike, ends the evaluation.
+    Collective, with the same number of batches on all ranks. Leaves the model in evaluation mode.
     Raises: DataError when the input of any rank fails, or the ranks together did not count num_samples images.
     """
     start = time.perf_counter()
@@ -88,11 +88,11 @@ def evaluate(
 
 
 def in_touch(batches: Iterator[Batch], communicator: Communicator, *, met: Callable[[], None]) -> Iterator[Batch]:
-    """Yield the batches; at intervals and at the end, all ranks exchange whether their input still works.
+    """Yield the batches; at intervals and at the end, all ranks exchange whether their input still works. Collective.
 
-    A rank with a failed input goes to the next exchange at once, which ends all ranks or none. met is called
-    after each but the last, and nowhere else, so equally often on all ranks.
-    Without a sync with the device. Collective. Raises: DataError if the input of any rank failed.
+    A rank with a failed input enters the next exchange at once, which raises on all ranks or none. met is called after
+    each exchange except the last, so equally often on all ranks. No sync with the device.
+    Raises: DataError if the input of any rank failed.
     """
     for number in count_up():
         batch, failure = None, ""
@@ -101,7 +101,7 @@ def in_touch(batches: Iterator[Batch], communicator: Communicator, *, met: Calla
         except DataError as error:
             failure = str(error)
         if batch is None or number % BATCHES_BETWEEN_EXCHANGES == 0:
-            failures = map(json.loads, communicator.gather_text(json.dumps(failure)))  # paths may be no UTF-8
+            failures = map(json.loads, communicator.gather_text(json.dumps(failure)))  # JSON: paths may not be UTF-8
             if text := next(filter(None, failures), ""):
                 raise DataError(text)
         if batch is None:
@@ -122,7 +122,7 @@ def count_batch(
 ) -> Tensor:
     """Return sums over the valid samples of a batch, (4) float64: top-1 and top-5 correct, loss, samples."""
     ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
-    # at most one hit a row: the first column counts top-1, all of them top-5
+    # a row has at most one hit: the first column counts top-1, all columns top-5
     hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]
     loss_B = torch.where(valid_B, to_grid(losses(logits_BK, labels_B)), 0.0)
     sums = (hit_BK[:, 0].sum(), hit_BK.sum(), loss_B.sum(), valid_B.sum())

@@ -38,19 +38,19 @@ def trained_parser(prog: str, *, description: str, takes_images: bool = False) -
 
 
 def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Config, Path]:
-    """Return the parsed command line, the config and where the weights are.
+    """Return the parsed command line, the config and the path of the weights.
 
-    Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for a command line that makes no sense.
+    Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for an illegal command line.
     """
     arguments, overrides = parser.parse_known_args(join_values(argv))
     if arguments.images is not None:
-        # argparse has no positional for them: of two it would give the second what stands before the first option
+        # images are no positional of argparse: it would assign them to RUN or IMAGE by their place before an option
         arguments.images = [as_path(word) for word in overrides if not word.startswith("--")]
         overrides = [word for word in overrides if word.startswith("--")]
         if arguments.config is not None and arguments.run is not None:
             arguments.images.insert(0, arguments.run)
             arguments.run = None
-    # ours come first: of a key that is stated twice the last word counts
+    # the added words come first: if a key is stated twice, the last word counts
     overrides = [*_without_limits_of_training(overrides), *overrides]
     if arguments.run is None:
         if arguments.config is None or arguments.weights is None:
@@ -59,7 +59,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
         return arguments, load_config(["--config", arguments.config, *overrides], prog=parser.prog), arguments.weights
     if arguments.config is not None or arguments.weights is not None:
-        if arguments.config is not None:  # first: the value of an option that is not there looks like a run folder
+        if arguments.config is not None:  # first: the value of an unknown option was parsed as the run folder
             load_config(["--config", arguments.config, *overrides], prog=parser.prog)
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     rundir = RunDir(arguments.run)
@@ -73,7 +73,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
 
 
 def _without_limits_of_training(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield words that fit batch and loss scale, which training alone needs, to a given microbatch and precision."""
+    """Yield options that fit keys of training only (batch, loss scale) to the stated microbatch and precision."""
     given = dict(word.partition("=")[::2] for word in overrides)
     if size := given.get("--batch.microbatch_size"):
         yield from (f"--batch.global_batch_size={size}", f"--batch.bn_span={size}", "--batch.virtual_ranks=null")

@@ -90,9 +90,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:
-    """Measure images per second of the model alone: the slowest rank's times the ranks; compiles it before.
+    """Return images per second of the model without input: the slowest rank's rate times world size. Collective.
 
-    Collective. Raises: ComputeError.
+    is_compiled: compile the model before. Raises: ComputeError.
     """
     size, count, device = config.data.image_size, config.batch.microbatch_size, communicator.device
     pixels_BHWC = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)
@@ -103,12 +103,12 @@ def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *,
         rate = forward_rate(
             lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
         )
-    # ranks have equally many images, so all are done when the slowest is
+    # ranks have equal numbers of images, so the slowest one ends last
     return communicator.world_size * min(map(float, communicator.gather_text(repr(rate))))
 
 
 def _describe_speed(record: dict[str, Any]) -> str:
-    """Return a line: rate with images from storage, rate without, and optimizations of the model."""
+    """Return a line with the rates with and without input, and the optimizations of the model."""
     done = [record["precision"]]
     if record["num_folded"]:
         done.append(f"{record['num_folded']} of {record['num_norms']} norms folded")

@@ -20,9 +20,9 @@ from bigbatch.trainer.inference.folding import fold_norms, num_norms
 from bigbatch.trainer.inference.formats import FORMATS, INPUT, OUTPUT, Classify, require_format
 
 TRACED_BATCH, COMPARED_BATCH = 2, 3
-"""Images: two numbers, since the batch must stay free."""
+"""Batch sizes for tracing and comparison; they differ, which proves that the file takes any batch size."""
 TOLERANCE = 1e-4
-"""Share of the largest logit. Sums in another order were seen to move fp32 logits by 1e-6 of it."""
+"""Largest difference, as a share of the largest logit. Sums in another order moved fp32 logits by 1e-6 of it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,11 +36,11 @@ def main(argv: Sequence[str]) -> int:
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out, suffix=out.suffix) as file:  # some formats go by the suffix
+        with replacing(out, suffix=out.suffix) as file:  # some writers choose the format by the suffix
             aside = Path(file.name)
             chosen.write(written, _images(TRACED_BATCH, config), aside, facts)
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
-        # after the file has its name, which it gets only if its logits agree
+        # after the file got its name, which it gets only if its logits agree
         write_whole(Path(f"{out}.json"), (json.dumps(facts, indent=1) + "\n").encode())
     except ExportError:
         raise
@@ -72,9 +72,9 @@ def _parser() -> ArgumentParser:
 
 
 def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> float | None:
-    """Return the largest difference of logits on random images; None without the library that reads the file.
+    """Return the largest difference of the file's and the model's logits; None without the library that reads the file.
 
-    Raises: ExportError if it is more than rounding.
+    Raises: ExportError if the difference is more than rounding.
     """
     try:
         classify = read()
@@ -94,13 +94,13 @@ def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> 
 
 
 def _images(count: int, config: Config) -> Tensor:
-    """Draw normal noise, as if normalised."""
+    """Return images of normal noise, in the form of normalised ones."""
     size = config.data.image_size
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
 
 
 def _describe(config: Config, classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return facts that serving needs besides the file."""
+    """Return the facts that serving needs besides the file."""
     data = config.data
     return {
         "model": config.model.name,

@@ -1,4 +1,4 @@
-"""A trained model made fast for inference: batch norm folded into the convolutions, half precision, compiled."""
+"""Make a trained model fast for inference: fold batch norms into convolutions, use half precision, compile."""
 
 import copy
 import time
@@ -15,9 +15,9 @@ from bigbatch.trainer.step.execution import compile_failure
 from bigbatch.trainer.step.precision import to_half_
 
 WARMUP_BATCHES = 2
-"""Before a rate is measured: the first choose kernels and fill caches."""
+"""Batches before a rate is measured: they choose kernels and fill caches."""
 MEASURED_SECONDS, LEAST_BATCHES, MOST_BATCHES = 0.5, 3, 100
-"""For how long a rate is measured, within these numbers of batches."""
+"""Seconds for which a rate is measured, and the least and most batches."""
 
 
 def for_inference(
@@ -28,9 +28,9 @@ def for_inference(
     fold: bool = False,
     channels_last: bool = True,
 ) -> nn.Module:
-    """Copy a model in evaluation mode to the device, with its weights in dtype, except norms that were not folded.
+    """Return a copy of an evaluation-mode model on the device, with weights in dtype, except norms that stay.
 
-    It takes images in dtype. Folding goes before rounding, in fp32.
+    The copy takes images in dtype. fold: fold norms first, in fp32.
     """
     model = fold_norms(model) if fold else copy.deepcopy(model)
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -40,10 +40,10 @@ def for_inference(
 
 
 def fold_norms(model: nn.Module) -> nn.Module:
-    """Copy a model in evaluation mode, so that each batch norm directly behind a convolution is part of it.
+    """Return a copy of an evaluation-mode model, with each norm directly after a convolution folded into it.
 
-    The convolution gets a bias, the norm is an empty nn.Sequential; other norms stay, such as one behind a max-pool,
-    which would commute only with positive scales. The same function, but for rounding.
+    The convolution gets a bias, and an empty nn.Sequential replaces the norm. Other norms stay, such as one after a
+    max-pool, which would commute only with positive scales. The function is the same up to rounding.
     """
     model = copy.deepcopy(model)
     for convolution, norm in _foldable(model):
@@ -59,7 +59,7 @@ def num_norms(model: nn.Module) -> int:
 
 
 class _Tracer(fx.Tracer):
-    """Takes each convolution, norm and adaptive pool as one operation, those of our own kinds as well."""
+    """Traces each convolution, norm and adaptive pool as one operation, bigbatch's subclasses included."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.AdaptiveAvgPool2d) or super().is_leaf_module(
@@ -68,7 +68,7 @@ class _Tracer(fx.Tracer):
 
 
 def _foldable(model: nn.Module) -> list[tuple[str, str]]:
-    """Find pairs of (convolution, norm) by name, where the norm alone reads the convolution, and each works once."""
+    """Return pairs of names (convolution, norm) where only the norm reads the convolution, and each is called once."""
     nodes = [node for node in _Tracer().trace(model).nodes if node.op == "call_module"]
     num_calls = Counter(str(node.target) for node in nodes)
     pairs = []
@@ -89,7 +89,7 @@ def _foldable(model: nn.Module) -> list[tuple[str, str]]:
 
 @torch.no_grad()
 def compile_(model: nn.Module, images_BCHW: Tensor) -> None:
-    """Compile forward for batches such as this one, in place; others are compiled when they come.
+    """Compile forward for batches of this shape, in place; the first batch of another shape compiles again.
 
     Raises: ComputeError.
     """

@@ -25,26 +25,26 @@ INPUT, OUTPUT = "images", "logits"
 
 @dataclass(frozen=True)
 class Format:
-    """An export format. suffix is None if any file name is legal."""
+    """An export format. suffix: that of its files; None if any file name is legal."""
 
     suffix: str | None
     write: Callable[[nn.Module, Tensor, Path, Mapping[str, Any]], None]
-    """The model, images_BCHW to trace it with, the file, and what serving needs besides it."""
+    """Takes the model, images_BCHW to trace it with, the file to write, and facts for serving."""
     read: Callable[[Path, Config], Classify]
     """Takes the file and the model's config. Raises: ImportError if the reader's library is not installed."""
     library: str | None = None
     """The only library that reads it, and only for its own models."""
     takes_folded: bool = True
-    """It also has the layers, and not the weights of a known model alone."""
+    """Whether the file also holds the layers, and not only the weights of a known model."""
 
 
 def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Format:
-    """Return the format of that name. Raises: ExportError where model, fold or the file's name does not go with it."""
+    """Return the format of that name. Raises: ExportError if it does not go with the model, fold or the file's name."""
     chosen = FORMATS[name]
     if out.is_dir():
         file = out / f"{config.model.name}{chosen.suffix or '.pth'}"
         raise ExportError(f"--out {out} is a folder: name a file in it, such as {file}")
-    if is_stream(out):  # what is written is read again, and compared
+    if is_stream(out):  # export reads the file again, and compares it
         raise ExportError(f"--out {out} is a device or a pipe: name a file")
     is_resnet = config.model.name in RESNETS
     if chosen.library and not is_resnet and not config.model.name.startswith(f"{chosen.library}:"):
@@ -64,7 +64,7 @@ def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Forma
 
 
 def _write_state(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
-    with open(path, "wb") as file:  # by its path torch would not say why it cannot write
+    with open(path, "wb") as file:  # with a path, torch's error would not say why it cannot write
         torch.save(plain_tensors(model.state_dict()), file)
 
 

@@ -40,7 +40,7 @@ class Classifier:
     """A trained model with the preprocessing of the validation images."""
 
     def __init__(self, config: Config, weights: Path) -> None:
-        """Load all. Raises: ConfigError; CheckpointError."""
+        """Load the weights and join a job of one rank. Raises: ConfigError; CheckpointError."""
         if config.data.loader == "synthetic":
             raise ConfigError("data.loader=synthetic reads no images: give the keys of data as for real ones")
         env = read_process_env()
@@ -48,7 +48,7 @@ class Classifier:
             raise ConfigError(
                 f"predict works in one process, this job has {env.world_size}: start it without a launcher"
             )
-        # a stand-in for a bad image would get that image's answer
+        # max_skipped replaces a bad image by another one, whose prediction would be reported for it
         self._config = without_choices(replace(config, data=replace(config.data, max_skipped=None)), world_size=1)
         plain, classes = make_plain_model(config, weights=weights)
         if classes is None:
@@ -80,7 +80,7 @@ class Classifier:
             batch=replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size),
             augment=replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0),  # nothing to mix a single image with
         )
-        index = ImageIndex(  # of single images: below the root of all files, without known class
+        index = ImageIndex(  # of single images: below /, without known classes
             root="",
             classes=(),
             paths=[str(path.absolute()).lstrip("/") for path in paths],
@@ -90,7 +90,7 @@ class Classifier:
         normalize, found = build_input.make_normalize(config, self._communicator), iter(paths)
         with closing(split.loader):
             for batch in build_input.eval_batches(config, self._communicator, split):
-                # padding comes last, so what is valid is the beginning
+                # valid images come first, then padding
                 images_BCHW = normalize(batch.images_BCHW)[: int(batch.valid_B.sum())]
                 with in_forward(config.optimizer.precision, device=self._communicator.device):
                     logits_BK = evaluation.predict(self._model, images_BCHW, flip=config.data.eval_flip)
@@ -99,14 +99,14 @@ class Classifier:
                     yield Prediction(next(found), tuple(self._names[each] for each in classes), tuple(shares))
 
     def close(self) -> None:
-        """Leave the process group of the one rank."""
+        """Close the communicator."""
         self._communicator.close()
 
 
 def load_classifier(*argv: str) -> Classifier:
-    """Load a classifier from what the command line takes: a run folder, then keys of its config to override.
+    """Load a classifier from the command line's words: a run folder, then keys of its config to override.
 
-    Such as load_classifier("runs/quickstart", "--optimizer.precision=bf16"). Raises: as read_trained and Classifier.
+    Example: load_classifier("runs/quickstart", "--optimizer.precision=bf16"). Raises: as read_trained and Classifier.
     """
     _, config, weights = read_trained(_parser(), argv)
     return Classifier(config, weights)
