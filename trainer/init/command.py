@@ -34,7 +34,7 @@ REMOVED = (
 
 Splits = Mapping[str, ImageSource]
 Listed = dict[str, dict[str, list[str]]] | None
-"""The list of images to write, if the folder itself does not separate the splits."""
+"""Split -> class -> images: the list to write if the folder does not separate the splits; else None."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] | None]:
-    """Return the options, with the recipe's file as out, and the two names of --columns. Exits if one is wrong."""
+    """Return the options, with the recipe's file as out, and the two names of --columns. Raises: SystemExit."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_share < 1:
@@ -87,7 +87,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
         parser.error("--samples takes 1 or more, --seed 0 or more")
     if arguments.unpack:
         parser.error(REMOVED)
-    # the folder's name in letters that need no quotes
+    # the folder's name in characters that need no quotes in a shell
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", arguments.folder.resolve().name).strip("-.")
     recipe = arguments.out = arguments.out or Path(f"{name or 'mine'}.yaml")
     if recipe.suffix not in (".yaml", ".yml"):  # a list lies beside it, as .json
@@ -187,7 +187,7 @@ def _next(recipe: Path, splits: Splits, *, is_listed: bool) -> Iterator[str]:
     also = f" and {config.data.root}" if is_listed else ""
     yield printable(f"written: {recipe}{also}; next:")
     example = splits["val"].name(0)
-    if not os.path.isfile(example):  # but a place in a shard
+    if not os.path.isfile(example):  # it is the name of a sample in a shard
         example = "IMAGE.jpg"
     paths = (config.data.root, str(recipe), config.run.directory, example)
     root, config_file, run, picture = (f"./{path}" if path.startswith("-") else path for path in paths)
@@ -197,7 +197,7 @@ def _next(recipe: Path, splits: Splits, *, is_listed: bool) -> Iterator[str]:
 
 
 def _typed(word: str) -> str:
-    """Return a word as typed into a shell; unprintable characters as byte escapes of bash and zsh."""
+    """Return a word quoted for a shell; unprintable characters as byte escapes of bash and zsh."""
     if word.isprintable():
         return shlex.quote(word)
     is_plain = [c.isprintable() and c not in "\\'" for c in word]

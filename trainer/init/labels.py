@@ -1,4 +1,4 @@
-"""Read a CSV of labels: the class of each image, and lines and images without a counterpart."""
+"""Read a CSV of labels: the class of each image, lines without an image, and images without a line."""
 
 import csv
 import io
@@ -20,13 +20,13 @@ class LabelFile:
     faults: dict[str, list[str]]
     """Kind of mismatch -> its cases, for each possible kind."""
     names: Sequence[str] | None
-    """The first line, if it was taken for column names without an option."""
+    """The first line, if it was taken for column names without --columns."""
 
 
 def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] | None = None) -> LabelFile:
     """Read a CSV with a line for each of images (paths below a folder): comma, semicolon or tab, UTF-8.
 
-    Images go by path or name, also without suffix, as long as that is of one image: a line can name none outside of
+    A line names an image by path or name, also without suffix, if only one image has it; it cannot name one outside of
     the folder. Raises: DataError for a file of another form.
     """
     known = _names(images)
@@ -101,5 +101,5 @@ def _names(images: Sequence[str]) -> dict[str, str | None]:
         }
         for name in shorter - {image}:
             known[name] = None if name in known else image
-    # last, as a whole path is always of one image
+    # last, since a whole path always names one image
     return known | {image: image for image in images}

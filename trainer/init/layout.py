@@ -1,4 +1,4 @@
-"""Detect the layout of a folder of images, and split it if it has no splits itself."""
+"""Detect the layout of a folder of images, and split the images if the folder does not."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ from bigbatch.trainer.input.webdataset import find_shards
 _LAYOUTS = "FOLDER/<class>/<image>, FOLDER/train and FOLDER/val with class folders, or images and a CSV of labels"
 
 SPLIT_WORDS = ("training", "valid", "validation", "validate", "dev", "eval", "evaluation", "test", "testing")
-"""Names of other programs for folders of splits, which are not taken for classes."""
+"""Names that other programs give to folders of splits: init does not take them for classes."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class DatasetLayout:
 def look(
     folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool
 ) -> DatasetLayout:
-    """List the images of folder, without reading any; labels names a CSV that is not the only one in it.
+    """Return the layout of folder, without reading any image. labels: the CSV of labels; None: the only one in folder.
 
-    columns: names of the two that hold images and labels, if not the first two. leave_out: an image without a label
-    or a label without an image is not a problem. Raises: DataError if there is no way to list them.
+    columns: names of its columns of images and labels; None: the first two. leave_out: images without a label and
+    labels without an image are no problem. Raises: DataError if the images cannot be listed.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the images")
@@ -103,7 +103,7 @@ def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
 
 
 def _is_split(folder: Path) -> bool:
-    """Return whether it is a split, not a class of that name: images of trains lie in train/ directly."""
+    """Return whether folder is a split, and not a class such as train, whose images lie in train/ directly."""
     return is_packed(folder) or bool(list_split(folder).folders)
 
 
@@ -158,9 +158,9 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
 def split_classes(
     by_class: Mapping[str, Sequence[str]], *, val_share: float, seed: int
 ) -> dict[str, dict[str, list[str]]]:
-    """Return {"train": ..., "val": ...} by class: of each class the share of its images with the lowest hashes.
+    """Return split -> class -> images; val gets the val_share of each class with the lowest hashes of (seed, path).
 
-    The hash is of (seed, path). A class of two or more has one at least in both splits; a class of one trains.
+    A class of two or more images has at least one in both splits; the only image of a class goes to train.
     """
 
     def draw(path: str) -> bytes:

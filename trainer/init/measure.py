@@ -21,13 +21,13 @@ LEVELS = np.arange(256) / 255
 
 @dataclass(frozen=True)
 class SampleStatistics:
-    """Measurements of a sample of all splits; mean and std are those of its training images."""
+    """Measurements of a sample of both splits; mean and std are those of its training images."""
 
     num_images: int
     """Number of examined images, good or not."""
     num_averaged: int
     mean: tuple[float, ...]
-    """Mean of red, green and blue on the scale 0 to 1; each image has the same weight, whatever its size."""
+    """Mean of red, green and blue on the scale 0 to 1; images of all sizes have the same weight."""
     std: tuple[float, ...]
     """Standard deviation of the pixels around that mean, with the same weights."""
     short_side_pixels: Spread
@@ -45,9 +45,9 @@ def measure(
     max_pixels: int = MAX_PIXELS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SampleStatistics:
-    """Decode at most so many images, drawn by seed from all splits; those of more than max_pixels are unusable.
+    """Decode and measure at most most_images images, drawn by seed from all splits; larger than max_pixels is unusable.
 
-    Raises: DataError if no training image among them is good; ConfigError for an impossible num_workers.
+    Raises: DataError if no training image of the sample is usable; ConfigError for an illegal num_workers.
     """
     total = sum(map(len, splits.values()))
     chosen_N = np.sort(epoch_order(seed=seed, epoch=0, num_samples=total)[:most_images])
@@ -91,16 +91,16 @@ def measure(
 def _examine(
     splits: Mapping[str, ImageSource], max_pixels: int, task: tuple[str, list[int]]
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Return (height, width, three means, three means of squares) of each good image, and what the others lack."""
+    """Return (height, width, three means, three means of squares) of each usable image, and reasons for the others."""
     split, positions = task
     rows, bad = [], {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large images
+        warnings.simplefilter("ignore")  # Pillow warns of EXIF and very large images
         for position in positions:
             path = splits[split].name(position)
             try:
                 image = open_image(splits[split].read(position), path=path, max_pixels=max_pixels).convert("RGB")
-            except Exception as error:  # one bad file must not end it, whatever a decoder makes of it
+            except Exception as error:  # a decoder may raise anything, and one bad file must not end the measurement
                 bad[position] = reason_of(path, error)
             else:
                 # counts of 256 levels: exact, and an image of any size costs no array of floats

@@ -1,4 +1,4 @@
-"""Recipe for the user's images: the values that it states besides the packaged experiment that it extends."""
+"""Write a recipe for the user's images, which extends a packaged experiment."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from bigbatch.trainer.datasets.check import Spread
 from bigbatch.trainer.init.measure import SampleStatistics
 
 MIN_STEPS = 8
-"""The recipe has a smaller batch than its base if an epoch would have fewer updates."""
+"""Least updates per epoch: with fewer, the recipe has a smaller batch than its base."""
 LEAST_BATCH = 16
-"""Smaller ones leave batch norm too few images, as long as there are so many."""
+"""Smallest global batch, if there are as many images: a smaller one leaves batch norm too few."""
 
 
 def recipe_text(
@@ -48,7 +48,7 @@ def recipe_text(
     }
     if max_megapixels != base.data.max_megapixels:
         stated["data"]["max_megapixels"] = (max_megapixels, "")
-    if base.model.weights is None:  # else those that the weights were trained with
+    if base.model.weights is None:  # else weights need the mean and std that they were trained with
         stated["data"] |= {
             "mean": (
                 [round(value, 4) for value in measured.mean],
@@ -60,7 +60,7 @@ def recipe_text(
         base_lr = base.schedule.base_lr
         stated["schedule"] = {"base_lr": (base_lr * sizes[0] / batch, f"{base_lr:g} x {sizes[0]} / {batch}")}
     words = [f"--{section}.{key}={as_yaml(v)}" for section, keys in stated.items() for key, (v, _) in keys.items()]
-    load_config(["--config", like, *words])  # refuses what does not go together before anything is written
+    load_config(["--config", like, *words])  # raises ConfigError before anything is written
     lines = [
         f"# {num_classes:,} classes, {counts['train']:,} training and {counts['val']:,} validation images, "
         "looked at by `bigbatch init`.",
@@ -73,7 +73,7 @@ def recipe_text(
 
 
 def _image_size(base: Config, short_side: Spread) -> tuple[int, str]:
-    """Return the base's size, or a smaller one of whole 32s that half of the images need not be enlarged for; why."""
+    """Return the base's size, or a smaller multiple of 32 to which half of the images need no enlarging; and why."""
     why = f"the median of the shorter sides is {short_side.median:,.0f} pixels"
     if base.data.crop == "padded" or base.data.train_sizes or short_side.median >= base.data.image_size:
         return base.data.image_size, f"the base's; {why}"
@@ -81,7 +81,7 @@ def _image_size(base: Config, short_side: Spread) -> tuple[int, str]:
 
 
 def _batch(base: Config, *, num_train: int) -> tuple[int, int, int]:
-    """Return global batch, microbatch and span: the base's, or smaller ones where an epoch would have too few steps."""
+    """Return global batch, microbatch and bn_span: the base's, or smaller ones if an epoch would have too few steps."""
     batch = base.batch
     if num_train // batch.global_batch_size >= MIN_STEPS:
         return batch.global_batch_size, batch.microbatch_size, batch.bn_span
