@@ -37,7 +37,7 @@ MODEL_CONFIG = "imagenet/resnet50_8k"
 """Experiment in which --model replaces the model."""
 
 NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_buffer_bytes null"
-"""Keys set to null, so that the table gives the fusion plan."""
+"""Options that set keys to null, so that the table gives the fusion plan."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,7 +113,7 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
 
 
 def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> StepCandidate:
-    """Return the config's values, completed from comm.table; not from a table of another cluster."""
+    """Return the config's table and sizes, completed from comm.table unless it is of another cluster. Collective."""
     try:
         tuned = gather_tuned(config, communicator)
     except TunedError as error:
@@ -131,8 +131,8 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
 def _make_forward(
     config: Config, communicator: Communicator
 ) -> tuple[dict[str, torch.nn.Parameter], Callable[[], Tensor]]:
-    """Return the model's parameters, and a microbatch's loss as the training loop computes it, of random images."""
-    # without gathers inside of it: ranks repeat it as often as each has time for
+    """Return the parameters, and a forward that returns the loss of random images as the training loop computes it."""
+    # without collectives in forward: each rank repeats it as often as its time allows
     model = make_model(without_choices(config, world_size=communicator.world_size), communicator)
     precision = make_precision(config, model, device=communicator.device)
     flatten_running_statistics(model)
@@ -171,7 +171,7 @@ def _evidence(config: Config, conditions: Conditions, findings: TuneResults) -> 
         "fastest_table": f.fastest.as_rows(),
         "backward_seconds": f.backward.seconds,
         "ready_seconds": dict(f.backward.ready_seconds),
-        # of what the config states first
+        # the config's own candidate comes first
         "whole_steps": [
             {
                 "table": candidate.table.as_rows(),

@@ -26,11 +26,11 @@ STEPS = 8
 POWERS = range(25)
 """Exponents of the loss scales that a config may state: 1 to 2^24."""
 TOLERANCE = 0.001
-"""Share of the values by which the underflow may exceed the least one."""
+"""Largest excess over the least underflow, and largest share of lost gradients, as shares of the values."""
 LEAST_DOUBLINGS = 3
-"""Room for gradients to grow before they overflow."""
+"""Fewest doublings of the gradients that must fit before they overflow."""
 SAFE_DOUBLINGS = 8
-"""Room that allows a static scale: a warm-up and a falling loss change gradients by less."""
+"""Doublings that allow a static scale: a warm-up and a falling loss change gradients by less."""
 
 TABLE_HEAD = f"""\
 underflow: 0, or below 2^{FP16_NORMAL} and so short of digits; lost: not 0 in fp32, but below 2^{FP16_LEAST} in fp16
@@ -39,7 +39,7 @@ loss scale  underflow    lost  overflow  underflow    lost  overflow    (times)"
 
 
 def scale_records(found: Gradients) -> list[dict[str, Any]]:
-    """Return, for each loss scale, the shares of the values that fp16 does not hold, and the doublings that fit."""
+    """Return, for each loss scale, the shares of gradients that fp16 cannot hold, and the doublings that fit."""
     kinds = {"weights": found.weights, "activations": found.activations}
     return [
         {
@@ -67,9 +67,9 @@ def choose_scale(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def recommend(records: Sequence[dict[str, Any]], config: Config) -> tuple[dict[str, Any], str]:
-    """Return the values to take, by dotted key, and the reason.
+    """Return the recommended values by dotted key, and the reason.
 
-    fp16 has three bits more than bf16, so it is preferred if it keeps the gradients. A config with autocast keeps it.
+    fp16 has three bits more than bf16, so it is preferred if it holds the gradients. A config with autocast keeps it.
     """
     best, form = choose_scale(records), "_autocast" if config.optimizer.precision.endswith("_autocast") else ""
     lost = max(best["weights_lost"], best["activations_lost"]) if best else 0.0
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         return leave_stopped(env)
     records = scale_records(found)
     values, reason = recommend(records, config)
-    # printed before it is written: a full disk does not take away what was measured
+    # print before writing: a full disk must not lose the result
     say("\n".join(table_lines(records, chosen=values["optimizer.loss_scale"])))
     options = [word for key, value in values.items() for word in (f"--{key}", as_yaml(value))]
     command = ["bigbatch", "train", "--config", arguments.config, *overrides, *options]

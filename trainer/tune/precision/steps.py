@@ -22,7 +22,7 @@ from bigbatch.trainer.step.precision import halved
 from bigbatch.trainer.step.stop_request import Stopped
 
 FP16_LEAST, FP16_NORMAL, FP16_OVERFLOW = -24, -14, 16
-"""Exponents of fp16's smallest number, of its smallest number with all digits, and of the first power beyond it."""
+"""Exponents of fp16's smallest number, of its smallest normal number, and of the first power that overflows it."""
 FP32_LEAST, FP32_OVERFLOW = -149, 128
 NUM_BINS = FP32_OVERFLOW - FP32_LEAST + 2
 
@@ -37,7 +37,7 @@ class Magnitudes:
         return Magnitudes(tuple(map(add, self.counts, other.counts)))
 
     def underflow(self, *, scale_power: int) -> float:
-        """Return the share of values that fp16 holds as 0 or without all digits: a report's underflow_fraction."""
+        """Return the share of values that fp16 holds as 0 or as subnormal: underflow_fraction in a report."""
         return self._share_below(FP16_NORMAL - scale_power)
 
     def lost(self, *, scale_power: int) -> float:
@@ -89,12 +89,12 @@ EXACT = {
 
 @dataclass
 class Gradients:
-    """Counts the gradients of all steps, and holds the loss of each step."""
+    """Holds the counts of the gradients of all steps, and the loss of each step."""
 
     weights: Magnitudes = field(default_factory=Magnitudes)
     """Gradients, summed over ranks, of the weights that half precision rounds."""
     activations: Magnitudes = field(default_factory=Magnitudes)
-    """Magnitudes of the outputs of convolutions and linear layers, on all ranks."""
+    """Gradients of the outputs of convolutions and linear layers, on all ranks."""
     losses: list[float] = field(default_factory=list)
 
 

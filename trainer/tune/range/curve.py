@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 SMOOTHING = 0.8
-"""Share of the running mean of the loss that stays: it lags four steps behind."""
+"""Decay of the running mean of the loss, per step: the mean lags four steps behind."""
 EXPLODED = 4.0
-"""Times the lowest smoothed loss: fastai's lr_find stops there."""
+"""Multiple of the lowest smoothed loss at which the loss has exploded: fastai's lr_find stops there."""
 WINDOW_SHARE = 0.05
 """Share of the steps to each side of a point over which its slope is taken; at least two steps."""
 MIN_STEPS = 20
@@ -21,7 +21,7 @@ MIN_STEPS = 20
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Readings of a curve; None if it shows none. suggested_lr: the smaller of the other two."""
+    """Readings of a curve; None if it shows none. suggested_lr: the smaller of steepest_lr and tenth_lr."""
 
     steepest_lr: float | None
     exploded_lr: float | None
@@ -34,12 +34,12 @@ class Suggestion:
 
 
 def exponential(low: float, high: float, *, steps: int) -> Callable[[int], float]:
-    """Rise from low at step 0 to high at the last step, by the same factor each step."""
+    """Return a schedule that rises from low at step 0 to high at the last step, by the same factor each step."""
     return lambda step: low * (high / low) ** (step / (steps - 1))
 
 
 class SmoothedLoss:
-    """Averages the loss as it runs, without the bias of its start."""
+    """Computes the running mean of the loss, without a bias towards its initial value 0."""
 
     def __init__(self) -> None:
         self._sum, self._weight = 0.0, 0.0
@@ -48,14 +48,14 @@ class SmoothedLoss:
     def add(self, loss: float) -> float:
         """Return the mean after another step."""
         self._sum = SMOOTHING * self._sum + (1 - SMOOTHING) * loss
-        # the same mean of ones: dividing by it takes out the 0 that the sum began with
+        # the running mean of ones: the division removes the bias towards the initial 0
         self._weight = SMOOTHING * self._weight + 1 - SMOOTHING
         mean = self._sum / self._weight
         self.lowest = min(self.lowest, mean)
         return mean
 
     def has_exploded(self, mean: float) -> bool:
-        """Return whether the loss is too large to come back."""
+        """Return whether mean, a running mean, exceeds EXPLODED times the lowest one."""
         # not ">": a NaN has exploded, too
         return not mean <= EXPLODED * self.lowest
 
@@ -69,8 +69,8 @@ def smooth(losses: Sequence[float]) -> list[float]:
 def suggest(lrs: Sequence[float], losses: Sequence[float], *, exploded_lr: float | None) -> Suggestion:
     """Return the readings of a curve; its steps end at the explosion, if there was one.
 
-    The steepest descent is that of straight lines through the raw losses around each step, over the logarithm of the
-    rate, and before the lowest smoothed loss: a running mean would read it late.
+    The steepest descent is the steepest straight line through the raw losses around a step, over the logarithm of the
+    rate, before the lowest smoothed loss. Raw losses, because a running mean lags behind.
     """
     slopes = _slopes([math.log(lr) for lr in lrs], losses)
     means = smooth(losses)

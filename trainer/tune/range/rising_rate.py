@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if steps < MIN_STEPS:
         raise ConfigError(f"--steps {steps} are too few to read a curve from: give at least {MIN_STEPS}")
     overrides = _without_earlier_test(overrides)
-    # an earlier one may be of another recipe, for which this one is made
+    # the config's earlier range test may be of another recipe: this test replaces it
     config = load_config(
         ["--config", arguments.config, *overrides, f"--{EARLIER_TEST}=null"], prog="bigbatch tune range"
     )
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             stopped_by = run(curve.add)
         except TrainingDiverged as end:
-            # the step that exploded was not added: its number is that of the steps before
+            # the exploded step was not added: its index is the number of added steps
             curve.exploded_lr = lr(len(curve.lrs))
             curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
     if stopped_by:
@@ -91,7 +91,7 @@ def _without_earlier_test(overrides: Sequence[str]) -> list[str]:
 
 
 class _Curve:
-    """Holds learning rates and losses of all ranks together, step by step; the end where they explode."""
+    """Holds the learning rate and the loss over all ranks of each step, and the rate at which the loss exploded."""
 
     def __init__(self, communicator: Communicator, *, num_steps: int) -> None:
         self.lrs: list[float] = []
@@ -107,7 +107,7 @@ class _Curve:
             print_line(text)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a report of the loop, equal on all ranks, so that all end together. Raises: TrainingDiverged."""
+        """Add a report, equal on all ranks. Raises: TrainingDiverged if the loss exploded, on all ranks alike."""
         mean = self._mean.add(record["loss"])
         if self._mean.has_exploded(mean):
             raise TrainingDiverged(f"the loss is {EXPLODED:g} times its lowest at step {record['step']}")
@@ -118,7 +118,7 @@ class _Curve:
 
 
 def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Write range.json and range.png, and print the reading in any case. Raises: TuneError; RunFolderError."""
+    """Write range.json and range.png, and print the readings even if that fails. Raises: TuneError; RunFolderError."""
     found = suggest(curve.lrs, curve.losses, exploded_lr=curve.exploded_lr)
     if curve.exploded_lr and len(curve.lrs) < MIN_STEPS // 2:
         raise TuneError(
@@ -130,7 +130,7 @@ def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, ove
     try:
         folder.write_text(folder.path / "range.json", text + "\n")
         plot_range(curve.lrs, curve.losses, found, folder.path / "range.png", title=f"{arguments.config}, range test")
-    finally:  # a full disk does not take away what was measured
+    finally:  # a full disk must not lose the result
         for line in explain(found, high=arguments.high, experiment=[arguments.config, *overrides]):
             curve.say(line)
     curve.say(f"plot: {folder.path / 'range.png'}")
