@@ -13,7 +13,7 @@ from bigbatch.trainer.run.cost import durations
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
 NUMBERS_OF_JOB = ("world_size", "accumulation_steps", "steps_per_epoch", "train_samples", "eval_samples")
-"""Figures of the record of a start that the rules and the log contain."""
+"""Numbers in the record of a start that the rules and the log need."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_run(rundir: RunDir) -> FinishedRun:
 def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> list[Event]:
     """Return the run as MLPerf's events, up to the evaluation that reached the target.
 
-    What comes before the run's first record is not known, so initialization takes no time. No cache was cleared.
+    The time before the run's first record is unknown, so initialization takes no time here. No cache was cleared.
     """
     config, job, start = run.config, run.job, float(run.start["time"])
     facts = {
@@ -98,12 +98,12 @@ def _lars_facts(run: FinishedRun) -> dict[str, Any]:
 
 
 def _evaluation_events(run: FinishedRun, *, target_top1: float) -> list[Event]:
-    """Yield blocks of training, the evaluation after each, and the end."""
+    """Return the events of each block of training, of the evaluation after it, and of the end."""
     events: list[Event] = []
     before, since, status = 0, float(run.start["time"]), "aborted"
     for record in run.evaluations:
         epoch, end = round(record["epoch"]), float(record["time"])
-        # time and seconds come from two clocks: never before the end of what went before
+        # time and seconds come from two clocks: an evaluation must not begin before the one before has ended
         begin = max(since, end - record["seconds"])
         block = {"first_epoch_num": before + 1, "epoch_count": epoch - before}
         events += [

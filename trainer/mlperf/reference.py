@@ -1,4 +1,4 @@
-"""MLPerf's own tools: its reference convergence points, and its log format."""
+"""Use MLPerf's own tools: its reference convergence points (RCPs), and its log format."""
 
 import io
 import logging
@@ -16,7 +16,7 @@ RULESET = "4.0.0"
 SIGNIFICANCE = 0.05
 """Significance of the one-sided test, as in mlperf_logging/rcp_checker/rcp_checker.py."""
 INTERPOLATED_RUNS = 10
-"""How many reference runs the RCP checker takes an interpolated record for: twice those of a submission."""
+"""Number of reference runs that the RCP checker assumes for an interpolated record: twice those of a submission."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Event:
 def read_reference(global_batch_size: int) -> ConvergencePoint | None:
     """Return MLPerf's record of that batch size, or one interpolated between its neighbours, as its RCP checker does.
 
-    Below the smallest batch it is that of the smallest; None above the largest, where MLPerf asks for a new record.
-    Raises: UserError where mlperf-logging is not installed.
+    Below the smallest batch, return the record of the smallest; above the largest, None: MLPerf asks for a new record.
+    Raises: UserError if mlperf-logging is not installed.
     """
     _require()
     from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
@@ -66,10 +66,10 @@ def read_reference(global_batch_size: int) -> ConvergencePoint | None:
 
 
 def fewest_epochs(reference: ConvergencePoint, *, num_runs: int) -> float:
-    """Return the smallest mean of so many runs, less the fastest and the slowest, that chance alone explains.
+    """Return the smallest mean epochs of num_runs runs, without fastest and slowest, that chance alone explains.
 
-    The smallest that a one-sided t-test with pooled variance, at SIGNIFICANCE, tells from no difference, if the runs
-    spread as the reference's. Equal to the RCP checker's Min Epochs for five runs, which it finds by bisection.
+    With a smaller mean, a one-sided t-test with pooled variance, at SIGNIFICANCE, finds the runs faster than the
+    reference, if both have the same spread. For five runs it equals the RCP checker's Min Epochs, found by bisection.
     """
     from scipy.stats import t
 
@@ -81,11 +81,11 @@ def fewest_epochs(reference: ConvergencePoint, *, num_runs: int) -> float:
 
 
 def as_log(events: Sequence[Event]) -> str:
-    """Return the text of an MLPerf log. Raises: UserError where mlperf-logging is not installed."""
+    """Return the text of an MLPerf log. Raises: UserError if mlperf-logging is not installed."""
     _require()
     from mlperf_logging.mllog.mllog import MLLogger
 
-    logger, text = logging.Logger("bigbatch.mlperf"), io.StringIO()  # of this text alone, in no hierarchy
+    logger, text = logging.Logger("bigbatch.mlperf"), io.StringIO()  # for this text only, without parent
     logger.addHandler(logging.StreamHandler(text))
     mllogger = MLLogger(logger=logger, root_dir=re.escape(str(Path(__file__).parents[2])))
     for event in events:

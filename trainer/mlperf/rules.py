@@ -1,7 +1,7 @@
 """MLPerf's rules for ResNet-50 with LARS, checked against a config.
 
-Sources: mlcommons/training_policies:training_rules.adoc (the rows of ResNet), and what the closed division takes over
-from the reference, mlcommons/training:retired_benchmarks/resnet-tf1.
+Sources: mlcommons/training_policies:training_rules.adoc (the rows of ResNet), and the reference, whose other values the
+closed division keeps, mlcommons/training:retired_benchmarks/resnet-tf1.
 """
 
 import math
@@ -25,7 +25,7 @@ FIXED = {
     "schedule.options.power": 2.0,
     "schedule.end_lr": 1e-4,
 }
-"""Fixed by the rules."""
+"""Key -> value that the rules fix."""
 REFERENCE = {
     "data.num_classes": 1000,
     "data.image_size": 224,
@@ -47,7 +47,7 @@ REFERENCE = {
     "optimizer.ema_decay": None,
     "schedule.low_momentum": None,
 }
-"""Values of the reference."""
+"""Key -> value of the reference."""
 RECIPES = {
     "model.init": None,
     "model.linear_std": None,
@@ -55,8 +55,8 @@ RECIPES = {
     "data.eval_crop_fraction": 0.875,
     "optimizer.options.trust_coefficient": 0.001,
 }
-"""Values that the rules and convergence points assume, as in our recipes: initial weights and crops are torchvision's,
-the coefficient is LARSETA of NVIDIA's v4.0 submission."""
+"""Key -> value in our recipes, which the rules and convergence points assume: initial weights and crops are
+torchvision's, the coefficient is LARSETA of NVIDIA's v4.0 submission."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _check_choices(config: Config) -> list[Verdict]:
 
 
 def _is_power_of_two(factor: float) -> bool:
-    """Compare within the 1e-5 of an exponent that MLPerf's compliance checker grants."""
+    """Return whether factor is 2**N, up to the 1e-5 in N that MLPerf's compliance checker allows."""
     return factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Does a run converge as MLPerf's reference does, by MLPerf's rules? `bigbatch verify`."""
+"""`bigbatch verify`: check runs against MLPerf's rules and the convergence of its reference."""
 
 import argparse
 import math
@@ -45,10 +45,10 @@ MAY_DIFFER = (
     "batch.microbatch_size",
     *(key for key in KEYS if key.startswith(("comm.", "compute.")) and key not in OF_THE_WIRE),
 )
-"""Keys in which the runs of one recipe may differ, since they say where and how it runs, and move numbers by the order
-of sums at most; and run.directory, run.resume."""
+"""Keys in which the runs of one recipe may differ, besides run.directory and run.resume: they state where and how it
+runs, and change numbers only by the order of sums."""
 EARLY_EPOCHS = 4
-"""Epochs between two evaluations, by the rules: a run that is earlier by more is not earlier by chance."""
+"""Epochs between two evaluations, by the rules: a run is not by chance earlier than the reference by more."""
 FEWEST_RUNS = 3
 """Least number of runs; the fastest and the slowest do not count."""
 VERDICTS = {True: "yes", False: "NO", None: "-"}
@@ -93,7 +93,7 @@ def require_one_recipe(runs: Sequence[FinishedRun]) -> None:
 
 
 def check_convergence(runs: Sequence[FinishedRun], reference: ConvergencePoint | None) -> Verdict:
-    """Apply MLPerf's test (not faster than the reference) to three runs or more; for fewer, list the epochs."""
+    """Return the verdict of MLPerf's test (not faster than the reference) on three runs or more; unknown for fewer."""
     rule = f"epochs to {100 * TARGET_TOP1:.1f}%"
     epochs = _epochs_to_target(runs)
     value = " ".join(f"{e:g}" if e < math.inf else "not reached" for e in epochs)
