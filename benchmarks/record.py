@@ -62,7 +62,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Gather the facts that others need to repeat it. Call it before measuring: the load is then that of others."""
+    """Return the facts needed to repeat a measurement. Call it before measuring, so that the load is that of others."""
     return {
         "commit": source_commit(),
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
@@ -78,9 +78,9 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def without_place(value: Any) -> Any:
-    """Strip an option, or each of a list: of a path that is absolute or leaves the folder, keep the last part.
+    """Return an option's value, where a path that is absolute or leaves the folder is cut to its last part.
 
-    The rest of it belongs to one machine, and is not needed to repeat a measurement.
+    The other parts belong to one machine, and are not needed to repeat a measurement.
     """
     if isinstance(value, list | tuple):
         return type(value)(map(without_place, value))

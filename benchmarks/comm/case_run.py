@@ -55,7 +55,7 @@ class CaseRun:
 def begin(options: argparse.Namespace) -> CaseRun:
     """Meet the other ranks, note the conditions, measure a link and open gloo, in this order. Collective.
 
-    So the load average is that of others, and no peer's library affects the link's goodput.
+    In this order the load average is that of other work, and no peer's library affects the link's goodput.
     Raises: CommError.
     """
     job = join(interface=options.interface)

@@ -28,7 +28,7 @@ CONTESTANTS = (
     "native",
     "hierarchical over mpi",
 )
-"""In the order in which they get time."""
+"""Contestants, in the order in which they get time."""
 HYBRIDS = {"hybrid": "float32", "hybrid fp16": "float16"}
 
 
@@ -38,7 +38,7 @@ class Entry:
 
     sum_: Callable[[Tensor], object]
     memory: str
-    """"plain", or the backend with the allocate() that the tensor comes from."""
+    """"plain", or the backend whose allocate() makes the tensor."""
     enter: Callable[[Tensor], object] = lambda tensor_N: None
     leave: Callable[[], object] = lambda: None
     round: int = 1
@@ -49,7 +49,7 @@ Allocate = Callable[[int], Tensor]
 
 
 def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[str, str]]:
-    """Make the contestants that can run here, their memory, and why others cannot; hybrid without table. Collective."""
+    """Return contestants that can run here, their memory, and why others cannot; hybrid without table. Collective."""
     ours = job.communicator
     entries = {name: ours_entry(ours.with_algorithm(name)) for name in ours.algorithms}
     entries |= {name: Entry(no_table_yet, "tcp", wire=wire) for name, wire in HYBRIDS.items()}

@@ -34,7 +34,7 @@ from bigbatch.errors import CommError
 SIZES = "1e3,3e3,1e4,3e4,1e5,3e5,1e6,3e6,1e7,3e7,1e8"
 LOOP_SECONDS, MOST_LOOPS = 0.1, 50
 HOPELESS_BYTES, HOPELESS_RATIO = 1_000_000, 2.0
-"""One of ours that is slower than the best by this factor at such a size is not tried at larger ones."""
+"""From this size on, one of ours that is slower than our best by this factor is not tried at larger sizes."""
 
 
 def main() -> None:

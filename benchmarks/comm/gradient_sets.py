@@ -45,7 +45,7 @@ class Pace:
         self._start = time.perf_counter()
 
     def wait_for(self, index: int) -> None:
-        """Return no sooner than gradient number index is ready."""
+        """Sleep until gradient number index is ready."""
         time.sleep(max(0.0, self._start + self._stretch * self._ready_seconds[index] - time.perf_counter()))
 
 
@@ -66,8 +66,8 @@ class _Ready(torch.autograd.Function):
 class CostlessModel(nn.Module):
     """Holds a real model's parameters in order; their gradients become ready in the reverse order, one after another.
 
-    The gradient of parameter i is (1 + i % NUM_VALUES) * weight in every element. What remains of backward is to
-    write that down, as any backward must, and what autograd does for each parameter; with a pace, also sleep.
+    The gradient of parameter i is (1 + i % NUM_VALUES) * weight in every element. Backward only writes it, as any
+    backward must, and does autograd's work for each parameter; with a pace, it also sleeps.
     """
 
     def __init__(self, values: Mapping[str, Tensor], *, weight: int, pace: Pace | None = None) -> None:
@@ -88,7 +88,7 @@ class CostlessModel(nn.Module):
         return chain_1.sum()
 
     def begin(self) -> None:
-        """Do a step's work before backward."""
+        """Do the work of a step that precedes backward."""
         if self._pace:
             self._pace.begin()
 

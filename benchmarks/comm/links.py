@@ -95,7 +95,7 @@ def _run_client(address: str, port: int, *, seconds: float, control: str | None)
     argv = ["iperf3", "-c", address, "-p", str(port), "-J", "-t", f"{seconds:g}"]
     argv += ["-C", control] if control else []
     problem = ""
-    for _ in range(NUM_TRIES):  # the server needs a moment
+    for _ in range(NUM_TRIES):  # the server needs time to start
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds + 30)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -29,7 +29,7 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_
 
 COUNTED = ("native", "ring", "hierarchical", "sharded", "doubling")
-"""hybrid uses these, by the size of each buffer."""
+"""Algorithms to count; hybrid uses one of them for each buffer, by its size."""
 RECIPES = sorted(Path(__file__).parents[2].glob("configs/imagenet/*.yaml"))
 
 WITHOUT_MEMORY = Capabilities(("meta",))
@@ -37,18 +37,18 @@ WITHOUT_MEMORY = Capabilities(("meta",))
 
 @dataclass
 class CountingBackend:
-    """One rank of a world in which every other rank does its part: counts the operations that it starts."""
+    """Counts the operations that one rank of a world starts, as if every other rank did its part."""
 
     rank: int
     world_size: int
     name: str = "counted"
     capabilities: Capabilities = WITHOUT_MEMORY
     messages: int = 0
-    """Sent to one rank each."""
+    """Messages to single ranks that this one sent."""
     message_bytes: int = 0
     collectives: int = 0
     groups: list[Group] = field(default_factory=list)
-    """Groups made beside the world, as far as this rank is in them."""
+    """Groups besides the world that contain this rank."""
     world: Group = field(init=False)
 
     def __post_init__(self) -> None:

@@ -30,9 +30,9 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.models import build_model
 
 WARM_UP_STEPS = 5
-"""Before timing; the reducer learns the order of gradients in the first one."""
+"""Steps before timing; the reducer learns the order of gradients in the first one."""
 TARGET = 1.01
-"""With CUDA graphs, on a GPU."""
+"""Largest ratio of step times with CUDA graphs, on a GPU."""
 
 Step = Callable[[], object]
 

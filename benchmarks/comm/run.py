@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
 def run_case(case: Case, *, out: Path) -> bool:
     """Run one case; tell whether it ended without an error."""
     path = (out / f"comm-{case.name}.json").resolve()
-    path.unlink(missing_ok=True)  # the record of an earlier run must not pass for this one's, if the case fails
+    path.unlink(missing_ok=True)  # if the case fails, an earlier run's record must not stand for it
     print(f"\n== {case.name}, about {case.seconds} s ==", file=sys.stderr, flush=True)
     start = time.monotonic()
     process = subprocess.Popen(case.command(path))

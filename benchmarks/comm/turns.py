@@ -24,9 +24,9 @@ class Contestant:
     run: Callable[[], None]
     """The timed part."""
     prepare: Callable[[], object] = nothing
-    """Before each repetition, not timed."""
+    """Runs before each repetition, not timed."""
     finish: Callable[[], object] = nothing
-    """After each repetition, not timed."""
+    """Runs after each repetition, not timed."""
     enter: Callable[[], object] = nothing
     """Runs before a round of repetitions: for peers with threads that would disturb others at their turns."""
     leave: Callable[[], object] = nothing
@@ -49,8 +49,8 @@ class Repetition:
 def take_turns(job: Job, contestants: Sequence[Contestant], *, repetitions: int) -> dict[str, list[Repetition]]:
     """Repeat each contestant's work, one repetition of each in turn, so that a slow spell affects all. Collective.
 
-    Every turn has another order, so that no contestant always follows the same one. A contestant with a round of
-    several makes as many in a row, every that many turns.
+    Every turn has another order, so that no contestant always follows the same one. A contestant with round=n makes n
+    repetitions in a row in every n-th turn.
     """
     mine: dict[str, list[Any]] = {each.name: [] for each in contestants}
     for turn in range(repetitions):

@@ -40,7 +40,7 @@ VIRTUAL_RANKS = 64
 
 
 def train(folder: Path, *, ranks: int, steps: int, batch: int, **settings: object) -> Path:
-    """Train that many steps, evaluated at the end alone; return the run folder."""
+    """Train that many steps, with one evaluation at the end; return the run folder."""
     epochs = -(-steps // (IMAGES // batch))
     stated = SETTINGS | {"batch.global_batch_size": batch, "run.epochs": epochs, "run.eval_every_epochs": epochs}
     stated |= {"data.root": folder / "data", "run.directory": folder / f"of-{batch}", "schedule.warmup_epochs": 0}

@@ -39,7 +39,7 @@ LOOK_SECONDS = 0.05
 AGENTS = ("torch.distributed.run", "emulate")
 """Words in the commands of processes that start ranks."""
 FIRST_STEP = 20
-"""First timed step: kernels, links and the order of gradients are known."""
+"""First timed step: kernels, links and the order of gradients are settled by then."""
 PORT = 29511
 
 
@@ -49,7 +49,7 @@ class Progress:
 
     steps: list[tuple[float, float]] = field(default_factory=list)
     strikes: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds since the first of the steps, and the rank."""
+    """Seconds since the first of the steps, and the rank, of each kill."""
 
     @property
     def step_seconds(self) -> float:
@@ -77,7 +77,7 @@ class Progress:
         return max(step for seconds, step in self.steps if seconds <= strike_seconds + self.step_seconds)
 
     def costs(self) -> Iterator[tuple[float, float]]:
-        """Yield the seconds until the job recovered, and the lost steps, for each kill without another soon after."""
+        """Yield seconds until the job recovered, and lost steps, of each kill from which it did before the next."""
         for (when, _), (end, _) in pairwise([*self.strikes, (float("inf"), 0)]):
             noticed, before = when + self.step_seconds, self._last_before(when)
             after = [(seconds, step) for seconds, step in self.steps if noticed < seconds <= end]
@@ -246,11 +246,11 @@ def follow(way: Method, folder: Path, options: argparse.Namespace) -> Progress:
             if began and pending and time.time() - began >= pending[0][0]:
                 when, rank = time.time() - began, pending[0][1]
                 if process := find_rank(mark, rank):
-                    with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now: then another turn
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended: the next turn kills another
                         process.kill()
                         progress.strikes.append((when, rank))
                         pending.pop(0)
-                elif way.goes_on:  # it was lost before
+                elif way.goes_on:  # this rank was lost before
                     pending[0] = pending[0][0], (rank + 1) % options.nodes
             time.sleep(LOOK_SECONDS)
     return progress

@@ -32,7 +32,7 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 
 BATCH, LOSSES = 24, 3
 STEPS = 10
-"""Steps of an epoch: in each one but the first a rank is lost."""
+"""Steps of an epoch: a rank is lost in each epoch except the first."""
 MOMENT_SECONDS = 0.1
 """Longest time from a report to a strike: about a step."""
 LOOK_SECONDS = 0.01
@@ -56,7 +56,7 @@ SETTINGS: dict[str, object] = {
     "comm.algorithm": "hierarchical",
 }
 KEPT = ("positions", "pictures", "weights and state")
-"""What the record of a step says of its images, and of all that it changed."""
+"""Digests in the record of a step: of its images, and of weights and state after it."""
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def by_step(records: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def strike_all(
     data: Path, folder: Path, options: argparse.Namespace, draw: random.Random, *, layout: str, number: int
 ) -> list[dict[str, Any]]:
-    """Start a job, kill or stop so many of its ranks, and wait for its last step; return times, ranks and last steps.
+    """Start a job, kill or stop number ranks, and wait for its last step; return times, ranks and last steps.
 
     Raises: UserError if the job does not begin.
     """
@@ -139,7 +139,7 @@ def strike_all(
 def judge(strikes: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], expected: Any) -> list[dict[str, Any]]:
     """Return the trials: what each strike cost, and whether the steps up to the next one are those of expected.
 
-    The record of the step under way at a loss may be missing; the weights after the next step show that it was made.
+    The record of the step under way at a loss may be missing; the weights after the next step prove that it was done.
     """
     digests, trials = by_step(records), []
     for strike, later in pairwise([*strikes, {"time": float("inf"), "step": max(expected)}]):
@@ -161,7 +161,7 @@ def judge(strikes: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], 
 
 
 def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a layout's trials; a trial after which no step was made counts as not equal."""
+    """Return the figures of a layout's trials; a trial without a step after it counts as not equal."""
     seconds = sorted(each["seconds"] for each in trials if each["seconds"] is not None)
     return {
         "n": len(trials),

@@ -38,7 +38,7 @@ HEAD = ("part", "s", "figure", "target", "result")
 FEW_ROUNDS = 3
 """Turns of each contestant if --minutes are stated."""
 UNHURRIED = 4
-"""Times a part's limit without --minutes: there are more turns, and the GPU may be slower."""
+"""Factor of a part's limit without --minutes: there are more turns, and the GPU may be slower."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def size_of(options: argparse.Namespace, device: torch.device) -> Size:
 
 
 def choose_parts(only: list[str] | None, names: list[str]) -> list[str]:
-    """Return the parts of --only, by name or what is before the slash. Raises: UserError for an unknown word."""
+    """Return the parts of --only, by name or by its part before the slash. Raises: UserError for an unknown word."""
     for word in only or ():
         if not any(name == word or name.startswith(f"{word}/") for name in names):
             raise UserError(f"--only {word}: there is no such part; the parts are {', '.join(names)}")
@@ -152,7 +152,7 @@ class Day:
         return 1 if any(each.is_bad for each in self.outcomes.values()) else 0
 
     def _outcome(self, name: str) -> Outcome:
-        """Skip a part, leave it for lack of time, or run it."""
+        """Run a part, unless it has a result or the time is too short; return its outcome."""
         part, left = self.parts[name], self._end - time.monotonic()
         if self._has_result(name):
             return Outcome(f"has a result of commit {source_commit()}")

@@ -65,7 +65,7 @@ FORMS = (  # each of the first five has the settings of those before it
 
 PEER = "torchvision"
 STRICT = replace(AS_TORCH_STARTS, convolutions_in_tf32=False)
-"""fp32 is fp32."""
+"""Flags without TF32: fp32 is then fp32."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def make_models(options: argparse.Namespace) -> dict[bool, nn.Module]:
 
 def measure(models: dict[bool, nn.Module], batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all forms at one batch size, in turn, in the number of rounds asked for."""
-    torch.compiler.reset()  # torch counts its compilations, over all models, and ends at a limit
+    torch.compiler.reset()  # torch counts compilations of all models, and stops compiling at a limit
     images_BCHW = torch.randn(batch, 3, options.image_size, options.image_size)
     forms = [form for form in FORMS if options.only is None or form.name in options.only]
     ready = [prepare(form, models[form.theirs], images_BCHW, options) for form in forms]

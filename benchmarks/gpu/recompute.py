@@ -147,7 +147,7 @@ def measure_peak(model: nn.Module, images_BCHW: Tensor, precision: str) -> int |
     """Measure bytes allocated at once in a step, weights, gradients and cuDNN's workspace included; None on a CPU."""
     if not images_BCHW.is_cuda:
         return None
-    step(model, images_BCHW, precision)  # cuDNN's search needs more, once
+    step(model, images_BCHW, precision)  # the first step's search by cuDNN needs more memory
     torch.cuda.reset_peak_memory_stats()
     step(model, images_BCHW, precision)
     return torch.cuda.max_memory_allocated()

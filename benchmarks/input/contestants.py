@@ -55,7 +55,7 @@ class Work:
 
     @property
     def total_batches(self) -> int:
-        """Return the number of all batches, some after the timed ones: else the pipeline would run dry while timed."""
+        """Return the number of all batches; those after the timed ones keep the pipeline full while the clock runs."""
         return self.fill_batches + self.batches + 2 * self.prefetch_batches * self.threads
 
     def synchronize(self) -> None:
@@ -76,7 +76,7 @@ def make_contestants(work: Work, *, names: Sequence[str]) -> tuple[dict[str, Con
     """Return the contestants that can run here, and why others cannot."""
     contestants, left_out = {}, {}
     for name in names:
-        # a limit has one thread, whatever the others get
+        # a limit has one thread, however many the others have
         own = replace(work, threads=1) if name.startswith("limit_") else work
         try:
             contestants[name] = Contestant(MAKERS[name](own), own)
@@ -98,7 +98,7 @@ def our_dali(work: Work) -> Draw:
 
 
 def our_dali_at_256(work: Work) -> Draw:
-    """Run data.loader=dali on what `bigbatch data pack --short-side 256 --quality 90` stores."""
+    """Run data.loader=dali on images that are stored as by `bigbatch data pack --short-side 256 --quality 90`."""
     folder = TemporaryDirectory(prefix="at-256-")
     paths = [f"{position}.jpg" for position in range(len(work.index))]
     for position, path in enumerate(paths):
@@ -113,7 +113,7 @@ def _at_256(index: ImageIndex, position: int) -> bytes:
 
 
 def limit_yuv_at_256(work: Work) -> Draw:
-    """Crop and resize luma, and chroma at half the size, from planes in memory in one thread; a GPU makes RGB of it."""
+    """Crop and resize luma, and chroma at half the size, from planes in memory in one thread; a GPU would make RGB."""
     images, sizes_N2 = [], np.empty((len(work.index), 2), np.int64)
     for position in range(len(work.index)):
         image = Image.open(io.BytesIO(_at_256(work.index, position))).convert("YCbCr")

@@ -134,7 +134,7 @@ def measure(
 
 
 def seconds_of(batches: Iterator[Any], work: Work, *, clock: Clock) -> float:
-    """Time from one full pipeline to the next: what is in flight at the start and at the end weighs the same."""
+    """Time from one full pipeline to the next: as many batches are in flight at the start as at the end."""
     for _ in range(work.fill_batches):
         next(batches)
     work.synchronize()

@@ -24,9 +24,9 @@ from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.param_groups import param_groups
 
 LARS_BYTES = 7 * 4
-"""Per fp32 parameter: five reads and two writes."""
+"""Bytes per fp32 parameter: five reads and two writes."""
 BANDWIDTH_BYTES = {"copy": 2 * 4, "triad": 3 * 4}
-"""Per element: one or two reads and a write."""
+"""Bytes per element: one or two reads and a write."""
 
 Action = Callable[[], object]
 Groups = list[dict[str, Any]]

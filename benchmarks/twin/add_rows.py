@@ -18,7 +18,7 @@ from benchmarks.twin.rows import Row, read_given
 from bigbatch.errors import SimulationError, first_line, print_line, tell
 
 ORIGIN = ("source", "round_or_year")
-"""Columns that a check of a row needs."""
+"""Columns that a new row must state, so that others can check it."""
 
 
 def check_new(new: Sequence[Row], known: Sequence[Row]) -> None:

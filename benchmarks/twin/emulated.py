@@ -38,7 +38,7 @@ from bigbatch.launch.simulate.traffic import Traffic
 from bigbatch.trainer.config.sections import ModelConfig
 
 SHAPE = shape_of(ModelConfig(name="resnet9", options={"width": 24}))
-"""Model of the gradients: 0.93 million in fp32. Links bound their step; two cores could not carry larger ones."""
+"""Model of the gradients: 0.93 million in fp32. Links limit its steps; two cores could not sum larger gradients."""
 SIZES = PlanSizes(threshold_bytes=500_000, buffer_bytes=500_000)
 STEP_SECONDS = 0.3
 """Seconds of forward and backward."""
@@ -111,7 +111,7 @@ def simulated_seconds(case: Case, algorithm: str, links: Links, *, computing: fl
         DEFAULTS,
         inside_latency_seconds=links.inside_seconds,
         across_latency_seconds=links.across_seconds,
-        straggler_share=0.0,  # a sleeping rank is not late, and reads no images
+        straggler_share=0.0,  # a sleeping rank is never late, and reads no images
         input_share=0.0,
     )
     rate = parse_rate(case.link) or math.inf
@@ -127,7 +127,7 @@ def simulated_seconds(case: Case, algorithm: str, links: Links, *, computing: fl
 
 
 def calibrate(points: Mapping[tuple[Case, str], float], *, computing: float) -> Links:
-    """Find the four numbers with the least squares of the errors' logarithms, one after the other, ever finer."""
+    """Return the four numbers with the least squared logarithms of errors, searched in turn in ever finer steps."""
 
     def badness(links: Links) -> float:
         return sum(
@@ -154,7 +154,7 @@ def _neighbours(links: Links, factor: float) -> list[Links]:
 def predicted_traffic(
     groups: Sequence[Sequence[int]], algorithm: str, shape: ModelShape = SHAPE
 ) -> dict[tuple[int, int], Traffic]:
-    """Count what a step sends from node to node: all buffers of the fusion plan."""
+    """Return what a step sends from node to node, over all buffers of the fusion plan."""
     total: dict[tuple[int, int], Traffic] = {}
     for buffer in SIZES.plan(shape.tensors(ELEMENT_BYTES)).buffers:
         counted = node_traffic(
@@ -166,7 +166,7 @@ def predicted_traffic(
 
 
 def counted_bytes(record: Mapping[str, Any], algorithm: str) -> dict[tuple[int, int], int]:
-    """Add the counts of the kernels of ranks on different nodes in one step."""
+    """Return the bytes of one step between nodes, as the kernels of their ranks counted them."""
     node_of = {rank: node for node, ranks in enumerate(record["groups"]) for rank in ranks}
     total: dict[tuple[int, int], int] = {}
     for receiver, peers in record["received_bytes"][algorithm].items():
@@ -178,11 +178,11 @@ def counted_bytes(record: Mapping[str, Any], algorithm: str) -> dict[tuple[int, 
 
 
 def compare(records: Mapping[Case, Mapping[str, Any]]) -> tuple[Links, float, list[dict[str, Any]]]:
-    """Calibrate on one and two nodes: links, and seconds of computing; make a row for each case and algorithm."""
+    """Return links and seconds of computing, calibrated on one and two nodes, and a row per case and algorithm."""
     seconds = {
         (case, name): record["seconds"][name]["median"] for case, record in records.items() for name in ALGORITHMS
     }
-    # a step without communication takes the same on any cluster; one rank alone has no other
+    # a step without communication takes the same time on any cluster; a single rank has no other steps
     computing = median(record["seconds"][LOCAL]["median"] for case, record in records.items() if case.num_nodes < 4)
     known = {key: value for key, value in seconds.items() if key[0].num_nodes < 4 and key[0].world_size > 1}
     links = calibrate(known, computing=computing)
@@ -209,7 +209,7 @@ def compare(records: Mapping[Case, Mapping[str, Any]]) -> tuple[Links, float, li
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the errors: ours, and those of the predictors that know no network."""
+    """Return the errors of the simulator and of the predictors that know no network."""
     names = ("error", "linear_error", "line_error")
     medians = {f"median_{name}": median(abs(row[name]) for row in rows) for name in names}
     return medians | {"largest_error": max(abs(row["error"]) for row in rows)}

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _make_step(job: Job, name: str, asked: dict[str, Any]) -> tuple[Step, Communicator]:
     shape = ModelShape("", tuple(asked["elements"]), tuple(asked["ready_shares"]), 0.0)
-    # the last gradient to be ready is the first parameter's
+    # gradients become ready in reverse order: the first parameter's comes last
     order = range(len(shape.num_elements))[::-1]
     backward = backward_of(shape, asked["backward_seconds"])
     pace = Pace([backward.ready_seconds[f"{i}"] for i in order], forward_seconds=asked["forward_seconds"])
@@ -77,11 +77,11 @@ def _make_step(job: Job, name: str, asked: dict[str, Any]) -> tuple[Step, Commun
 
 
 def _count(job: Job, step: Contestant) -> dict[str, dict[str, int]]:
-    """Return the bytes that each rank received from each other in one step, as its kernel counts them. Collective."""
+    """Return the bytes of one step from each rank to each other one, as the receiver's kernel counts. Collective."""
     backend = job.communicator.backend
     if not isinstance(backend, TcpBackend):  # one rank alone has no links
         return {"0": {}}
-    job.gather(None)  # the control channel's: no rank sends over the links before all have read
+    job.gather(None)  # over the control channel: no rank sends over the links before all have read their counters
     before = backend.received_bytes()
     job.gather(None)
     for part in (step.prepare, step.run, step.finish):

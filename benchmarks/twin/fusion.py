@@ -1,4 +1,4 @@
-"""How software other than ours groups gradients: Horovod's cycles, and groups of equally many. Pure."""
+"""How other software groups gradients: Horovod's cycles, and groups with equal numbers of gradients. Pure."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ CYCLE_SECONDS = 5e-3
 
 @dataclass(frozen=True)
 class InGroups:
-    """Sends gradients in that many groups, equal in the number of gradients: 1 waits for all of backward."""
+    """Sends gradients in groups with equal numbers of gradients; a single group waits for all of backward."""
 
     count: int
 
@@ -50,7 +50,7 @@ def in_cycles(
     *,
     buffer_bytes: int,
 ) -> tuple[PlannedTransfer, ...]:
-    """Send, whenever the wire is free, all gradients that are ready, at least one and at most a buffer."""
+    """Return the transfers: whenever the wire is free, all ready gradients, at least one and at most a buffer."""
     ready = [backward.ready_seconds[tensor.name] for tensor in tensors]
     sizes = [tensor.num_bytes for tensor in tensors]
     transfers: list[PlannedTransfer] = []

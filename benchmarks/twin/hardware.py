@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from bigbatch.launch.simulate.constants import GIGABIT, Constants
 
 UNSTATED_GBIT_PER_DEVICE = 100.0
-"""Rate of a network without a stated one, which the interval widens. ASSUMED, and fitted to no row: a card of 100
-Gbit/s for each accelerator."""
+"""Rate of a network that states none; intervals are wider then. ASSUMED, and fitted to no row: a card of 100 Gbit/s for
+each accelerator."""
 
 
 @dataclass(frozen=True)
 class RowConstants(Constants):
-    """The simulator's constants, and what only published rows of old software need."""
+    """The simulator's constants, and those that only published rows of old software need."""
 
     eager_seconds_per_tensor: float = 65e-6
-    """seconds_per_tensor before 2021: hosts started each kernel, a convolution, its norm, the weight's norm and its
-    update each by itself. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of one V100
-    alone have 1.5 ms that no image explains (NVIDIA's examples of 2020)."""
+    """seconds_per_tensor before 2021: hosts launched each kernel by itself, such as a convolution, its norm, the
+    weight's norm and its update. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of a
+    single V100 have 1.5 ms that do not depend on the number of images (NVIDIA's examples of 2020)."""
 
 
 DEFAULTS = RowConstants()
@@ -41,7 +41,7 @@ INSIDE_BYTES_PER_SECOND = {
     "torus": 150e9,  # PUBLISHED: four to six links of 62 to 82 GB/s of a TPU v2 to v4; ASSUMED half of them
     "": 15e9,  # ASSUMED, where nothing is stated
 }
-"""Keyed by the beginning of the link's name, small and without gaps, gen and v; the longest match counts."""
+"""Keyed by the beginning of the link's name, in lower case, without spaces, gen and v; the longest match counts."""
 
 RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
     # images per second of one accelerator in training, at its usual local batch: fp32, then fp16, bf16 or mixed
@@ -78,8 +78,8 @@ RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
 
 LIBFABRIC = ("efa", "slingshot", "libfabric")
 LIBFABRIC_LATENCY_SECONDS = 75e-6
-"""Latency of a hop by NCCL's plugin for libfabric. PUBLISHED: what the plugin tells NCCL of EFA (aws/aws-ofi-nccl,
-src/platform-aws.c)."""
+"""Latency of a hop by NCCL's plugin for libfabric. PUBLISHED: the latency of EFA that the plugin reports to NCCL
+(aws/aws-ofi-nccl, src/platform-aws.c)."""
 
 
 def across_latency_seconds(link: str, constants: Constants) -> float:
@@ -88,7 +88,7 @@ def across_latency_seconds(link: str, constants: Constants) -> float:
 
 
 def inside_bytes_per_second(link: str) -> float:
-    """Look up what the links inside a node carry: NVLink 4, NVLink4, nvlink 4.0, PCIe Gen4 x16, ..."""
+    """Return the rate of the links inside a node by name: NVLink 4, NVLink4, nvlink 4.0, PCIe Gen4 x16, ..."""
     plain = re.sub(r"[^a-z0-9]|gen|v(?=\d)", "", link.lower().replace("pci-e", "pcie"))
     return INSIDE_BYTES_PER_SECOND[max((name for name in INSIDE_BYTES_PER_SECOND if plain.startswith(name)), key=len)]
 

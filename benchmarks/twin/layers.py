@@ -38,7 +38,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
 def layers_of(model: nn.Module, *, pixels: int) -> list[tuple[float, list[int]]]:
     """List (millions of operations of one image's forward, elements of each parameter), in the order of forward.
 
-    model: on the meta device. Layers without parameters count with the next that has some, or the last.
+    model: on the meta device. A layer without parameters counts as part of the next one that has some, or of the last.
     """
     batch = 2  # batch norm needs more than one value per channel
     found: list[tuple[float, list[int]]] = []

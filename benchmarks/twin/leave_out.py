@@ -1,7 +1,7 @@
-"""Leave one family out: choose the constants of the model from all other families, and the width of intervals, too.
+"""Leave one family out: choose the model's constants and the width of intervals from all other families.
 
-Each fitted constant is tried at FACTORS of its value, one after the other, by the mean error of the other families.
-A constant that no other family shows costs nothing.
+Each fitted constant in turn is tried at FACTORS of its value, and the mean error of the other families decides. A
+constant that concerns no other family gets the value that costs nothing.
 """
 
 import collections
@@ -24,9 +24,9 @@ UNSEEN = {
     "straggler_share": 0.0,
     "input_share": 0.0,
 }
-"""The fitted constants, each with the value that costs nothing: for families of which no other family shows it."""
+"""Fitted constant -> the value at which it costs nothing, for families that alone show the constant."""
 MOST_ERROR = 0.7
-"""Largest error, as a logarithm, that counts: a row that no constant explains chooses none."""
+"""Largest error, as a logarithm, that counts: a row that no constant explains must not choose one."""
 LEAST_GAIN = 2e-4
 """Least decrease of the mean error for which another value is taken."""
 LEAST_MOVE = 1e-4
@@ -76,7 +76,7 @@ class Steps:
 
 
 def constants_without(steps: Steps, family: str | None) -> RowConstants:
-    """Choose each fitted constant by the mean error of all families but one."""
+    """Return the constants with the least mean error over all families except family."""
     others = [rows for name, rows in steps.families().items() if name != family]
 
     def loss(constants: RowConstants) -> float:
@@ -102,7 +102,7 @@ def distance(prediction: Prediction) -> float:
 
 
 def factor_of(distances: Mapping[object, Sequence[float]]) -> float:
-    """Return the least factor of a half interval that contains STATED of the rows, each system with the same weight."""
+    """Return the least factor of half intervals that then contain STATED of the rows; all systems weigh the same."""
     weighted = sorted((each, 1 / len(found)) for found in distances.values() for each in found)
     needed = STATED * sum(weight for _, weight in weighted)
     for each, weight in weighted:
@@ -113,9 +113,9 @@ def factor_of(distances: Mapping[object, Sequence[float]]) -> float:
 
 
 def held_without(predictions: Sequence[Prediction]) -> tuple[dict[str, bool], dict[str, float], dict[str, float]]:
-    """Widen each prediction by the factor of its kind that all other families give.
+    """Widen each prediction's interval by the factor that all other families give for its kind.
 
-    Returns: by the row's name whether the interval holds, and its half width as a logarithm; and by kind the factor
+    Returns: row's name -> whether the interval holds; row's name -> its half width as a logarithm; kind -> the factor
     that all families give.
     """
     by: dict[str, dict[tuple[str, str], list[Prediction]]] = collections.defaultdict(

@@ -1,6 +1,6 @@
 """Compare the simulator's all-reduce with published tables of NCCL's own tests, by size.
 
-Bandwidths on the bus: 2 (P - 1) / P * bytes / seconds of P devices. Links have the published rates and latencies of
+busbw of P devices: 2 (P - 1) / P * bytes / seconds. Links have the published rates and latencies of
 benchmarks/twin/hardware.py.
 
     python -m benchmarks.twin.nccl_tests
@@ -19,7 +19,7 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Published:
-    """A table: GB/s on the bus by MiB."""
+    """A published table: MiB -> busbw in GB/s."""
 
     name: str
     network: Network

@@ -34,9 +34,9 @@ LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5
 NOISE = 0.03
 """Standard deviation of a measured step, as a share of it. PUBLISHED: runs of one row spread by 0.1 to 8%."""
 ANOMALOUS = 3.0
-"""Distance of a second row from its prediction, in half intervals, from which on it contradicts the model."""
+"""Least distance of a second row from its prediction, in half intervals, at which it contradicts the model."""
 CONTRADICTS = 1.25
-"""Ratio of two steps of one system, size, batch and software from which on they contradict each other."""
+"""Least ratio at which two steps of the same system, size, batch and software contradict each other."""
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
@@ -60,7 +60,7 @@ class Prediction:
     kind: str
     """A key of FACTORS."""
     unknown: tuple[str, ...] = ()
-    """What is not known of the system, in words; the interval is wider for it."""
+    """Unknown facts of the system, in words; each widens the interval."""
     refused: str = ""
     """Why a second row was not used, in one line."""
 
@@ -70,7 +70,7 @@ class _Scaled:
     step: SimulatedStep
     interval: Interval
     factor: float
-    """Measured over simulated seconds of the base: 1, unless no time of an image explains it."""
+    """Ratio of the base's measured to its simulated seconds: 1, unless no seconds per image explain the measured."""
 
     @property
     def seconds(self) -> float:
@@ -80,8 +80,8 @@ class _Scaled:
 def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = DEFAULTS) -> Prediction:
     """Scale the nearest measured row to the question's size, batch and network.
 
-    The measured row gives the seconds of an image: its step, less the model's time beyond them. A second row of the
-    same ladder corrects the prediction by its error, as far as that exceeds its noise; a row that contradicts the
+    The measured row gives the seconds per image: its step, less the simulated time of all else. A second row of the
+    same ladder corrects the prediction by its own error, as far as that exceeds its noise; a row that contradicts the
     model is refused, and the interval then contains its error.
     Raises: SimulationError if nothing is given.
     """
@@ -132,7 +132,7 @@ def simulated_seconds(question: Row, base: Row, constants: RowConstants) -> floa
 
 
 def _unexplained(base: Row, constants: RowConstants) -> float:
-    """Return measured over simulated seconds of the base: 1, unless no time of an image explains it."""
+    """Return the ratio of the base's measured to its simulated seconds: 1, unless no seconds per image explain it."""
     assert base.seconds is not None
     simulated = base.job(constants).simulate(calibrate(base, base, constants), base.local_batch)
     return base.seconds / simulated.seconds
@@ -183,7 +183,7 @@ def _unknown(question: Row, base: Row) -> tuple[str, ...]:
 
 
 def calibrate(base: Row, question: Row, constants: RowConstants = DEFAULTS) -> Compute:
-    """Find the seconds of an image for which the base's simulated step equals the measured; for the question's model.
+    """Return the seconds per image with which the simulated step of base equals the measured, for question's model.
 
     Another model's images are scaled by their operations, another device's by the published rates of both.
     """
@@ -197,7 +197,7 @@ def calibrate(base: Row, question: Row, constants: RowConstants = DEFAULTS) -> C
 
 
 def is_extrapolated(question: Row, base: Row) -> bool:
-    """Return whether no published row checks such a step: another system, a size or a batch beyond all of them."""
+    """Return whether no published row checks such a step: another ladder, or a size or local batch beyond all rows."""
     share = question.local_batch / base.local_batch
     return (
         _kinship(question, base) != "ladder"
@@ -253,7 +253,7 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Answers:
-    """The predicted rows, and what a user should know of them, a line each."""
+    """The predicted rows, and lines about them for the user."""
 
     predictions: list[Prediction]
     left_out: list[str]

@@ -33,20 +33,20 @@ MOST_STATED = 1e9
 """Largest number that a row may state: accelerators, images, Gbit/s, milliseconds."""
 
 UNIT_ERROR = 0.05
-"""Logarithm of the ratio from which on a row's step and rate disagree: mixed units, or not the same run."""
+"""Least logarithm of the ratio at which a row's step and rate disagree: mixed units, or different runs."""
 
 BROKEN = "exclude"
 """The role of a row that its table excludes from comparisons."""
 MOST_PLAIN_GBIT = 25
-"""Rate of a node up to which Ethernet is taken to have no RDMA unless its name says so."""
+"""Highest rate of a node's Ethernet that is assumed to have no RDMA, unless its name says so."""
 MEBIBYTE = 2**20
 DDP_FIRST_BYTES = MEBIBYTE
 """Bytes of PyTorch's first bucket."""
 DEVICES_OF_UNSTATED_NODES = 8
 FIRST_YEAR_OF_GRAPHS, FIRST_NCCL_OF_GRAPHS = 2021, (2, 9)
-"""First versions with software that starts a step's kernels together: MLPerf v1.0."""
+"""First year and first NCCL version of software that launches a step's kernels together, by graphs: MLPerf v1.0."""
 MLPERF_YEARS = {"0.5": 2018, "0.6": 2019, "0.7": 2020}
-"""Years of the first rounds; v1 and later are of 2021 and the years that follow."""
+"""Years of the first rounds; v1 was in 2021, and later rounds in the years after."""
 CHECKED_FRAMEWORKS = ("mxnet", "pytorch", "tensorflow")
 """Frameworks whose sums published rows across nodes have checked."""
 UNKNOWN_SHAPE = "resnet50"
@@ -154,7 +154,7 @@ class Row:
 
     @property
     def has_unknown_link(self) -> bool:
-        """Return whether the row crosses nodes, and nothing says how fast."""
+        """Return whether the row crosses nodes, and no rate is stated for their links."""
         return self.num_nodes > 1 and not self.is_compiled and self.link_gbit_per_s is None
 
     @property
@@ -181,7 +181,7 @@ class Row:
 
     @property
     def has_trees(self) -> bool:
-        """Return whether NCCL has more than rings: from 2.4, of 2019, on."""
+        """Return whether NCCL has trees, besides rings: since version 2.4, of 2019."""
         if self.library_version:
             return self.library_version >= (2, 4)
         return not (self["collective_library_version"] == "NCCL" and self.year is not None and self.year < 2019)
@@ -321,7 +321,7 @@ def _usable(path: Path, lines: Sequence[tuple[int, Row]], needed: Callable[[Row]
 
 def _read(path: Path) -> list[tuple[int, Row]]:
     try:
-        # spreadsheets write a mark before the first column
+        # spreadsheets write a byte order mark before the first column
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             found = [

@@ -13,7 +13,7 @@ Hop = tuple[int, int, int]
 def node_traffic(
     algorithm: str, num_elements: int, *, element_bytes: int, groups: Sequence[Sequence[int]], segment_bytes: int
 ) -> dict[tuple[int, int], Traffic]:
-    """Count what each node sends to each other in one all-reduce over backend tcp, summed in its own precision.
+    """Return the traffic from each node to each other one in an all-reduce over backend tcp, in its own precision.
 
     groups: the ranks of each node; hierarchical and sharded are those with shared memory inside. segment_bytes: of
     comm.algorithms.ring. Raises: ValueError for an algorithm with unknown messages.
@@ -64,7 +64,7 @@ def _ring(num_elements: int, ranks: Sequence[int]) -> Iterator[Hop]:
 
 
 def _doubling(num_elements: int, ranks: Sequence[int]) -> Iterator[Hop]:
-    """Exchange all with the partner at the place with one bit flipped; places beyond a power of two hand in and get."""
+    """Exchange all with the partner whose place differs in one bit; places beyond a power of two send and get."""
     even = 1 << (len(ranks).bit_length() - 1)
     for place in range(even, len(ranks)):
         yield (ranks[place], ranks[place - even], num_elements)
@@ -76,5 +76,5 @@ def _doubling(num_elements: int, ranks: Sequence[int]) -> Iterator[Hop]:
 
 
 def _split(num_elements: int, count: int) -> list[int]:
-    """Cut as torch.tensor_split does: the first parts have one more."""
+    """Return sizes of parts as torch.tensor_split cuts them: the first parts have one element more."""
     return [part_size(num_elements, count, place) for place in range(count)]

@@ -1,4 +1,4 @@
-"""Does it work: the quick start, tests marked gpu, sanitizers, the doctor, training from files, the first step."""
+"""Cases that check bigbatch: the quick start, tests marked gpu, sanitizers, the doctor, training from files, starts."""
 
 import importlib.util
 import os
@@ -109,7 +109,7 @@ def measure_streams(context: Context) -> Found:
 
 
 def measure_memory(context: Context) -> Found:
-    """Train under compute-sanitizer, which finds accesses outside of what is allocated."""
+    """Train under compute-sanitizer, which finds accesses outside of allocated memory."""
     if (tool := next(filter(None, map(shutil.which, SEARCHES)), None)) is None:
         return Found(left_out={"compute-sanitizer": "is not on this machine"})
     settings = {"data.num_synthetic_samples": 512, "model.options.width": 4, "compute.cudnn_benchmark": False}
@@ -183,7 +183,7 @@ def first_step(context: Context, settings: Settings, *, name: str, cache: str = 
     whole = {
         **settings_for(size, batch=size.batch, precision=context.precision),
         **settings,
-        "compute.mode": "eager",  # as stated: a first start would measure other modes
+        "compute.mode": "eager",  # the stated mode: a first start with auto would measure others
         "data.num_synthetic_samples": 2 * size.batch,
         "run.directory": str(folder),
         "run.epochs": 1,

@@ -21,7 +21,7 @@ from bigbatch.trainer.input.shards import open_split
 
 RECIPE = "cifar10_10epochs"
 SCRIPTS = ("legacy/airbench94.py", "airbench94.py")
-"""Path in a checkout, today and before March 2025."""
+"""Path of the script in a checkout, since March 2025 and before."""
 CHILD = Path(__file__).with_name("airbench_child.py")
 TINY = checks.TINY | {
     "run.epochs": 9,
@@ -66,7 +66,7 @@ def describe(found: Found, *, ours: list[dict[str, Any]], airbench94: list[dict[
 def train(context: Context, root: Path, *, seed: int) -> dict[str, Any]:
     """Train our recipe in a separate process; return its summary's seconds and accuracy, and the process's seconds."""
     folder = context.scratch / f"ours-{seed}"
-    # the mode as the recipe states it: a first start would measure others
+    # the recipe's own mode: a first start with auto would measure others
     settings = {"data.root": str(root), "run.directory": str(folder), "run.seed": seed, "compute.mode": "eager"}
     settings |= TINY if context.is_small else {}
     start = time.perf_counter()

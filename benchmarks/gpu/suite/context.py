@@ -21,7 +21,7 @@ class Size:
     batch: int
     local_batches: tuple[int, ...]
     steps: int
-    """Between two readings of the clock; on a GPU at least as many as a replay needs."""
+    """Steps between two readings of the clock; on a GPU at least as many as a replay needs."""
     rounds: int
     """Turns of each contestant."""
     eval_images: int
@@ -97,7 +97,7 @@ class Context:
 
     @property
     def compiles(self) -> bool:
-        """Whether to compile: not for the small size on a CPU: compiling takes longer there than all the rest."""
+        """Return whether to compile: not at the small size on a CPU, where compiling takes longer than all the rest."""
         return not (self.is_small and self.device.type == "cpu")
 
 

@@ -21,7 +21,7 @@ SMALL_NET: dict[str, Any] = {
     "batch.bn_span": MICROBATCH,
     **REPRODUCIBLE,
 }
-"""Thousands of microbatches end within seconds."""
+"""Settings with which thousands of microbatches take only seconds."""
 
 
 def measure(context: Context) -> Found:
@@ -54,7 +54,7 @@ def measure_rates(context: Context) -> dict[str, Any]:
 
 
 def digest_of_a_step(context: Context, *, virtual_ranks: int, most: int) -> str:
-    """Return a digest of all weights and statistics after a step that so many ranks would share."""
+    """Return a digest of all weights and statistics after a step that virtual_ranks ranks would share."""
     batch = MICROBATCH * most
     settings = settings_for(context.size, batch=batch, precision="fp32") | SMALL_NET
     with closing(Job({**settings, "batch.virtual_ranks": virtual_ranks})) as job:

@@ -32,9 +32,9 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Flags:
-    """Process-wide settings of configs and peers: each contestant gets its own at its turn.
+    """Process-wide settings of a config or a peer, which take effect at its turn.
 
-    By torch's older switches alone, like the trainer (docs/decisions/042): its compiler fails on a mix of both.
+    They use torch's older switches only, like the trainer (docs/decisions/042): its compiler fails on a mix of both.
     """
 
     cudnn_benchmark: bool = field(default_factory=lambda: torch.backends.cudnn.benchmark)
@@ -43,11 +43,11 @@ class Flags:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     def switch(self) -> None:
-        """Restore the flags as they were when this was made."""
+        """Set torch's process-wide flags to these values."""
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.use_deterministic_algorithms(self.deterministic)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch announces the newer ones
+            warnings.simplefilter("ignore")  # torch warns that newer switches exist
             torch.backends.cudnn.allow_tf32 = self.convolutions_in_tf32
             torch.set_float32_matmul_precision(self.products)
 

@@ -19,7 +19,7 @@ KINDS = {
     "optimizer": ("multi_tensor",),
     "convolutions and products": ("conv", "fprop", "grad", "gemm", "nvjet", "cublas", "cutlass", "cudnn"),
 }
-"""Words in the names of kernels; the first kind with one counts. What torch's compiler makes of a ResNet is norms."""
+"""Kind -> words in kernels' names; the first kind with a match counts. Kernels of torch's compiler count as norms."""
 PROFILED = 2
 """Steps under the profiler."""
 

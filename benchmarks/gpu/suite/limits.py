@@ -1,4 +1,4 @@
-"""Run a function in a process of its own, within a limit, and end it with all that it has started."""
+"""Run a function in a process of its own, within a time limit, and end it with all processes that it started."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 GRACE_SECONDS = 10.0
-"""From the interrupt, at which Python code cleans up, to the kill."""
+"""Seconds from the interrupt, at which Python code cleans up, to the kill."""
 
 
 def run_within(action: Callable[[], object], *, seconds: float, log: Path, fork: bool) -> int | None:
@@ -52,7 +52,7 @@ def _end_with_caller() -> None:
 
 @contextmanager
 def _ended(process: BaseProcess) -> Iterator[None]:
-    """End the process afterwards, if it lives, and all that it has started, also in sessions of their own."""
+    """On exit, end the process if it lives, and all processes that it started, also in sessions of their own."""
     try:
         yield
     finally:
@@ -66,12 +66,12 @@ def _ended(process: BaseProcess) -> Iterator[None]:
         process.kill()
         for each in known:
             with suppress(psutil.NoSuchProcess):
-                each.kill()  # not a later process of that number
+                each.kill()  # psutil kills no later process with the same id
         process.join()
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
-    """List the processes that a process has started, and those that they have."""
+    """List the processes that a process started, and those that they started in turn."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []

@@ -32,9 +32,9 @@ class Part:
 
     measure: Callable[[Context], Found]
     likely: int
-    """It is not begun if less is left."""
+    """Seconds: the part does not begin if less is left."""
     most: int
-    """It is ended after so many."""
+    """Seconds after which the part is ended."""
 
 
 def parts_of(size: Size) -> dict[str, Part]:
@@ -100,7 +100,7 @@ def _measure(name: str, *, options: argparse.Namespace, device: torch.device, si
 
 
 def _keep(name: str, entry: dict[str, Any], *, options: argparse.Namespace, path: Path, empty: dict[str, Any]) -> None:
-    """Keep a case in the record; write a slower one beside it, so the next guard still has the better figures."""
+    """Store a case in the record; a slower one in a file beside it, so that the next run compares with the better."""
     record = read_record(path) or empty
     last = read_record((options.against or path.parent) / path.name) if options.guard else None
     before = (last or empty)["cases"].get(name)

@@ -1,4 +1,4 @@
-"""What is made of a record: the targets that it meets, what it lost against the last one, and its page."""
+"""Judge a record: targets that it meets, losses against the last record, and its page in Markdown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Target:
     least: float | None = None
     most: float | None = None
     device: str = ""
-    """A part of the device's name, if the target is of that one alone."""
+    """A part of the device's name, if the target is for that device only."""
 
     def value(self, cases: Mapping[str, Any]) -> float | None:
         """Return the value; None if it was not measured."""

@@ -15,7 +15,7 @@ from benchmarks.gpu.suite.job import Settings, as_options
 from bigbatch.trainer.config.sections import RESNETS
 
 DECODED = 2000
-"""Images that are made up for the decoders without --data."""
+"""Number of images that are generated for the decoders without --data."""
 
 
 def measure_inference(context: Context) -> Found:

@@ -36,7 +36,7 @@ UNFUSED = {
 """The update of torchvision's script. Our own optimizers are always fused."""
 DTYPE = torch.bfloat16
 PASSES = 3
-"""Forward, gradient of the weights, gradient of the input (which the first layer does without)."""
+"""Forward, gradient of the weights, gradient of the input (not for the first layer)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def measure(context: Context) -> Found:
 
 
 def make_contestants(context: Context, found: Found, *, stack: ExitStack) -> dict[str, Contestant]:
-    """Make the steps that this device supports; later steps leave out the others, too."""
+    """Make the steps that this device supports; steps after an unsupported one do without its change."""
     size, made = context.size, {}
     settings = settings_for(size, batch=size.batch, precision="fp32")
     for step in STEPS:
@@ -135,7 +135,7 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """Elements read and written by all passes, each tensor once a pass."""
+        """Return the elements that all passes read and write, each tensor once per pass."""
         shapes = (self.input_shape, self.weight_shape, self.output_shape)
         return self.num_passes * sum(torch.Size(shape).numel() for shape in shapes)
 
@@ -163,7 +163,7 @@ def layers_of(model: str, *, batch: int, image_size: int, num_classes: int) -> l
 
 
 def shortest_seconds(layers: list[Layer], *, flops_per_s: float, bytes_per_s: float, element_bytes: int) -> float:
-    """Add up layers; each takes as long as its arithmetic or as its tensors, whichever is longer."""
+    """Return the seconds of all layers; each takes the longer time of its arithmetic and its memory traffic."""
     return sum(max(each.flops / flops_per_s, element_bytes * each.elements / bytes_per_s) for each in layers)
 
 

@@ -39,7 +39,7 @@ PUBLISHED = {"NVIDIA H100 80GB HBM3": 2790, "NVIDIA H200": 3079}
 Source: lambdal/deeplearning-benchmark at aa5addb6, pytorch-train-throughput-v2-fp16.csv.
 """
 BATCHES = {80: 1280, 140: 2560}
-"""Its batch by the card's memory in 1e9 bytes."""
+"""Card's memory in 1e9 bytes -> batch of that table."""
 LOSS_SCALE = 256.0
 MODES: dict[str, dict[str, Any]] = {"eager": {}, "compile": COMPILED, "cuda_graph": CAPTURED}
 MOST_BATCHES_AHEAD = 2
@@ -76,7 +76,7 @@ def measure_calibration(context: Context) -> Found:
 
     flags = replace(AS_TORCH_STARTS, cudnn_benchmark=True)
     contestants = {CALIBRATION: Contestant(run, batch, flags=flags)}
-    few = replace(size, steps=max(1, size.steps // 4))  # of five to ten times the images of the others' steps
+    few = replace(size, steps=max(1, size.steps // 4))  # each has five to ten times the images of other parts' steps
     found.add(CALIBRATION, rates_in_turn(contestants, size=few, device=device)[CALIBRATION], unit="images/s")
     found.conditions |= {"batch": batch, "precision": "autocast to fp16"}
     return found
