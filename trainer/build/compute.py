@@ -53,7 +53,7 @@ def set_up_compute_(
         if failure:
             restore_regions_(model)
             notes.append(f"not compiled: {failure}")
-    # after compiling, so that what is computed again is the compiled forward
+    # after compiling, so that backward recomputes by the compiled forward
     recompute_(model, config.compute.recomputed_blocks)
     return notes
 

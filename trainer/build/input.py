@@ -75,7 +75,7 @@ def images_of(splits: tuple[Split, Split]) -> Images | None:
 def make_eval_split(
     config: Config, communicator: Communicator, *, trained: Sequence[str] | None = None, source: str = ""
 ) -> Split:
-    """Make validation data alone, for weights of source that were trained on classes of these names.
+    """Return the validation split only, for weights of source that were trained on classes of these names.
 
     Without trained, labels index the class names of the training split, if there is one.
     Collective. Raises: DataError; ConfigError; CheckpointError if the data has other classes than trained.

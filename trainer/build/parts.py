@@ -138,7 +138,7 @@ def _make_grid(config: Config, plan: Plan) -> Grid | None:
 
 
 def _make_statistics(model: nn.Module, plan: Plan, *, is_on_grid: bool) -> StepStatistics:
-    """Return the sums of the statistics of batch norm, to which each forward of model adds from now on."""
+    """Return the object that sums batch norm's statistics: each forward of model adds to it from now on."""
     kind = GridStatistics if is_on_grid else StepStatistics
     statistics = kind(flatten_running_statistics(model), microbatches=plan.division.num_microbatches)
     MicrobatchStatistics(model, statistics.running_N, take=statistics.take_, unseen=statistics.unseen)

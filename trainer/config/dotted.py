@@ -57,7 +57,7 @@ def is_of_library(found: object, *, name: str) -> bool:
 
 
 def words_of(error: Exception) -> str:
-    """Return one line: the error that foreign code raised, and where."""
+    """Return one line: the error that foreign code raised, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames and frames[-1].lineno else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

@@ -19,12 +19,12 @@ ENTRY = ("name", "options")
 SMALLEST_SCALE = 1.0
 """The unscaled loss: a smaller scale cannot repair gradients that overflow fp16 (65504) even here."""
 LARGEST_SCALE = 2.0**24
-"""Lifts gradients down to 2**-48 to fp16's smallest number, 2**-24."""
+"""Raises a gradient of 2**-48 to fp16's smallest number, 2**-24."""
 
 CAPABILITY = {"tf32": (8, 0), "fp16": (5, 3), "fp16_autocast": (5, 3), "bf16": (8, 0), "bf16_autocast": (8, 0)}
 """First CUDA compute capability with arithmetic of that precision (CUDA C++ Programming Guide)."""
 TENSOR_CORES = (7, 0)
-"""First CUDA compute capability that has them."""
+"""First CUDA compute capability with tensor cores."""
 
 
 def is_foreign(name: str) -> bool:
@@ -159,7 +159,7 @@ def metric_entries(metrics: Mapping[str, Any] | None) -> Iterator[tuple[str, str
 
 
 def nearest_scale(scale: float) -> float:
-    """Return the power of two nearest to a positive number, within what a loss scale may be."""
+    """Return the legal loss scale nearest to a positive number: a power of two."""
     lower = 2.0 ** math.floor(math.log2(scale))
     nearest = min((lower, 2 * lower), key=lambda power: abs(power - scale))
     return min(max(nearest, SMALLEST_SCALE), LARGEST_SCALE)

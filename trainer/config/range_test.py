@@ -37,7 +37,7 @@ WHEREVER = (
 def suggested_rate(
     values: Mapping[str, Any], *, read_recipe: Callable[[str], Mapping[str, Any]], is_rate_stated: bool
 ) -> float:
-    """Return what the range test in schedule.range_test suggests for an experiment of these values.
+    """Return the rate that the range test in schedule.range_test suggests for an experiment of these values.
 
     read_recipe: returns the values of a dumped config's text. is_rate_stated: the command line states a rate, too.
     Raises: ConfigError for two rates, and for a file that is no range test, found no rate or has another recipe.

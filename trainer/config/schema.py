@@ -67,7 +67,7 @@ class Config:
     comm: CommConfig
 
     def __post_init__(self) -> None:
-        # first each value alone: the other checks divide by these numbers and compare them
+        # check single values first: the other checks divide by these numbers and compare them
         alone = [refusal for name in KEYS for refusal in _check_value(name, lookup(self, name))]
         if refusals := alone or list(_check_together(self)):
             raise ConfigError(*refusals)

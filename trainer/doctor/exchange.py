@@ -103,7 +103,7 @@ class Probes:
         self.part: Mapping[str, Any] = {}
         """Values that cut the step of every config opened from now on."""
         self.flushes = True
-        """Whether each turn first uses up what was prefetched during another probe's turn."""
+        """Whether each turn first uses up the batches that were prefetched during another probe's turn."""
         self._running: dict[Probe, Child] = {}
         self.is_alone = False
 

@@ -81,7 +81,7 @@ def profile_step(
 
 
 def activities_on(device: torch.device) -> list[ProfilerActivity]:
-    """Return what the profiler is to record of work on this device."""
+    """Return the activities that the profiler must record for work on this device."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 

@@ -76,7 +76,7 @@ def _rate(folder: Path, name: str, *, depth: int) -> float:
 
 
 def read_ports(root: Path = Path("/")) -> list[Port]:
-    """List all ports, whatever their state."""
+    """List all RDMA ports, in any state."""
     return [
         Port(
             name=f"{path.parts[-3]}/{path.name}",

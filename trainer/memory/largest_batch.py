@@ -51,7 +51,7 @@ def largest_fitting(
     does not fit. No try begins after the given seconds.
     """
     deadline = time.monotonic() + seconds
-    low, high, is_doubling = -1, len(sizes), not is_last_near  # all up to low fit; none from high on
+    low, high, is_doubling = -1, len(sizes), not is_last_near  # sizes up to low fit, sizes from high do not
     while high - low > 1:
         if time.monotonic() > deadline:
             return SizeSearch(sizes[low] if low >= 0 else None, is_complete=False)

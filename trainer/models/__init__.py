@@ -1,4 +1,4 @@
-"""Classifiers, with torchvision's parameter names where torchvision has the model."""
+"""Classifiers; a model that torchvision has, too, has torchvision's parameter names."""
 
 from collections.abc import Callable
 from typing import Any

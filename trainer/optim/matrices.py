@@ -17,7 +17,7 @@ from bigbatch.trainer.optim.fused import (
 )
 
 Work = Callable[[list[Tensor]], list[Tensor]]
-"""Maps tensors to as many results, of the same shapes."""
+"""Maps a list of tensors to a list of results, one of the same shape for each."""
 Finish = Callable[[], list[Tensor]]
 """Waits for the results of all tensors."""
 

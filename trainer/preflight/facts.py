@@ -140,7 +140,7 @@ def machine_id() -> str:
 
 @dataclass(frozen=True)
 class Seat:
-    """Place where a rank computes. All ranks know all of them."""
+    """Host, process and GPU of a rank. Every rank knows those of all ranks."""
 
     host: str
     process: int

@@ -95,7 +95,7 @@ def _measure_pair(communicator: Communicator, other: int) -> float:
     probe = min(_exchange(communicator, other, num_bytes=PROBE_BYTES) for _ in range(2))
     size = torch.zeros(1, dtype=torch.float64, device=communicator.device)
     if communicator.rank < other:
-        # both must exchange as many bytes: the lower rank decides, by its own time
+        # both must exchange the same number of bytes: the lower rank decides, by its own time
         size.fill_(min(MOST_BYTES, max(PROBE_BYTES, PROBE_BYTES * AIM_SECONDS / probe)))
         communicator.backend.start_send(size, to=other).wait()
     else:
