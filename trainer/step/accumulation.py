@@ -1,4 +1,4 @@
-"""Gradients of several microbatches in fp32, where the model's own are of half precision."""
+"""Accumulate the half-precision gradients of several microbatches in fp32."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from torch import nn
 class WideAccumulation:
     """Adds up the gradients of a step's microbatches in fp32, and leaves their sum, rounded once, in the parameters.
 
-    Half precision would round after each of them: with 256 its error is that of a flat ring of 256 ranks, eleven
-    times the one of a sum in fp32 (docs/decisions/029). Takes 4 bytes per weight. Make it before the reducer: hooks run
-    in the order of their making, and its own start sums over ranks. Costs nothing for no parameters.
+    Half precision would round after each microbatch: with 256 its error is that of a flat ring of 256 ranks, eleven
+    times that of a sum in fp32 (docs/decisions/029). Takes 4 bytes per weight, nothing without parameters. Construct it
+    before the reducer: hooks run in the order of registration, and the reducer's hooks start sums over ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -27,7 +27,7 @@ class WideAccumulation:
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Surround the backward of one microbatch, before which the gradients are zero."""
+        """Context of one microbatch's backward, before which the gradients must be zero."""
         self._unfinished = set(self._sums) if is_last else set()
         yield
         if is_last:
@@ -42,7 +42,7 @@ class WideAccumulation:
             torch._foreach_zero_(gradients)
 
     def _finish(self, parameter: nn.Parameter) -> None:
-        # within the last backward, so that a finished gradient can start on its way at once
+        # within the last backward, so that the reducer can send a finished gradient at once
         if parameter in self._unfinished and parameter.grad is not None:
             self._unfinished.discard(parameter)
             parameter.grad.copy_(self._sums[parameter].add_(parameter.grad))

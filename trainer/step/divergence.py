@@ -17,8 +17,8 @@ REMEDY = "lower schedule.base_lr or lengthen schedule.warmup_epochs"
 def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_text: Callable[[str], list[str]]) -> None:
     """Raise TrainingDiverged if the loss, summed over ranks and since first_step, is not finite.
 
-    finite_steps: of this rank, the steps from first_step on before its own sum was not finite.
-    Collective where it raises.
+    finite_steps: number of steps after first_step for which this rank's own sum was finite.
+    Collective if it raises.
     """
     if math.isfinite(loss):
         return
@@ -58,11 +58,11 @@ def _name(ranks: list[int]) -> str:
 
 
 class GuessWatch:
-    """Ends a run if its mean training loss is that of a guess over that many steps after the warm-up, and also over
-    their later half: a small batch may start above a guess, and learn.
+    """Ends a run whose mean training loss over some number of steps after the warm-up is no better than a guess.
 
-    A guess has a cross-entropy of ln(num_classes), with smoothed and mixed labels, too. What it saw is not in
-    checkpoints: a resumed run, with a lower learning rate perhaps, gets as many steps again.
+    The mean over their later half must be no better, too: with a small batch the loss may start above a guess, and
+    fall. A guess has a cross-entropy of ln(num_classes), also with smoothed and mixed labels. Checkpoints do not keep
+    the losses seen: a resumed run, perhaps with a lower learning rate, gets as many steps again.
     """
 
     def __init__(self, *, steps: int, num_classes: int, warmup_steps: int, first_step: int) -> None:
@@ -73,12 +73,12 @@ class GuessWatch:
         self._windows: deque[tuple[int, float]] = deque()  # steps of a report, and their mean loss
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """Check a report of the training loop. Raises: TrainingDiverged, on all ranks alike."""
+        """Add a report of the training loop, and check the mean. Raises: TrainingDiverged, on all ranks alike."""
         start, self._last_step = self._last_step, record["step"]
         if start < self._warmup_steps:
             return
         self._windows.append((record["step"] - start, record["loss"]))
-        # reports differ in length: the oldest goes only where enough steps remain without it
+        # reports differ in length: the oldest goes only if enough steps remain without it
         while sum(steps for steps, _ in self._windows) - self._windows[0][0] >= self._steps:
             self._windows.popleft()
         num_steps, mean = self._newest(self._steps)
@@ -91,7 +91,7 @@ class GuessWatch:
             )
 
     def _newest(self, at_least: float) -> tuple[int, float]:
-        """Return the steps of the newest reports that cover the given number, or of all, and their mean loss."""
+        """Return number of steps and mean loss of the newest reports that cover at_least steps, or of all reports."""
         num_steps, total = 0, 0.0
         for steps, loss in reversed(self._windows):
             if num_steps >= at_least:

@@ -11,7 +11,7 @@ from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.trainer.optim.matrices import Finish, Work
 
 MOST_PADDING = 2
-"""Most gathered elements per element of the tensors: as many bytes as an all-reduce of them takes."""
+"""Limit of gathered elements per element of the tensors: at 2, a gather sends as many bytes as an all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ def share_out(costs: Sequence[float], num_elements: Sequence[int], *, world_size
 
 
 def gathered_elements(shares: Shares, num_elements: Sequence[int], *, world_size: int) -> int:
-    """Return the elements that a gather brings to each rank; 0 if most would be padding, so that each does all."""
+    """Return the elements in a gather; 0 if each rank does all work instead (one rank, or too much padding)."""
     gathered = shares.part * world_size
     return 0 if world_size == 1 or gathered > MOST_PADDING * sum(num_elements) else gathered
 
 
 class DividedWork:
-    """Lets each rank do the work on some of the tensors, and gathers all results by one all-gather: a Division.
+    """A Division by which each rank does the work on some of the tensors; one all-gather collects all results.
 
-    All ranks hold the same bits of the result. Where most of the gather would be padding, as with more ranks than
-    large tensors, each rank does all instead. one_by_one: each tensor by itself, so that its bits do not depend on
-    which others its rank has.
+    All ranks hold the same bits of the result. If more than half of the gather would be padding, as with more ranks
+    than large tensors, each rank does all work instead. one_by_one: work on each tensor by itself, so that its bits do
+    not depend on which other tensors its rank has.
     """
 
     def __init__(self, communicator: Communicator, *, one_by_one: bool = False) -> None:
@@ -61,7 +61,7 @@ class DividedWork:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __call__(self, tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
-        """Do this rank's part, and start the gather. Collective. Finishing raises PeerLostError."""
+        """Do this rank's part and start the gather; the returned function waits for it, or raises PeerLostError."""
         world_size, rank = self._communicator.world_size, self._communicator.rank
         num_elements = [t.numel() for t in tensors]
         shares = share_out(costs, num_elements, world_size=world_size)

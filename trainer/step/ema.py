@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 def bounded_decay(decay: float, num_steps: int) -> float:
-    """Return the decay of an average's n-th step: at most (1 + n) / (10 + n), which looks back over a ninth of n.
+    """Return the decay of an average's n-th step: at most (1 + n) / (10 + n), a window of about n / 9 steps.
 
-    So a short run is not evaluated by weights of long ago. Of the step alone, so that a resumed run goes on with it.
+    So a short run is not evaluated with its first weights. Depends on n alone, so that a resumed run continues it.
     Source: num_updates of TensorFlow's tf.train.ExponentialMovingAverage.
     """
     return min(decay, (1 + num_steps) / (10 + num_steps))
 
 
 class MovingAverage:
-    """Keeps average = decay * average + (1 - decay) * weights, every so many steps; at first, the weights as they are.
+    """Computes average = decay * average + (1 - decay) * weights every every_steps; the first is a copy of the weights.
 
-    decay: in the long run, as bounded_decay says. tensors: fp32 weights and running statistics of batch norm, by name;
-    on_change is called after they were exchanged. The average follows the weights, whether or not the update before
-    was skipped for an overflow.
+    decay: the upper limit, see bounded_decay. tensors: fp32 weights and running statistics of batch norm, by name;
+    on_change is called after each exchange of their values. The average is updated even if the step before it was
+    skipped for an overflow.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class MovingAverage:
 
     @torch.no_grad()
     def update_(self, done: int, *, skip_1: Tensor) -> None:
-        """Move on after step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
+        """Update the average after step done, if one is due; not if skip_1 (bool) is true. No host sync."""
         if done % self._every_steps:
             return
-        if done == self._every_steps:  # an average made in a step that did not count is never used
+        if done == self._every_steps:  # also if skip_1 is true: the run uses nothing of a step that does not count
             torch._foreach_copy_(self._average, self._tensors)
             return
         decay = bounded_decay(self._decay, done // self._every_steps)
@@ -53,7 +53,7 @@ class MovingAverage:
 
     @contextmanager
     def in_place_of_weights(self, done: int) -> Iterator[None]:
-        """Context in which the model has the average's weights; restores its own bits afterwards."""
+        """Put the average into the model for the block; restore the bits of its own weights afterwards."""
         if done < self._every_steps:
             yield
             return
@@ -74,7 +74,7 @@ class MovingAverage:
         return {} if done < self._every_steps else dict(zip(self._names, self._average, strict=True))
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restore what state_dict gave; without one, start from the model's weights. Raises: ValueError."""
+        """Restore what state_dict gave; if it is empty, start from the model's weights. Raises: ValueError."""
         if self._names and saved and saved.keys() != set(self._names):
             raise ValueError("its average has other weights than the model")
         values = [saved[name] for name in self._names] if saved else self._tensors
@@ -83,10 +83,10 @@ class MovingAverage:
 
 
 def no_average() -> MovingAverage:
-    """Return an average of nothing, which never has a first step: evaluation uses the weights themselves."""
+    """Return an average without tensors that is never updated: evaluation uses the weights themselves."""
     return MovingAverage({}, decay=0.0, every_steps=sys.maxsize, on_change=lambda: None)
 
 
 def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state_dict that a checkpoint's accuracy belongs to: the average, if the run had one."""
+    """Return the weights with which a checkpoint was evaluated: the average, if the run had one."""
     return {**state["model"], **state.get("average", {})}

@@ -17,13 +17,13 @@ from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.memory import is_out_of_memory
 
 WARM_UP_STEPS = 3
-"""Warm-up steps of each shape before its capture: cuDNN searches, the reducer orders its buffers, the optimizer
-allocates its state, NCCL connects. None of this may happen within a capture."""
+"""Eager steps of each shape before its capture: in them cuDNN chooses algorithms, the reducer orders its buffers, the
+optimizer allocates its state, NCCL connects. None of this may happen within a capture."""
 
 Work: TypeAlias = Callable[[Iterable[tuple[Prepared, bool]]], Tensor]
-"""Work of a step on the device with its microbatches; true for the last one."""
+"""Computes a step on the device from pairs (microbatch, whether it is the step's last)."""
 Cut: TypeAlias = Callable[[], None]
-"""Ends one graph within a capture, and starts the next."""
+"""Ends the current graph of a capture, and starts the next one."""
 
 
 class EagerExecution:
@@ -36,18 +36,18 @@ class EagerExecution:
         return work(microbatches)
 
     def close(self) -> None:
-        """Do nothing, unlike with captured graphs."""
+        """Do nothing: there are no graphs to destroy."""
 
 
 class CudaCapture:
-    """Makes CUDA graphs of one device, in memory that all share: works may be replayed in any order, one at a time."""
+    """Captures CUDA graphs on one device, in one memory pool: replay them in any order, but one work at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run it on the stream of the capture: autograd and cuBLAS keep things by stream."""
+        """Run work on the capture's stream, since autograd and cuBLAS keep state per stream; return its result."""
         current = torch.cuda.current_stream(self._stream.device)
         # the work reads what was queued before it, and what comes after reads its result
         self._stream.wait_stream(current)
@@ -57,11 +57,11 @@ class CudaCapture:
         return result
 
     def __call__(self, work: Callable[[Cut], Tensor]) -> tuple[list[Callable[[], None]], Tensor]:
-        """Capture; return functions that replay the work's kernels, and the tensor of its result, which these write.
+        """Capture work; return functions that replay its kernels, and the result tensor, which the replays write.
 
-        One function for each part of the work, between its calls of cut: call all, in their order. The work itself is
-        not done here, and may not wait for the device, for which each graph waits first. Other threads may go on: they
-        decode and watch NCCL.
+        The work calls cut to end one graph and start the next; call the functions, one per graph, in their order.
+        Capturing computes nothing. Each graph waits for the device before it starts; the work itself must not wait for
+        it. Other threads may go on meanwhile: they decode images and watch NCCL.
         """
         current, graphs, capturing = torch.cuda.current_stream(self._stream.device), [], ExitStack()
 
@@ -78,34 +78,34 @@ class CudaCapture:
                 cut()
                 result = work(cut)
         except BaseException:
-            # torch leaves the generator in capture, where it refuses to draw for anything else of this process
+            # after a failed capture torch leaves the generator in capture mode, in which it refuses any other draw
             generator = torch.cuda.default_generators[self._stream.device.index]
             generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
-            torch.cuda.set_stream(current)  # which torch forgets where a capture fails
+            torch.cuda.set_stream(current)  # torch does not restore it if a capture fails
         return [graph.replay for graph in graphs], result
 
 
 @dataclass(frozen=True)
 class _Graphs:
     batch: Prepared
-    """Tensors from which the work reads each microbatch in turn."""
+    """Static tensors to which each microbatch is copied before its replay."""
     replays: list[Callable[[], None]]
-    """The graph of any microbatch but the last, if the step has several, and the last one's with the update."""
+    """Replay of a microbatch before the last, if the step has several, and of the last one with the update."""
     result: Tensor
 
 
 class CudaGraphExecution:
-    """Captures the work once for each shape of microbatches, and replays it from then on: one launch for each of them.
+    """Captures the work once for each shape of microbatches, then replays it: one launch per microbatch.
 
-    One graph serves all microbatches but the last. The last one has its own, which goes on to the update; the first is
-    cut off where the work asks for the last. So each microbatch can be drawn, and seeded, just before its replay, and
-    all are read from one place. The work has to be the same in each call, and for each microbatch but the last: it
-    works on the tensors and Python numbers of the capture, but for the optimizer's learning rates, which are fp32
-    tensors here, warm-up included. What else changes is read from tensors that the caller writes in place, or drawn
-    from the device's default generator, which the caller seeds. watch is called after the replays of a step.
-    Raises: ComputeError if the work cannot be captured.
+    One graph serves all microbatches but the last; another one serves the last and the update. The capture ends the
+    first when the work asks for the last microbatch. So each microbatch can be drawn, and its random numbers seeded,
+    just before its replay, and all are copied to the same static tensors. The work must be the same in each call, and
+    for each microbatch but the last: replays use the tensors and Python numbers of the capture. Only the optimizer's
+    learning rates may change: they are fp32 tensors here, also during warm-up. Everything else that changes must be
+    in tensors that the caller writes in place, or drawn from the device's default generator, which the caller seeds.
+    watch is called after the replays of a step. Raises: ComputeError if the work cannot be captured.
     """
 
     measures_waits = False
@@ -125,13 +125,13 @@ class CudaGraphExecution:
         self._rates: list[Tensor] = []
 
     def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
-        """Warm up, or replay, at first after a capture: which does nothing by itself."""
+        """Run a step: eagerly during warm-up, later by replays. The first replay follows a capture."""
         first, is_only = next(microbatches)
         microbatches = chain([(first, is_only)], microbatches)
         groups = self._optimizer.param_groups
         self._rates = self._rates or [torch.zeros((), device=first.images_BCHW.device) for _ in groups]
         for tensor, group in zip(self._rates, groups, strict=True):
-            tensor.fill_(group["lr"])  # a copy from the host would have to keep its source until the device comes to it
+            tensor.fill_(group["lr"])  # a copy from the host would need its source until the device has read it
         shape = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _tensors_of(first))
         if self._warm_ups[shape] < WARM_UP_STEPS:
             self._warm_ups[shape] += 1
@@ -178,9 +178,9 @@ def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:
 
 @contextmanager
 def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """Within the block the optimizer's groups have their learning rates on the device; afterwards as numbers again.
+    """Put the learning rates of the optimizer's groups on the device for the block; restore the numbers afterwards.
 
-    capturable: Adam of torch asks for it, fused as it is.
+    Sets capturable, too: torch's Adam requires it, even fused.
     """
     own = [dict(group) for group in optimizer.param_groups]
     try:

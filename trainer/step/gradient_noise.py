@@ -14,17 +14,17 @@ class SquaredNorms:
     """Squared norms of gradients of mean losses in one step: mean over microbatches, and the global one."""
 
     step: int
-    """Steps done with this one."""
+    """Number of steps done, including this one."""
     microbatch: float
     global_batch: float
 
 
 class GradientNoise:
-    """Measures in every so many steps, without another backward: each microbatch's gradient as backward hands it over.
+    """Measures the gradient of each microbatch every every_steps, by hooks, without another backward.
 
-    That is before it is added to those of other microbatches, and before any sum over ranks; in half precision it is
-    in the model's own, as is the sum. Hooks are there in measured steps alone, and nothing waits for the device before
-    take(). A step with gradients that are not all finite does not count.
+    Hooks get it before it is added to those of other microbatches, and before any sum over ranks, in the precision of
+    the model's gradients. Other steps have no hooks, and nothing waits for the device before take(). A step whose
+    gradients are not all finite does not count.
     """
 
     def __init__(self, plan: Plan, parts: Parts, *, every_steps: int) -> None:
@@ -38,14 +38,14 @@ class GradientNoise:
         self._scale = torch.ones(())
         self._steps: list[int] = []
         self._packed: list[Tensor] = []
-        """Per measured step since take(): a square per microbatch, 0 for those of other ranks, and the global one."""
+        """Per measured step since take(): a square per microbatch, 0 for other ranks' ones, then the global square."""
 
     def before_step(self, step: int) -> None:
         """Register the hooks if this step is measured."""
         if self._every_steps == 0 or (step + 1) % self._every_steps:
             return
         parts = self._parts
-        # of this step: the update may set another one for the next
+        # read now: the update may set another scale for the next step
         self._scale = parts.precision.scaled(torch.ones((), device=parts.communicator.device))
         weights = [p for p in parts.model.parameters() if p.requires_grad]
 
@@ -53,7 +53,7 @@ class GradientNoise:
             self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
 
         self._hooks = [p.register_hook(take_norm) for p in weights]
-        # a forward begins a microbatch: what backward computes again calls blocks, never the whole model
+        # a forward of the model begins a microbatch: recomputation in backward calls blocks, never the whole model
         self._hooks.append(parts.model.register_forward_pre_hook(lambda *_: self._end_microbatch()))
 
     def _end_microbatch(self) -> None:
@@ -75,24 +75,24 @@ class GradientNoise:
         if not self._squares:
             return
         precision = self._parts.precision
-        precision.settle()  # gathers of new weights would be overtaken
+        precision.settle()  # this collective must not overtake the gathers of new weights
         packed_M = torch.zeros(self._num_microbatches + 1, dtype=torch.float64, device=self._scale.device)
         # backward's loss is divided by the global batch: a microbatch's mean is larger by the number of microbatches
         factor = (self._num_microbatches / self._scale.double()).square()
         for place, square in zip(self._places, self._squares, strict=True):
             packed_M[place].copy_(square * factor)
         global_norm = precision.grad_norm().double()
-        if self._parts.communicator.rank == 0:  # all ranks have it, and a sum over them follows
+        if self._parts.communicator.rank == 0:  # all ranks have it, and take() sums over ranks
             packed_M[-1].copy_(global_norm.square())
         self._squares = []
         self._steps.append(done)
         self._packed.append(packed_M)
 
     def take(self) -> list[SquaredNorms]:
-        """Return what was measured since the last call, the same on all ranks. Collective; waits for the device.
+        """Return the norms measured since the last call, equal on all ranks. Collective; waits for the device.
 
-        Each microbatch has a place of its own, so a sum over ranks adds zeros, and figures do not depend on how
-        microbatches lie on ranks, but for the gradients' own rounding.
+        Each microbatch has its own place, so the sum over ranks only adds zeros: apart from the rounding of the
+        gradients, the norms do not depend on how microbatches are divided among ranks.
         """
         if not self._steps:
             return []

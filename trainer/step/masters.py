@@ -11,7 +11,7 @@ from bigbatch.trainer.optim.fused import norms_of
 class WholeWeights:
     """Weights that are whole on every rank. The masters of fp32 parameters are the parameters themselves.
 
-    All ranks call each method alike. ShardedWeights has the same methods, and says what they do.
+    Every rank calls each method. ShardedWeights has the same methods, and documents them.
     """
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:

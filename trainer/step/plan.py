@@ -45,15 +45,15 @@ class Plan:
         return done % self.eval_every_steps == self.eval_offset_steps or done == self.num_steps
 
     def is_checkpoint(self, done: int) -> bool:
-        """Return whether a checkpoint is due after so many steps, whether or not one is evaluated there."""
+        """Return whether checkpoint_every_steps asks for a checkpoint after so many steps."""
         return self.checkpoint_every_steps > 0 and done % self.checkpoint_every_steps == 0
 
     def is_report(self, done: int) -> bool:
-        """Return whether a report is due after so many steps; a stop makes one that is not."""
+        """Return whether a report is due after so many steps; a stop reports even if none is due."""
         return self.is_evaluation(done) or self.is_checkpoint(done) or done % self.log_every_steps == 0
 
     def ending_at_once(self) -> "Plan":
-        """Return the plan of a run that its earlier evaluations have ended: no step is left."""
+        """Return the plan without steps, for a run that its earlier evaluations have ended."""
         return replace(self, num_steps=self.first_step)
 
 
@@ -83,9 +83,9 @@ class Parts:
     """Lines to say before the first step: how these parts differ from what the config asks for."""
 
     def set_lr_(self, *, step: int) -> None:
-        """Write the learning rate of a step into all groups, times the factor that a group may have of its own.
+        """Set the learning rate of a step in all groups, times the group's lr_factor if it has one.
 
-        And the momentum, where it changes with the steps.
+        Sets the momentum, too, if it changes with the step.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(step) * group.get("lr_factor", 1.0)
@@ -103,5 +103,5 @@ class Parts:
 
 
 def is_passed(every: int, done: int, *, since: int) -> bool:
-    """Return whether a multiple of every, unless that is 0, lies after since, the last report, and up to done."""
+    """Return whether a multiple of every lies in (since, done]; False if every is 0. since: step of the last report."""
     return every > 0 and done // every > since // every

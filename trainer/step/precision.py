@@ -33,13 +33,13 @@ CLIP_EPS = 1e-6
 
 
 class Precision:
-    """Trains in the form of Jia et al. 2018: half weights, activations and gradients; fp32 for the rest.
+    """Trains as Jia et al. 2018 (half-precision weights, activations and gradients), by autocast, or in fp32.
 
-    Or autocast: half activations alone. Batch norm stays fp32. For every half-precision weight there is an fp32 master,
-    which the optimizer updates and checkpoints keep; of a frozen one the checkpoints keep all digits, too. With a
-    scaling, the loss is scaled and an update that overflows is skipped; with a clip_norm, longer gradients are
-    scaled down to it. The norm of the summed gradients, with the same bits on all ranks, decides both without a host
-    sync.
+    Autocast uses half precision for activations only. Batch norm stays fp32. Every half-precision weight has an fp32
+    master, which the optimizer updates and checkpoints keep; checkpoints keep the fp32 values of frozen weights, too.
+    With scaling, the loss is scaled and an update that overflows is skipped. With clip_norm, larger gradients are
+    scaled down to that norm. The norm of the summed gradients decides both: it has the same bits on all ranks, and
+    stays on the device, so there is no host sync.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Precision:
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         is_decided_by_norm = scaling is not None or clip_norm is not None
         self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
-        """Norm of the last step's gradients, if it is needed: they stay until the next step, for reports."""
+        """Norm of the last step's gradients if scaling or clipping needs it; else a report computes it."""
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -95,10 +95,10 @@ class Precision:
     def update_(self, optimizer: torch.optim.Optimizer, *, skip_1: Tensor | None = None) -> None:
         """Unscale and clip the summed gradients in fp32, update the masters, write the half-precision weights.
 
-        Where skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync, but for an
-        optimizer that is not fused. The model's next forward may follow; all else that reads weights, after settle.
+        If skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync if the optimizer is
+        fused. The model's next forward may follow at once; all other code must call settle before it reads weights.
         """
-        # what no forward has read may still be travelling from the memory that is written now
+        # weights that no forward has read may still be on their way from the memory that is written now
         self.settle()
         self.weights.fetch_grads_()
         skip = self._never if skip_1 is None else skip_1.view(())
@@ -116,7 +116,7 @@ class Precision:
         self.weights.publish_()
 
     def settle(self) -> None:
-        """Wait until the model has all that update_ wrote."""
+        """Wait until the model has all weights that update_ wrote."""
         self.weights.settle()
 
     @property
@@ -125,11 +125,11 @@ class Precision:
         return self._scale is not None
 
     def _total_norm(self) -> Tensor:
-        """Compute the L2 norm of the gradients of all masters. Collective where they are shared out."""
+        """Compute the L2 norm of the gradients of all masters. Collective if they are sharded."""
         return torch.linalg.vector_norm(self.weights.norms(grads_of(self.masters.values())))
 
     def grad_norm(self) -> Tensor:
-        """Return the L2 norm () of the last step's gradients, before clipping. Collective where they are shared out."""
+        """Return the L2 norm () of the last step's gradients, before clipping. Collective if they are sharded."""
         return self._total_norm() if self._norm is None else self._norm
 
     def write_half_(self) -> None:
@@ -152,7 +152,7 @@ class Precision:
         }
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
-        """Raise TrainingDiverged if no loss scale can help. is_last: the run ends. Waits for the device."""
+        """Raise TrainingDiverged if no loss scale avoids overflow. is_last: the run ends. Waits for the device."""
         if self._scale is not None:
             self._scale.require_progress(done, is_last=is_last)
 
@@ -161,7 +161,7 @@ class Precision:
         return self.weights.is_finite()
 
     def has_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether what an optimizer keeps of each master is finite, on any rank. Collective; as is_finite."""
+        """Return whether the optimizer state of all masters is finite. Waits for the device. Collective if sharded."""
         tensors = [value for kept in state for value in kept.values() if isinstance(value, Tensor)]
         is_odd = not all(bool(tensor.isfinite().all()) for tensor in tensors)
         odd_1 = torch.full((1,), float(is_odd), dtype=torch.float64, device=self._device)
@@ -182,7 +182,7 @@ class Precision:
         return {} if self._scale is None else self._scale.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the loss scale; one of fp16 has no meaning without it. Raises: ValueError."""
+        """Restore the state of the loss scale; ignored if this run has none. Raises: ValueError."""
         if self._scale is not None:
             self._scale.load_state_dict(state)
 
@@ -196,9 +196,9 @@ def shard_update(
     make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
     behind_forward: bool = False,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer over this rank's share, which precision then holds. Collective.
+    """Shard the weights of precision over the ranks; return the optimizer of this rank's share. Collective.
 
-    make_optimizer: from masters by name to the optimizer over them. behind_forward: as for ShardedWeights.
+    make_optimizer: (masters by name) -> optimizer over them. behind_forward: as for ShardedWeights.
     """
     shards = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=behind_forward)
     precision.weights = shards
@@ -210,9 +210,9 @@ def shard_update(
 def step_or_skip_(
     optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], *, divisor: Tensor | None, skip: Tensor
 ) -> None:
-    """Make one step with the gradients divided by divisor (None: as they are), or none where skip (bool) is true.
+    """Make one step with the gradients divided by divisor (None: as they are), or none if skip (bool) is true.
 
-    Fused optimizers, ours too, divide and skip in their own kernels. For the others the host waits for skip.
+    Fused optimizers, including bigbatch's, divide and skip in their kernels. For other optimizers the host waits.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -227,9 +227,9 @@ def step_or_skip_(
 
 
 def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor], Tensor]) -> float | None:
-    """Return the share of elements below the smallest number with all its digits (fp16: 2**-14), 0 included.
+    """Return the share of elements below the smallest normal number (fp16: 2**-14), 0 included; None without gradients.
 
-    None without any. sum_parts: counts of these -> of the whole gradients.
+    sum_parts: counts in this rank's gradients -> counts in the whole gradients.
     """
     if not grads_half:
         return None

@@ -24,9 +24,9 @@ CACHED = 1 << 16
 def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
     """Return the replicated state after that many steps, by names for messages, in the same order on all ranks.
 
-    Weights, optimizer state, running statistics of batch norm, and the average of the weights. Of a sharded update
-    (optimizer.sharded) weights as the model sees them, and of the state what is of whole matrices: the rest and masters
-    are on one rank each. Buffers of others' modules may differ between ranks, and are left out.
+    Weights, optimizer state, running statistics of batch norm, and the average of the weights. With optimizer.sharded:
+    only what every rank holds whole, so weights as the model has them, and state of whole matrices. Buffers of
+    foreign modules may differ between ranks, and are left out.
     """
     weights, whole = dict(parts.model.named_parameters()), parts.precision.weights.replicated
     of_matrices = parts.optimizer.replicated_state if isinstance(parts.optimizer, MatrixOptimizer) else ()
@@ -39,7 +39,7 @@ def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
     average = {f"the average of {name}": value for name, value in parts.average.state_dict(done).items()}
     statistics = {"the running statistics of batch norm": parts.statistics.running_N}
     found = {**weights, **whole, **state, **statistics, **average}
-    # a count of steps that is kept on the host would be waited for
+    # without tensors on the host, such as an optimizer's step count: a copy of it would be a host sync
     return {name: tensor for name, tensor in found.items() if tensor.device == parts.communicator.device}
 
 
@@ -47,9 +47,9 @@ def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
 def digest(tensors: Iterable[Tensor]) -> Tensor:
     """Return a digest (int64) of the bits of each tensor (N), on their device; no host sync.
 
-    Element i, read as an integer x[i] of up to 64 bits, adds x[i] * (2 i + 1) modulo 2**64. One that changes changes
-    the digest: the difference times an odd number is not a multiple of 2**64. So do two different ones of up to 32 bits
-    that change places, in a tensor of up to 2**31: (x[i] - x[j]) * 2 (i - j) is below 2**64 and not 0.
+    Element i, read as an integer x[i] of up to 64 bits, adds x[i] * (2 i + 1) modulo 2**64. A change of one element
+    changes the digest: its difference times an odd number is not a multiple of 2**64. So does the exchange of two
+    different elements of up to 32 bits among up to 2**31: (x[i] - x[j]) * 2 (i - j) is below 2**64 and not 0.
     """
     bits = map(_bits, tensors)
     return torch.stack([_by_dots(bits_N) if bits_N.device.type == "cpu" else _by_products(bits_N) for bits_N in bits])
@@ -73,7 +73,7 @@ def _by_products(bits_N: Tensor) -> Tensor:
 
 
 def _by_dots(bits_N: Tensor) -> Tensor:
-    """Return the same digest in half the time, by dot products of cache-sized pieces; GPUs have none for int64."""
+    """Return the digest of _by_products in half the time, by dot products of int64, which GPUs do not have."""
     factors = torch.arange(1, 1 + 2 * min(CACHED, len(bits_N)), 2)
     total = torch.zeros((), dtype=torch.int64)
     for index, piece in enumerate(bits_N.split(CACHED)):
@@ -87,7 +87,7 @@ def _by_dots(bits_N: Tensor) -> Tensor:
 def require_same(communicator: Communicator, names: Iterable[str], digest_N: Tensor, *, done: int) -> None:
     """Check that all ranks have the same digests of the named tensors, after that many steps. Waits for the device.
 
-    Sends 8 bytes of each rank. Collective. Raises: ReplicasDiffer, on all ranks alike.
+    Collective: 8 bytes per rank. Raises: ReplicasDiffer, on all ranks alike.
     """
     mine = digest_N.tolist()
     told_P = torch.zeros(communicator.world_size, dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PerPicture: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""logits_BK in fp32 and targets, indices (B) or after mixing shares (B, K) -> numbers per image."""
+"""(logits_BK in fp32, targets: indices (B) or, after mixing, shares (B, K)) -> numbers per image."""
 
 
 def cross_entropies(logits_BK: Tensor, targets: Tensor) -> Tensor:
@@ -19,8 +19,8 @@ def cross_entropies(logits_BK: Tensor, targets: Tensor) -> Tensor:
 
 
 def to_grid(numbers: Tensor) -> Tensor:
-    """Round numbers to 2**-20, in float64, where sums of such are exact up to 2**33, so in any order."""
-    return numbers.double().mul(2.0**20).round_().mul_(2.0**-20)  # mul: numbers of float64 are others' own
+    """Round numbers to multiples of 2**-20, in float64: their sums are exact in any order, up to 2**33."""
+    return numbers.double().mul(2.0**20).round_().mul_(2.0**-20)  # not mul_: double() does not copy float64
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Metric:
     """A metric of an evaluation, computed from sums over all images, each counted once."""
 
     values: PerPicture
-    """Gives (B) or (B, M), of labels (B)."""
+    """Computes (B) or (B, M) from logits and labels (B)."""
     width: int
     """M, or 1."""
     result: Callable[[Tensor], float] | None = None
     """Computes the metric from the sums (M), float64 on the CPU; None: the mean of (B) over images."""
     is_on_grid: bool = False
-    """Each value is rounded to 2**-20, so that sums have the same bits however images lie on ranks and batches."""
+    """Whether values are rounded to 2**-20: sums then have the same bits for any division into ranks and batches."""
 
     def sums(self, logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
         """Return sums over the valid images of a batch, (M) float64."""
@@ -51,6 +51,6 @@ class Score:
     """Loss and metrics of an evaluation, besides accuracy."""
 
     losses: PerPicture = cross_entropies
-    """Gives (B)."""
+    """Computes the loss of each image (B)."""
     metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
     """Name -> metric."""

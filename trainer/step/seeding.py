@@ -1,4 +1,4 @@
-"""Every random number of a run from its seed and a position, never from what happened before."""
+"""Seed random numbers from the run's seed and a position, so that they do not depend on earlier draws."""
 
 import random
 
@@ -11,12 +11,12 @@ _NUM_SEEDS = 2**63
 
 
 def seed_forward(seed: int, *, step: int, ghost: int) -> None:
-    """Seed what a forward pass draws (dropout), by torch, numpy or Python, from the microbatch's first ghost batch.
+    """Seed the draws of a forward pass (such as dropout's), by torch, numpy or Python.
 
-    So a resumed run draws what the uninterrupted one drew, and with one ghost batch per microbatch any
-    world size draws the same. Where ranks share ghost batches, ghost counts their parts.
+    ghost: number of the microbatch's first ghost batch; of its part if ranks share ghost batches. So a resumed run
+    draws what the uninterrupted one drew, and with one ghost batch per microbatch any world size draws the same.
     """
-    # + 1 keeps step 0 apart from torch.manual_seed(seed), with which models draw their weights, where the seed is 0
+    # + 1: with seed 0, step 0 must differ from torch.manual_seed(seed), with which models draw their weights
     position = ((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS
     # on a host without one, torch.manual_seed keeps a traceback for each kind of device: 1 ms
     seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed

@@ -18,14 +18,14 @@ sends SIGUSR1, too); the limit of CPU time."""
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return STOP_SIGNALS, under nohup without SIGHUP: a closed terminal changes nothing then."""
+    """Return STOP_SIGNALS; without SIGHUP under nohup, where a closed terminal must change nothing."""
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
 
 
 @contextmanager
 def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Send heeded_signals to the handler meanwhile. In the main thread only."""
+    """Handle heeded_signals by the handler within the block. In the main thread only."""
     previous = {number: signal.signal(number, handler) for number in heeded_signals()}
     try:
         yield

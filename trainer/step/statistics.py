@@ -10,15 +10,15 @@ NUM_FLAGS = 1
 
 
 class StepStatistics:
-    """Sums batch norm's statistics, and whether a rank's input failed: one flat fp32 tensor, one all-reduce.
+    """Sums batch norm's statistics, and the flag of a failed input, over ranks: one flat fp32 tensor, one all-reduce.
 
-    The running ones move once in a step, by the mean over its microbatches: forward leaves them as they are. The flag
-    rides along because the statistics are summed in every step anyway (docs/decisions/020).
-    running_N: as flatten_running_statistics returns them. microbatches: those of all ranks together in a step.
+    The running statistics move once per step, by the mean over its microbatches; forward does not change them. The
+    flag needs no sum of its own because the statistics are summed in every step anyway (docs/decisions/020).
+    running_N: as flatten_running_statistics returns them. microbatches: number of those of all ranks in a step.
     """
 
     unseen: float | None = None
-    """Marks statistics of a norm that a forward skipped; None: those of its last forward count again."""
+    """Stands for the statistics of a norm that a forward skipped; None: those of its last forward count again."""
 
     def __init__(self, running_N: Tensor, *, microbatches: int) -> None:
         self.running_N = running_N
@@ -27,7 +27,7 @@ class StepStatistics:
         self._sums_N = running_N.new_zeros(running_N.numel() + NUM_FLAGS)
 
     def take_(self, gathered_N: Tensor, momentum: float) -> None:
-        """Add the mean over the ghost batches of a microbatch, like running_N; momentum: of all norms."""
+        """Add a microbatch: gathered_N, laid out like running_N, is its ghost batches' mean. momentum: of all norms."""
         self._momentum = momentum
         self._sums_N[:-NUM_FLAGS].add_(gathered_N)
 
@@ -46,13 +46,13 @@ class StepStatistics:
         self.input_failed_1.fill_(float(input_failed))  # x[-1] = number would wait for a GPU
 
     def take_beyond(self) -> int:
-        """Return the number of statistics that could not be summed since the last call: 0."""
+        """Return the number of statistics that could not be summed since the last call: always 0 in fp32."""
         return 0
 
     def average_(self) -> Tensor:
         """Move the running statistics by the mean of the sums over ranks, unless a rank had no batch; begin new sums.
 
-        Returns whether one had none, as one element on the device. No host sync.
+        Returns whether a rank had no batch, as one element on the device. No host sync.
         """
         has_failed_1 = self.input_failed_1 > 0
         moved_N = torch.lerp(self.running_N, self._mean(), self._momentum)
@@ -70,7 +70,7 @@ STATISTICS_BITS = 32
 
 
 class GridStatistics(StepStatistics):
-    """Sums the statistics of each microbatch on a grid: their mean over a step has the same bits in any order."""
+    """Sums the statistics on a grid, in int64: their mean over a step has the same bits for any order of the sums."""
 
     unseen = 1e30  # beyond every grid, but finite, so that 0 times it is 0
 
@@ -78,7 +78,7 @@ class GridStatistics(StepStatistics):
         super().__init__(running_N, microbatches=microbatches)
         self._grid = Grid(microbatches, fraction_bits=STATISTICS_BITS)
         self._num_beyond_1 = torch.zeros(1, dtype=torch.int64, device=running_N.device)
-        # behind the statistics what the grid counts, and the flag
+        # after the statistics: the count of values beyond the grid, and the flag
         self._sums_N = torch.zeros(running_N.numel() + 1 + NUM_FLAGS, dtype=torch.int64, device=running_N.device)
 
     def take_(self, gathered_N: Tensor, momentum: float) -> None:
@@ -99,7 +99,7 @@ class GridStatistics(StepStatistics):
         return mean_N.div_(self._num_terms)
 
     def take_beyond(self) -> int:
-        """Count statistics of microbatches that were beyond the grid since the last call. Waits for the device."""
+        """Return the number of statistics beyond the grid's range since the last call. Waits for the device."""
         count = int(self._num_beyond_1)
         self._num_beyond_1.zero_()
         return count

@@ -1,4 +1,4 @@
-"""Requests to stop a run, and of ranks that want to join it: all ranks act after the same step."""
+"""Requests to stop a run, and requests of ranks to join it: all ranks act on one after the same step."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def leave_stopped(env: ProcessEnv) -> int:
 
 
 def _is_true(look: Callable[[], object]) -> bool:
-    """Return whether look() finds any; not if it cannot: what listens to signals must not end by that."""
+    """Return whether look() returns a true value; False if it fails: that must not end the thread that listens."""
     with suppress(RuntimeError, OSError):
         return bool(look())
     return False
@@ -44,7 +44,7 @@ def _is_true(look: Callable[[], object]) -> bool:
 
 @cache
 def _leave_children_out() -> None:
-    """Let forked children, which inherit the handlers, not report their signals to this process."""
+    """Keep forked children, which inherit the handlers, from reporting their signals to this process."""
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
@@ -55,7 +55,7 @@ class Stopped(Exception):
 class Joining(Exception):
     """Raised on all ranks to end the run of their group, and take in ranks that want to join.
 
-    since: when this rank came to the boundary; awake_seconds().
+    since: awake_seconds() when this rank reached the boundary.
     """
 
     def __init__(self, *, since: float) -> None:
@@ -66,8 +66,8 @@ class Joining(Exception):
 class StopRequest:
     """Remembers the first stop signal, and lets all ranks act on it together; a second Ctrl-C interrupts at once.
 
-    Constructed in the main thread only. launcher: process id of a parent whose end is such a signal, too: ranks would
-    train on unseen. takes_signals: False for work that a first Ctrl-C may interrupt.
+    Construct it in the main thread. launcher: process id of a parent whose end counts as a stop signal: otherwise ranks
+    would train on unnoticed. takes_signals: False for work that a first Ctrl-C may interrupt.
     """
 
     def __init__(self, *, launcher: int | None = None, takes_signals: bool = True) -> None:
@@ -106,17 +106,17 @@ class StopRequest:
         acknowledge: Callable[[str], None],
         wants_join: Callable[[], object] = lambda: False,
     ) -> Iterator[None]:
-        """Agree with the other ranks on where to stop, meanwhile; tell acknowledge what asked for it once all agree.
+        """Agree with the other ranks, within the block, on the step at which to stop; pass acknowledge the source then.
 
-        wants_join: returns what is true if other ranks want to join; called every LOOK_SECONDS.
-        Collective, and in the main thread. A thread listens, which signals reach while the main one waits for a device
-        or for other ranks.
+        wants_join: returns a true value if other ranks want to join; called every LOOK_SECONDS.
+        Collective, and in the main thread only. A second thread listens, because signals must arrive while the main
+        thread waits for a device or for other ranks.
         """
         self._departure = Departure(control)
         heard, rings = socket.socketpair()
         rings.setblocking(False)
         previous = signal.set_wakeup_fd(rings.fileno(), warn_on_full_buffer=False)
-        # each check is up to three requests, of all ranks
+        # in each check every rank sends up to three requests
         soon_seconds = max(AGREE_SECONDS, 3 * control.world_size / MOST_LOOKS_PER_SECOND)
         what = (heard, self._departure, acknowledge, wants_join, soon_seconds)
         listener = Thread(target=self._listen, args=what, name="bigbatch-stop", daemon=True)
@@ -126,7 +126,7 @@ class StopRequest:
         finally:
             self._departure = None  # a job's next group has another one
             signal.set_wakeup_fd(previous)
-            rings.shutdown(socket.SHUT_WR)  # which ends the listener, also where a forked process holds a copy
+            rings.shutdown(socket.SHUT_WR)  # this ends the listener, even if a forked process holds a copy
             rings.close()
             listener.join(timeout=LOOK_SECONDS)  # it may be in a request that the store does not answer any more
             heard.close()  # here: it takes signals as long as they are written, whether or not the listener lives
@@ -168,17 +168,17 @@ class StopRequest:
                 self.signal_name = self.signal_name or next(iter(names), None)
 
     def is_due(self) -> bool:
-        """Pass a boundary of all ranks, while watched; return whether all stop at it. No device sync."""
+        """Pass a boundary of all ranks, within watch(); return whether all ranks stop at it. No device sync."""
         return self._departure is not None and self._departure.is_due() and not self._departure.is_join
 
     @property
     def joining(self) -> Joining | None:
-        """Return what to raise if all ranks take in others at the last boundary passed; else None."""
+        """Return the exception to raise if all ranks let others join at the last boundary; else None."""
         departure = self._departure
         return Joining(since=departure.since) if departure and departure.is_join and departure.has_come else None
 
     def leave_if_due(self) -> None:
-        """Pass a boundary. Raises: Stopped if all ranks stop at it; Joining if they take in others."""
+        """Pass a boundary. Raises: Stopped if all ranks stop at it; Joining if they let others join."""
         if self.is_due():
             raise Stopped
         if joining := self.joining:

@@ -1,4 +1,4 @@
-"""Measurements between two reports, of the device, a rank and all ranks, and of a whole run. No collectives."""
+"""Sums of measurements: on the device, of a rank and of all ranks between two reports, and of a run. No collectives."""
 
 import math
 import time
@@ -43,34 +43,34 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSums:
-    """Holds a window in numbers: those of one rank, or, after their sum over ranks, those of all (P).
+    """Holds the sums of one rank's window as numbers or, after a sum over ranks, those of all P ranks.
 
-    waited_P and exposed_P are shares of each rank's own window; one rank's have its own at its place, and 0 elsewhere.
-    The wait for images is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
-    The rank that comes last to the sums waits for the wire alone; what the others wait longer is for stragglers, as far
-    as it is not for images.
+    waited_P and exposed_P are shares of each rank's own window; before the sum over ranks all but its own are 0.
+    The run's wait for images is that of the rank that waited longest: in lock-step the other ranks wait for it, in
+    their sums. The rank that reaches the sums last waits only for the wire; what the other ranks wait longer, and not
+    for images, they wait for stragglers.
     """
 
     loss: float
-    """Not finite where that of any sample was not."""
+    """Not finite if any sample's loss is not."""
     correct: float
     samples: float
     seconds: float
     exposed_seconds: float
     joules: float
-    """NaN where a rank cannot tell."""
+    """NaN if a rank cannot measure it."""
     num_failed: float
-    """Ranks with a failed input."""
+    """Ranks whose input failed."""
     num_skipped: float
     """Bad images."""
     num_lost: float
-    """Gradients of microbatches that the grid of run.reproducible took for 0, in the steps that were counted."""
+    """Non-zero gradients of microbatches that the grid of run.reproducible rounded to 0, in the counted steps."""
     num_nonzero: float
-    """Gradients that were not 0, likewise; both are whole numbers with exact sums up to 2**53."""
+    """All non-zero gradients of microbatches in these steps; both are whole numbers with exact sums up to 2**53."""
     waited_P: tuple[float, ...]
-    """Seconds that a rank waited for images, over those of its window."""
+    """Share of its window that each rank waited for images."""
     exposed_P: tuple[float, ...]
-    """Seconds that it waited for sums, likewise."""
+    """Share of its window that each rank waited for sums."""
 
     def pack(self, device: torch.device) -> Tensor:
         """Return all numbers in one flat fp64 tensor; unpack() reads its sum over ranks."""
@@ -89,7 +89,7 @@ class WindowSums:
 
     @property
     def mean_seconds(self) -> float:
-        """Return the length of the window, as the mean over ranks."""
+        """Return the length of the window in seconds, as the mean over ranks."""
         return self.seconds / len(self.waited_P)
 
     @property
@@ -104,11 +104,11 @@ class WindowSums:
 
     @property
     def grid_underflow_fraction(self) -> float | None:
-        """Return the share of non-zero gradients of microbatches that the grid took for 0; None if none was counted."""
+        """Return the share of non-zero gradients that the grid rounded to 0; None if none was counted."""
         return self.num_lost / self.num_nonzero if self.num_nonzero else None
 
     def record(self, *, measures_waits: bool) -> dict[str, Any]:
-        """Return figures for the log; without measures_waits, None for waits of ranks for each other."""
+        """Return figures for the log; without measures_waits, the ranks' waits for each other are None."""
         waits = {
             "exposed_communication_fraction": self.mean_exposed_seconds / self.mean_seconds,
             "wire_wait_fraction": min(self.exposed_P),
@@ -124,14 +124,14 @@ class WindowSums:
 
 
 _SHARES = ("waited_P", "exposed_P")
-"""Fields with one number per rank, in the order in which they are packed: after the others."""
+"""Fields with one number per rank, in the order in which pack() puts them after the others."""
 _SCALARS = tuple(field.name for field in fields(WindowSums) if field.name not in _SHARES)
-"""Fields with a single number, likewise."""
+"""Fields with a single number, in the order in which pack() puts them first."""
 
 
 @dataclass
 class Totals:
-    """Sums up a run: seconds are means over ranks, steps alone (no evaluation, no checkpoint)."""
+    """Totals of a run: seconds are means over ranks, of steps only (no evaluation, no checkpoint)."""
 
     steps: int = 0
     step_seconds: float = 0.0
@@ -141,13 +141,13 @@ class Totals:
     """Whether the waits of ranks for each other, in the fields below, were measured."""
     exposed_seconds: float = 0.0
     first_report_seconds: float = 0.0
-    """Part of step_seconds in the first report, which contains what happens once in a run."""
+    """Part of step_seconds up to the first report, which includes the one-time costs of a run."""
     straggler_seconds: float = 0.0
-    """Part of the exposed seconds in which a rank waited for slower ones; without the first report, as the next."""
+    """Part of exposed_seconds that ranks waited for slower ones; like lag_seconds_P without the first report."""
     lag_seconds_P: list[float] = field(default_factory=list)
     """Lag of each rank: the longest wait of any rank, for sums and images, minus its own."""
     num_lost: float = 0.0
-    """Gradients of microbatches that the grid took for 0, as WindowSums counts them."""
+    """Gradients that the grid rounded to 0, as WindowSums counts them."""
     num_nonzero: float = 0.0
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     stopped_by: str | None = None
@@ -166,7 +166,7 @@ class Totals:
         self.exposed_seconds += window.mean_exposed_seconds
         self.num_lost += window.num_lost
         self.num_nonzero += window.num_nonzero
-        # what happens once in a run takes ranks differently long, and is not straggling
+        # one-time costs differ between ranks, and are not straggling
         if not self.first_report_seconds:
             self.first_report_seconds, self.lag_seconds_P = seconds, [0.0] * len(window.waited_P)
             return
@@ -180,9 +180,9 @@ class Totals:
 def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> float:
     """Return the share of a step that is lost to slower ranks.
 
-    waited_P, exposed_P: shares of the step that each rank waited for images, and for sums. On average a rank waits
-    for the wire (as long as the one that comes last), for images (its own, or those of the rank that waits for them
-    longest, in its sums) and for stragglers.
+    waited_P, exposed_P: shares of the step that each rank waited for images, and for sums. A rank waits for the wire
+    (as long as the rank that reaches the sums last), for images (its own or, in its sums, those of the rank that waits
+    longest for images) and for stragglers.
     """
     # mean idling, less the wire's part, less the part that images cause
     mean = (sum(waited_P) + sum(exposed_P)) / len(waited_P)
@@ -190,9 +190,9 @@ def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> fl
 
 
 def straggler_hint(share: float, lags_P: Sequence[float], *, host_of: Callable[[int], str]) -> str | None:
-    """Return a line that names the slowest rank, if stragglers cost much.
+    """Return a line that names the slowest rank, or None if stragglers cost at most LARGE_SHARE.
 
-    lags_P: how long the rank that waited longest for sums waited for each, in any unit.
+    lags_P: as Totals.lag_seconds_P, in any unit.
     """
     if share <= LARGE_SHARE:
         return None
