@@ -29,7 +29,7 @@ from bigbatch.trainer.run.resume import changes
 
 KEY = "run.digest_every_steps"
 SEEN_TO = ("step", "config", "gradient_order", "sums", "classes")
-"""Keys of a checkpoint that say how it was made, and are compared elsewhere."""
+"""Keys of a checkpoint that say how it was made; main() compares these facts from other files."""
 
 INTEGERS = {
     torch.float32: torch.int32,
@@ -37,7 +37,7 @@ INTEGERS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
-"""Floating-point type -> integer type of the same size, whose order is the same for positive numbers."""
+"""Floating-point type -> integer type of the same size: read as one, positive numbers keep their order."""
 DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
 """Decimal digits that distinguish any two numbers of a type."""
 Value = Tensor | int | float | str
@@ -55,7 +55,7 @@ class RecordedRun:
     """Job of the last start."""
     config: str
     starts: Sequence[tuple[int, Mapping[str, Any]]] = ()
-    """Steps done before each start, and its job, in order; the first is above 0 if another run's checkpoint was it."""
+    """(steps done before it, job) of each start, in order; the first step is above 0 after another run's checkpoint."""
 
     @property
     def first_step(self) -> int:
@@ -144,7 +144,7 @@ def _are_numbers(values: object) -> bool:
 def find_parting(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Parting | None:
     """Return the first difference among these steps; None if there is none.
 
-    Raises: RunFolderError if they digested other tensors.
+    Raises: RunFolderError if the runs have digests of different tensors.
     """
     for step in steps:
         ours, theirs = a.digests[step], b.digests[step]
@@ -181,18 +181,18 @@ def _require_same_names(a: RecordedRun, b: RecordedRun, one: Mapping[str, Any], 
 
 
 def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, phase: str) -> dict[str, tuple[Any, Any]]:
-    """Yield both digests of each tensor of a phase, in the first run's order; nothing if not comparable."""
+    """Return both runs' digests of each tensor of a phase, in the first run's order; {} if they are not comparable."""
     one, other = ours.get(phase, {}), theirs.get(phase, {})
     if not one or not other or (phase in BY_MICROBATCH and len(ours["ranks"]) != len(theirs["ranks"])):
         return {}
-    # a run has digests of the layers that it was asked for
+    # run.digest_layers may differ between the runs
     names = [name for name in one if name in other] if phase == ACTIVATIONS else {**one, **other}
-    none = [""] * len(ours.get("ranks", []))  # no microbatch of that run had a gradient of it
+    none = [""] * len(ours.get("ranks", []))  # of a parameter without a gradient in that run
     return {name: (one.get(name, none), other.get(name, none)) for name in names}
 
 
 def not_compared(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Iterator[str]:
-    """Return a line on what only one run recorded, judged by the first of these steps."""
+    """Yield a line for each phase or layer that cannot be compared, judged by the first of these steps."""
     if not steps:
         return
     ours, theirs = a.digests[steps[0]], b.digests[steps[0]]
@@ -214,9 +214,9 @@ def not_compared(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Ite
 
 
 def describe_values(a: RecordedRun, b: RecordedRun, parting: Parting) -> Iterator[str]:
-    """Describe the first differing element of the parting's tensors that both runs kept (run.digest_values).
+    """Yield a line on the first differing element of the parting's tensors that both runs kept (run.digest_values).
 
-    Say how it is kept where none is. Raises: CheckpointError for files that are not whole.
+    If they kept none, the line says how to keep it. Raises: CheckpointError for damaged files.
     """
     if parting.phase not in (ACTIVATIONS, BEFORE_SUM, SUMMED):
         return
@@ -232,7 +232,7 @@ def describe_values(a: RecordedRun, b: RecordedRun, parting: Parting) -> Iterato
 
 
 def _values_of(run: RecordedRun, parting: Parting, microbatch: int) -> dict[str, list[Tensor]]:
-    """Return a run's kept tensors of a phase and a microbatch: name -> tensors in order of a layer's outputs."""
+    """Return a run's kept tensors of the parting's phase and a microbatch: name -> tensors, in order of outputs."""
     is_summed = parting.phase == SUMMED  # the first rank stores these
     rank = 0 if is_summed else run.digests[parting.step]["ranks"][microbatch]
     path = checkpoint_path(values_folder(RunDir(run.path).values, rank=rank), step=parting.step)
@@ -247,9 +247,9 @@ def _values_of(run: RecordedRun, parting: Parting, microbatch: int) -> dict[str,
 
 
 def show_elements(a: RecordedRun, b: RecordedRun, *, from_step: int) -> bool | None:
-    """Print the first differing element of the first common checkpoints from there on; return whether there is one.
+    """Print the first differing element of the common checkpoints from from_step on; return whether there is one.
 
-    None without such checkpoints.
+    Returns None if there are no such checkpoints.
     """
     ours, theirs = ({c.step: c.path for c in list_checkpoints(RunDir(run.path).checkpoints)} for run in (a, b))
     common = sorted(step for step in ours.keys() & theirs.keys() if step >= from_step)
@@ -279,7 +279,7 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def describe_difference(a: Value, b: Value) -> str:
-    """Return how many elements differ in their bits, and which is the first; empty if none does."""
+    """Return as text how many elements differ in their bits, and the first of them; empty if none differs."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return "" if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b else f"{a!r} and {b!r}"
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -303,7 +303,7 @@ def describe_difference(a: Value, b: Value) -> str:
 
 
 def _ordered(value: Tensor) -> Tensor:
-    """Number floating-point values as they lie on the line, neighbours by one."""
+    """Map floating-point values to integers in the same order; neighbouring values differ by one."""
     integers = INTEGERS[value.dtype]
     number = value.contiguous().view(integers).to(torch.int64)
     return torch.where(number < 0, torch.iinfo(integers).min - number, number)

@@ -16,7 +16,7 @@ from bigbatch.trainer.step.score import Score
 class Evaluator:
     """Evaluates a run's parts on a split, and keeps the results.
 
-    score: of a batch's logits. evaluations: those of the run before, by step.
+    score: loss and metrics. evaluations: the run's earlier results, by step.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Evaluator:
         """Evaluate the run after that many steps, with its average in place of weights. Collective.
 
         skipped: called with the bad images met. on_evaluation: called with the record, while the evaluated weights
-        are in place. Neither is kept: what holds the evaluator may be what they belong to.
-        Raises: Stopped, where a stop is due between two exchanges; DataError.
+        are in place. Keeps neither, to avoid a reference cycle with the owner of the evaluator.
+        Raises: Stopped if a stop is due between two exchanges; DataError.
         """
         parts = self._parts
         with parts.showing(), parts.average.in_place_of_weights(done):
@@ -69,7 +69,7 @@ class Evaluator:
         return record
 
     def seconds_to_exchange(self, record: dict[str, Any]) -> float:
-        """Return how long an evaluation took from one exchange to the next, which a stop waits for."""
+        """Return an evaluation's seconds between two exchanges, for which a stop may have to wait."""
         all_at_once = self._config.batch.microbatch_size * self._parts.communicator.world_size
         num_batches = math.ceil(self._split.num_samples / all_at_once)
         return float(record["seconds"]) * min(1.0, BATCHES_BETWEEN_EXCHANGES / num_batches)
@@ -81,8 +81,8 @@ class Evaluator:
 def reason_to_end(evaluations: Sequence[Mapping[str, Any]], run: RunConfig) -> str | None:
     """Return why a run with these evaluations, oldest first, ends; None if it continues.
 
-    Decided from the evaluations alone, so that all ranks decide alike.
-    A metric must be better than the best so far; a mere repetition of it counts as none.
+    Depends on the evaluations alone, so that all ranks decide alike.
+    A metric must exceed the best so far; an equal one is no improvement.
     """
     target_top1, metric, after_evaluations = run.target_top1, run.stop_metric, run.stop_after_evaluations
     reached = [e for e in evaluations if target_top1 is not None and e["top1"] >= target_top1]

@@ -1,4 +1,4 @@
-"""Healing in place: after a loss the other ranks go on from the last step, in the same processes, or with others."""
+"""Healing in place: after a loss the other ranks go on from the last step in the same processes; others may join."""
 
 import json
 from collections.abc import Callable
@@ -34,12 +34,12 @@ class Ownership:
         self._folder = Path(config.run.directory)
         self._seconds = config.run.checkpoint_timeout_seconds
         self.number = 0
-        """That of the claim."""
+        """Number of the owner's claim, equal on all ranks."""
         self.owner: Owner | None = None
-        """On the first rank only."""
+        """Owner of the run folder, on the first rank only."""
 
     def take(self, control: Control) -> None:
-        """Own the folder; the other ranks wait for that. Collective. Raises: RunFolderError."""
+        """Take the folder on the first rank, while the other ranks wait. Collective. Raises: RunFolderError."""
         self._hold(control, lambda: take(self._folder, own_claim(store=control.master)))
 
     def succeed(self, control: Control) -> None:
@@ -55,7 +55,7 @@ class Ownership:
 
         what = "claim of the run folder"
         self.number = int(write_on_first(hold, control, what=what, timeout_seconds=self._seconds))
-        if control.rank != 0 and self.owner:  # a former first rank has joined again
+        if control.rank != 0 and self.owner:  # this was the first rank of the former group
             self.owner.release()
             self.owner = None
 
@@ -79,21 +79,21 @@ class Healed:
     told: str
     """Line for the log."""
     since: float | None = None
-    """When the ranks left off for others to join; awake_seconds()."""
+    """awake_seconds() at the boundary at which ranks joined."""
 
 
 def can_heal(job: JoinedRank, error: PeerLostError) -> bool:
-    """Return whether the ranks that are left can go on: the run heals in place, and no rank asks for a user's help."""
+    """Return whether the ranks left can go on: the run heals in place, and no rank ended by an error for the user."""
     return job.communicator.endpoints is not None and error.exit_code == LOST
 
 
 def may_follow(error: PeerLostError) -> bool:
-    """Return whether another group may form after a loss while one forms."""
+    """Return whether ranks that lose one while they form a group may form another group."""
     return error.exit_code == LOST and bool(error.lost_ranks)
 
 
 def group_of(communicator: Communicator) -> Group:
-    """Return the group of a communicator that can lose ranks and take in others."""
+    """Return the group of a communicator whose run heals in place."""
     assert communicator.endpoints is not None
     return Group(communicator.env, communicator.control, communicator.endpoints)
 
@@ -110,12 +110,12 @@ def heal(
     told: str = "",
     since: float | None = None,
 ) -> Healed:
-    """Connect a group, and agree on the state to go on from; after a loss form one of the others. Collective.
+    """Connect a group and agree on the state to go on from; after a loss, form it from the ranks left. Collective.
 
-    error: a loss that this rank has noticed already. kept: its copy of the state after its last step; None if it lacks
-    a part. group: None for the job's. entered: what enter() has returned for the group already.
-    told: begin of the line for the log; since: as for Healed.
-    Raises: PeerLostError if this rank is not of the group, or the group cannot share the batch; CommError; ConfigError;
+    error: the loss, if this rank has noticed one. kept: its copy of the state after its last step; None if it lacks
+    a part. group: None for the job's. entered: result of enter() for the group, if it was called already.
+    told: beginning of the line for the log. since: as for Healed.
+    Raises: PeerLostError if this rank is not in the group, or the group cannot share the batch; CommError; ConfigError;
     RunFolderError.
     """
     group, names = group or group_of(job.communicator), list[str]()
@@ -145,7 +145,7 @@ def heal(
 
 
 def enter(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Entered:
-    """Connect a group, without measurements or another one's table, and agree on the state to go on from. Collective.
+    """Connect a group and agree on the state to go on from. Collective. Measures nothing, and uses no former table.
 
     Raises: PeerLostError; CommError.
     """
@@ -157,12 +157,12 @@ def enter(config: Config, group: Group, *, kept: dict[str, Any] | None, device: 
 
 
 def comparable(config: Config) -> Config:
-    """Return the config as ranks of several groups compare it: one that joins does not know of a changed run.resume."""
+    """Return the config to compare between ranks: run.resume may have changed since a joining rank was started."""
     return replace(config, run=replace(config.run, resume="auto"))
 
 
 def _agree_on_state(kept: dict[str, Any] | None, communicator: Communicator) -> dict[str, Any] | None:
-    """Return the state of the rank that has got furthest. One may have all sums of a step that the others lack."""
+    """Return the state of the rank that is furthest: it may have got all sums of a step that other ranks lack."""
     place = [kept["step"], len(kept["evaluations"])] if kept else [-1, 0]
     places = [json.loads(text) for text in communicator.gather_text(json.dumps(place))]
     furthest = max(places)

@@ -35,8 +35,8 @@ def train(
 
     config: a YAML file, a packaged experiment such as quickstart, or a run folder. overrides: values by dotted key,
     such as {"run.epochs": 2}. hooks are called on every rank; quiet prints nothing; trust_code is --trust-code.
-    One process alone may train as often as it likes. A stop signal, as Ctrl-C is one, saves a checkpoint and then
-    raises SystemExit with the command's exit code 130: the same call goes on from there. Another Ctrl-C interrupts.
+    A job of one process may call it repeatedly. A stop signal, such as Ctrl-C, saves a checkpoint and then raises
+    SystemExit with the command's exit code 130; the same call continues from there. A second Ctrl-C interrupts.
     Raises: bigbatch.errors.UserError with a message that says what to do; its subclass ConfigError outside of the main
     thread. TypeError for hooks or overrides of another type.
     """
@@ -54,12 +54,12 @@ def train(
         try:
             summary, device = lead(experiment, job, hooks=hooks, is_quiet=quiet), job.communicator.device
         except BaseException as error:
-            # or the other ranks would wait: this process may go on. A run that has healed has another connection
+            # the other ranks must not wait for this process, which may go on; healing may have replaced the connection
             for control in open_connections.keys() - others:
                 open_connections[control].abort(exit_code_of(error))
             raise
     del job
-    # figures and readers are in reference cycles, which Python may leave alive for many runs
+    # metrics and readers are in reference cycles, which Python may keep alive for many runs
     free_memory(device)
     if summary is None:
         raise SystemExit(leave_stopped(env))
@@ -68,7 +68,7 @@ def train(
 
 
 def _word(key: str, value: Any) -> str:
-    """Return a value as a word of the command line. Raises: ConfigError for a value that no config can hold."""
+    """Return a value as a command-line argument. Raises: ConfigError for a value that no config can hold."""
     if isinstance(value, str | Path):
         return str(value)
     try:
@@ -83,7 +83,7 @@ def _word(key: str, value: Any) -> str:
 def _process_as_before() -> Iterator[None]:
     """Restore the handlers of stop signals and torch's deterministic mode after a run.
 
-    Meanwhile gradients are computed and precisions are the config's, whatever modes of torch the caller is in.
+    Within the block, gradients are on and autocast is off, whatever modes of torch the caller is in.
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -92,7 +92,7 @@ def _process_as_before() -> Iterator[None]:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            # casts that a nested block of a model keeps would stay until the end of these, as weights change
+            # without a cache: casts that a nested autocast caches would live until these blocks end, as weights change
             torch.autocast("cpu", enabled=False, cache_enabled=False),
             torch.autocast("cuda", enabled=False, cache_enabled=False),
         ):

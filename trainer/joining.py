@@ -1,4 +1,4 @@
-"""A rank that was started again joins the others at a boundary of all: what each side does."""
+"""Let a restarted rank join the running ranks at a boundary of all ranks: both sides of the protocol."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,22 +35,22 @@ from bigbatch.trainer.run.owner import Claim, newest_claim
 from bigbatch.trainer.training_run import JoinedRank, why_not_healing
 
 LOOK_SECONDS = 0.5
-"""Pause between two attempts to reach the ranks that go on."""
+"""Pause between two attempts to reach the running ranks."""
 MORE_SECONDS = 30.0
-"""How much longer than twice comm.timeout_seconds these may take to open another store after a loss."""
+"""Added to twice comm.timeout_seconds: the time that the running ranks may take to open a new store after a loss."""
 MOST_ATTEMPTS = 5
-"""How often a rank is let in and cannot take over the state, as ranks are lost meanwhile, until it gives up."""
+"""Attempts after which a rank gives up if each time it was admitted, but a loss prevented that it got the state."""
 Facts = Callable[[], Mapping[str, str]]
-"""Returns what must be equal on all ranks, by its name."""
+"""Returns the facts that must be equal on all ranks, by name."""
 
 
 def facts_of(config: Config, listed: Images | None) -> dict[str, str]:
-    """Return what a rank must have in common with the others."""
+    """Return the facts that must be equal on all ranks: release, config, data set."""
     return {"release": release(), "config": dump_config(comparable(config)), "data set": describe_images(listed)}
 
 
 def find_waiting(config: Config, communicator: Communicator, facts: Facts) -> list[Request]:
-    """Return the ranks that can join now; none except on the first rank. Not collective."""
+    """Return on rank 0 the requests of ranks that can join now, on other ranks none. Not collective."""
     if communicator.rank != 0 or communicator.endpoints is None or config.optimizer.sharded:
         return []
     return find_requests(group_of(communicator), facts, fits=partial(_fits, config))
@@ -77,9 +77,9 @@ def take_in(
 ) -> Healed:
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
-    After a loss meanwhile the former group goes on, without those that were to join.
-    close: ends the records of the former group's first rank, which it calls before another one takes the run folder
-    over. since: awake_seconds() at the boundary. back_at: a checkpoint's step to which the run went back because
+    If a rank is lost meanwhile, the former group goes on without the ranks that were to join.
+    close: ends the records of the former group's first rank, before another rank takes over the run folder.
+    since: awake_seconds() at the boundary. back_at: a checkpoint's step to which the run went back because
     weights differed. Raises: as heal.
     """
     communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
@@ -117,7 +117,7 @@ def take_in(
 
 @contextmanager
 def failing_alone(env: ProcessEnv) -> Iterator[None]:
-    """Give an error of a rank before it has joined the exit code of a lost one: the others go on without it."""
+    """Give errors of a joining rank the exit code of a lost rank: the other ranks go on without it."""
     try:
         yield
     except UserError as error:
@@ -127,7 +127,7 @@ def failing_alone(env: ProcessEnv) -> Iterator[None]:
 
 
 def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
-    """Return a connection of this process alone, for what it does before it joins. Raises: ConfigError; CommError."""
+    """Return a communicator of this process alone, for its work before it joins. Raises: ConfigError; CommError."""
     device = choose_device(env, backend=config.comm.backend)
     backend = backend_for(device, config.comm.backend)
     if backend not in HEALING:
@@ -151,7 +151,7 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a rank has that has joined. back_at: as for take_in."""
+    """State, job and data of a rank that has joined. back_at: as for take_in."""
 
     healed: Healed
     splits: tuple[Split, Split]
@@ -159,10 +159,10 @@ class Arrived:
 
 
 def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
-    """Join the ranks that go on, and take the state from one of them.
+    """Join the running ranks, and receive the state from one of them.
 
-    job: of this process alone. The splits are made first, as the others wait from their boundary on: this may load a
-    library, list a data set, or decode it.
+    job: of this process alone. Makes the splits first, which may load a library, list a data set, or decode it: from
+    their boundary on the other ranks wait.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
     """
     with failing_alone(job.env):
@@ -181,13 +181,13 @@ def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
 
 
 def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Entered]:
-    """Ask the ranks that go on until this rank has their state. Raises: as arrive."""
+    """Ask the running ranks until this rank has their state. Raises: as arrive."""
     for attempt in range(MOST_ATTEMPTS):
         admitted = _ask(config, job, facts)
         try:
             entered = enter(config, admitted.group, kept=None, device=job.communicator.device)
             leave_former_group(admitted.group)
-        except PeerLostError:  # the others go on without this one, or another loss has prevented it
+        except PeerLostError:  # the other ranks go on without this one, or lost another one meanwhile
             abort_connection(admitted.group.control)
             admitted.leave()
             if attempt + 1 == MOST_ATTEMPTS:
@@ -198,7 +198,7 @@ def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[A
 
 
 def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
-    """Find the store of the ranks that go on by the owner of the run folder, and ask there."""
+    """Find the running ranks' store by the claim of the run folder's owner, and ask there to join."""
     env, control, folder = job.env, job.communicator.control, Path(config.run.directory)
     patience = 2 * control.timeout_seconds + MORE_SECONDS
     deadline, reason = awake_seconds() + patience, "no rank states an address in its run folder"
@@ -230,7 +230,7 @@ def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
 
 
 def _address(claim: Claim) -> tuple[str, int] | None:
-    """Return where the owner's job has its store; None if it states none."""
+    """Return the address and port of the store of the owner's job; None if the claim states none."""
     with suppress(ValueError):
         address, port = claim.store.split()
         return address, int(port)
@@ -238,6 +238,6 @@ def _address(claim: Claim) -> tuple[str, int] | None:
 
 
 def _is_current(folder: Path, store: tuple[str, int]) -> bool:
-    """Return whether no later owner of the run folder states another store."""
+    """Return whether the run folder's newest owner states this store, or none."""
     claim = newest_claim(folder)
     return claim is None or _address(claim) in (None, store)

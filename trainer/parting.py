@@ -17,26 +17,26 @@ CAUSES = {
     "weights and state": "another update of the same gradients: the optimizer, its rate, or a bit that flipped",
 }
 OF_SUMS = "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
-"""Cause if gradients are equal before their sum but not after it."""
+"""Likely cause if gradients are equal before their sum but not after it."""
 MOST_NAMED = 4
 """Largest number of layers, microbatches or ranks to list."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """First difference of two runs: names of the tensors that differ, out of num_tensors in that phase."""
+    """First difference of two runs: step, phase, and the tensors of that phase (num_tensors in all) that differ."""
 
     step: int
     phase: str
     names: Sequence[str]
     num_tensors: int
     equal: Sequence[str] = ()
-    """Earlier phases that both runs recorded."""
+    """Earlier phases of the step, which both runs recorded and which are equal."""
     microbatches: Sequence[int] = ()
     """Microbatches in which a tensor differs, if the phase records them."""
     num_microbatches: int = 0
     ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
-    """Ranks of each run that computed these microbatches; none for a run of one rank."""
+    """For each run the ranks that computed these microbatches; none for a run of one rank."""
     places: "Places | None" = None
     """Places of images, if both runs state them."""
 
@@ -50,7 +50,7 @@ class Parting:
         )
 
     def named(self, name: str) -> str:
-        """Return the tensor's name with what it belongs to."""
+        """Return the tensor's name, as "gradient of NAME" in the phases of gradients."""
         return f"gradient of {name}" if self.phase in (BEFORE_SUM, SUMMED) else name
 
     def _where(self) -> str:
@@ -69,7 +69,7 @@ class Parting:
 
     @property
     def odd_rank(self) -> int | None:
-        """Return the rank of both runs that alone has differing microbatches; None if there is none."""
+        """Return the only rank with differing microbatches if it is the same one in both runs; else None."""
         ours, theirs = self.ranks
         is_partial = 0 < len(self.microbatches) < self.num_microbatches
         return ours[0] if is_partial and len(ours) == 1 and list(ours) == list(theirs) else None
@@ -77,12 +77,12 @@ class Parting:
 
 @dataclass(frozen=True)
 class Places:
-    """Places of the global batch at which the images of two runs differ, and the images at the first."""
+    """Places of the global batch at which the images of two runs differ."""
 
     odd: Sequence[int]
     num_places: int
     positions: tuple[Sequence[int], Sequence[int]]
-    """Positions in the split of the images at all places, for each run."""
+    """For each run the positions in the split of the images at all places."""
 
     def __str__(self) -> str:
         first = self.odd[0]
@@ -99,13 +99,13 @@ class Places:
 
 
 def listed(things: Sequence[object]) -> str:
-    """List the first of them, and count the others."""
+    """Return the first MOST_NAMED things as text, with the number of the others."""
     more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
     return ", ".join(map(str, things[:MOST_NAMED])) + more
 
 
 def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | None:
-    """Compare single images, if both runs recorded equally many; None if none differs."""
+    """Return the places at which images differ; None if none does, or the runs recorded different numbers of images."""
     positions = ours.get("positions", []), theirs.get("positions", [])
     count = len(positions[0])
     if count != len(positions[1]):
@@ -119,7 +119,7 @@ def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | 
 
 
 def likely_cause(parting: Parting, differing: Sequence[str], *, is_step_before_equal: bool) -> str:
-    """Return the likely cause. differing: keys and facts with different values in the two runs."""
+    """Return the likely cause of the difference. differing: config keys and job facts that differ between the runs."""
     cause = parting.places.cause if parting.places else CAUSES[parting.phase]
     if parting.phase == "gradients" and BEFORE_SUM in parting.equal:
         cause = OF_SUMS

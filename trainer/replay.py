@@ -1,4 +1,4 @@
-"""`bigbatch replay`: compute a step of a run again in one process, and name what differs from its digests."""
+"""`bigbatch replay`: compute a step of a run again in one process, and compare it with the run's digests."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ from bigbatch.trainer.training_run import TrainingRun
 from bigbatch.words import count
 
 SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
-"""Facts about a job that decide how numbers are rounded, also in one process."""
+"""Facts about a job that decide how numbers are rounded even in one process."""
 NAMES = {"pictures": "images"}
 
 
@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
 def replay(run: RecordedRun, config: Config, *, step: int) -> int:
     """Compute a step, counted from 1, again, and print how its digests differ from the run's; return the exit code.
 
-    config: the run's, into whose folder nothing is written.
-    Raises: RunFolderError if they cannot be compared; UserError, such as DataError.
+    config: of the run, whose folder is not changed.
+    Raises: RunFolderError if the digests cannot be compared; UserError, such as DataError.
     """
     recorded = _recorded(run, config, step=step)
     paths = {c.step: c.path for c in list_checkpoints(RunDir(run.path).checkpoints) if c.step < step}
@@ -140,7 +140,7 @@ def _recorded(run: RecordedRun, config: Config, *, step: int) -> Mapping[str, An
 
 
 def _for_one_process(config: Config, *, folder: str, resume: str, num_threads: int | None) -> Config:
-    """Return the config for one process, which reads the run's data where they are. num_threads: of a rank then."""
+    """Return the config for one process, which reads the run's data in place. num_threads: of a rank of the run."""
     comm = replace(config.comm, algorithm="native", table=None, group_size=None, timeline_steps=None, buffers="torch")
     return replace(
         config,
@@ -153,7 +153,7 @@ def _for_one_process(config: Config, *, folder: str, resume: str, num_threads: i
 
 
 def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, is_exact: bool) -> dict[str, Any]:
-    """Return a record of the step's digests; without sums and weights if not is_exact."""
+    """Return a record of the step's digests; is_exact False leaves out sums and weights."""
     config, parts, split = training.config, training.parts, training.train_split
     parts.model.train()
     train_step = TrainStep(training.plan, parts)
@@ -180,7 +180,7 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
         make_steps(replace(training.plan, first_step=step - 1, num_steps=step))
     return {
         "step": step,
-        "ranks": recorded.get("ranks", []),  # whose microbatches they are
+        "ranks": recorded.get("ranks", []),  # those that computed the microbatches
         **by_place(images),
         **by_microbatch(rows, num_microbatches=len(numbers)),
         **(
