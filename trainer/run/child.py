@@ -1,4 +1,4 @@
-"""A training or launcher as a child process: start it, ask it to stop, end it, find why it failed."""
+"""A training run or launcher as a child process: start it, ask it to stop, end it, find out why it failed."""
 
 import os
 import re
@@ -22,7 +22,7 @@ OUT_OF_MEMORY = re.compile(
 )
 KILLED = 137
 TIME_IS_OVER = "DUE TO TIME LIMIT"
-"""Slurm's messages before it ends a job."""
+"""Part of Slurm's message before it ends a job at its time limit."""
 DATED = re.compile(
     r"^bigbatch: (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)|^slurmstepd\S*: .* AT (\d{4}-\d\d-\d\dT[\d:]+) ", re.A
 )
@@ -48,7 +48,7 @@ def find_reason(text: str, *, exit_code: int | None) -> str:
 
 
 def has_failed(text: str) -> bool:
-    """Return whether the last line of a job's script says so."""
+    """Return whether the last line of a job's script says that the job failed."""
     ends = [line for line in _lines(text) if DATED.match(line) and "ended with exit code" in line]
     return bool(ends) and not ends[-1].endswith(" 0")
 
@@ -62,10 +62,10 @@ def _shorten(line: str) -> str:
 
 
 PATIENCE_SECONDS = (60.0, 15.0)
-"""Time after the request to stop, in which a run saves a checkpoint. A second request follows, after which
+"""Waits after the first and the second request to stop. After the first a run saves a checkpoint, after the second
 `bigbatch launch` ends its ranks; then the process is killed."""
 END_SECONDS = 5.0
-"""Time after the second request; mpirun takes about one second to kill its ranks."""
+"""Wait of end() after its requests to stop; mpirun takes about one second to kill its ranks."""
 LEAVE_SECONDS = 5.0
 """Time that a launcher's ranks may outlive it."""
 

@@ -19,7 +19,7 @@ def digest(names: Sequence[str]) -> str:
 
 
 def describe(names: Sequence[str] | None) -> str:
-    """Return a digest of the class names, which ranks compare."""
+    """Return the class names' digest as text, which ranks compare."""
     return "no class names" if names is None else f"class names of SHA-256 {digest(names)}"
 
 

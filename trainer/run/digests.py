@@ -27,7 +27,7 @@ MIX = 0x9E3779B97F4A7C15 - MODULUS
 """Odd constant for mixing, so that two changes do not cancel."""
 ACTIVATIONS, BEFORE_SUM = "activations", "gradients before the sum"
 MOST_NAMES = 12
-"""Limit of layer names in an error."""
+"""Limit of layer names listed in an error."""
 Row = tuple[str, str, int, str]
 """(phase, name of the layer or parameter, microbatch's number in the step, digest)."""
 SUMMED, STATE = "gradients", "weights and state"
@@ -48,11 +48,11 @@ def values_folder(values: Path, *, rank: int) -> Path:
 class DigestRecorder:
     """Records digests of a step every so many steps, for the first rank's log.
 
-    images: of the global batch as the device gets it, with labels, in one order for any number of ranks; and of each
-    image, with its position in the split. activations (of the layers that patterns name) and gradients before the sum:
-    by microbatch; not of a captured step, which Python does not see. gradients: of the sums, by parameter; not of a
-    sharded update, because no rank has them all. Values that patterns name are kept whole, in a folder for each rank.
-    Raises: ConfigError for a pattern that names nothing.
+    Images and labels: one digest of the global batch as the loader yields it, in one order for any number of ranks, and
+    one of each image, with its position in the split. Activations (of run.digest_layers) and gradients before the sum:
+    per microbatch; none in a captured step, which Python does not see. Summed gradients: per parameter; none with a
+    sharded update, in which no rank has all. Values that run.digest_values names are kept whole, in a folder per rank.
+    Raises: ConfigError for a pattern that matches nothing.
     """
 
     def __init__(self, config: Config, plan: Plan, parts: Parts) -> None:
@@ -68,7 +68,7 @@ class DigestRecorder:
         self.single = MicrobatchDigests(parts.model, layers=chosen, kept=self._kept)
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Pass batches through, and digest those of recorded steps."""
+        """Yield the batches unchanged, and digest those of recorded steps."""
         plan = self._plan
         for number, batch in enumerate(batches):
             step, index = divmod(number, len(plan.microbatches))
@@ -90,7 +90,7 @@ class DigestRecorder:
             self.single.start()
 
     def record(self, done: int) -> dict[str, Any] | None:
-        """Return the log record of the step that has just ended; None if it is not recorded.
+        """Return the log record of the step that has just ended (empty on other ranks); None if it is not recorded.
 
         Collective. Raises: CheckpointError if kept values cannot be written, for example on a full disk.
         """
@@ -138,12 +138,12 @@ class DigestRecorder:
 
 
 def digest_in_order(digests: Sequence[int]) -> str:
-    """Return one digest of images from those of each, which another order of them changes."""
+    """Return one digest of the images' digests, which depends on their order."""
     return word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests)))
 
 
 def by_place(ordered: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Return a record's entries on images, from digest and position of each in the order of the global batch."""
+    """Return a record's entries on images. ordered: digest and position of each, in the order of the global batch."""
     digests = [digest for digest, _ in ordered]
     return {
         "pictures": digest_in_order(digests),
@@ -162,16 +162,16 @@ def by_microbatch(rows: Iterable[Row], *, num_microbatches: int) -> dict[str, An
 
 
 def digests_of_images(batch: Batch) -> Tensor:
-    """Return a digest (int64) per image of a microbatch with its label, of shape B.
+    """Return a digest (int64) of each image of a microbatch with its label, of shape B.
 
-    Of the loader's images; independent of their memory format.
+    Digests the loader's uint8 images; independent of their memory format.
     """
     images_B = digest(image_CHW.contiguous() for image_CHW in batch.images_BCHW)
     return images_B * MIX + batch.labels_B.to(images_B.device)
 
 
 def digests_of_update(parts: Parts, *, done: int, is_sharded: bool) -> dict[str, dict[str, str]]:
-    """Return a record's digests of the summed gradients and of all that an update changed. Waits for the device."""
+    """Return a record's digests of the summed gradients and of the updated state. Waits for the device."""
     return {
         SUMMED: _words(summed_gradients(parts, is_sharded=is_sharded)),
         STATE: _words(replicas(parts, done=done)),
@@ -179,7 +179,7 @@ def digests_of_update(parts: Parts, *, done: int, is_sharded: bool) -> dict[str,
 
 
 def summed_gradients(parts: Parts, *, is_sharded: bool) -> dict[str, Tensor]:
-    """Return the sums over ranks that the last step left, by parameter; none of a sharded update."""
+    """Return the last step's gradient sums over ranks, by parameter; none with a sharded update."""
     named = () if is_sharded else parts.model.named_parameters()
     return {name: p.grad for name, p in named if p.grad is not None}
 
@@ -195,9 +195,9 @@ def _words(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 class MicrobatchDigests:
     """Digests gradients and layers' outputs of single microbatches, by hooks from start() to take().
 
-    A gradient is taken before it is added to those of other microbatches, and before any sum over ranks. A layer that
-    is called several times in a forward has one digest of all its outputs; what backward computes again does not
-    count. The values that kept names are kept whole.
+    Hooks get a gradient before it is added to those of other microbatches, and before any sum over ranks. A layer that
+    is called several times in a forward has one digest of all its outputs; recomputation in backward does not count.
+    kept: layers and parameters whose values are kept whole.
     """
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str], kept: Sequence[str] = ()) -> None:
@@ -223,18 +223,18 @@ class MicrobatchDigests:
             self._hooks += [
                 named[name].register_forward_hook(partial(self._take_outputs, name)) for name in self._layers
             ]
-            # backward also calls layers when it recomputes activations
+            # tells the forward from backward, which calls layers too when it recomputes activations
             self._hooks += [model.register_forward_pre_hook(partial(self._enter, True))]
             self._hooks += [model.register_forward_hook(partial(self._enter, False))]
 
     def stop(self) -> None:
-        """Remove the hooks; take() still returns what they found."""
+        """Remove the hooks; take() still returns the digests."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def take(self) -> list[Row]:
-        """Remove the hooks; return their digests in the order of computation. Synchronizes with the device."""
+        """Remove the hooks; return the digests in the order of computation. Synchronizes with the device."""
         self.stop()
         found, self._found = self._found, {}
         values = torch.stack(list(found.values())).tolist() if found else []
@@ -275,7 +275,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 def word(value: int) -> str:
-    """Return a digest as 16 letters."""
+    """Return a digest as 16 hexadecimal digits."""
     return f"{value % MODULUS:016x}"
 
 
@@ -286,7 +286,7 @@ def chosen_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def chosen_values(model: nn.Module, layers: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the layers of these, and the parameters, that match a pattern. Raises: ConfigError as chosen_layers."""
+    """Return the given layers, and the parameters, that match a pattern. Raises: ConfigError as chosen_layers."""
     names = [*layers, *(name for name, p in model.named_parameters() if p.requires_grad)]
     return _chosen(names, patterns, key="run.digest_values", what="parameter, or layer of run.digest_layers,")
 

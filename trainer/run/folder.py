@@ -32,11 +32,11 @@ class RunDir:
         self.calibration = path / "calibration.json"
         """Table from which comm.algorithm=auto chose, if it did; a resumed run uses it again."""
         self.mode = path / "mode.json"
-        """Record by which compute.mode=auto chose, if it did: a resumed run goes on in that mode."""
+        """Measurements from which compute.mode=auto chose, if it did; a resumed run keeps that mode."""
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id.txt"
         self.mlflow_id = path / "mlflow_id.txt"
-        """Names of the run in Weights & Biases and in MLflow."""
+        """Files with the run's id in Weights & Biases and in MLflow."""
         self.checkpoints = path / "checkpoints"
         self.values = path / "values"
         """Values of run.digest_values, a folder per rank."""
@@ -73,7 +73,7 @@ class RunDir:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Guard code that writes path. Raises: RunFolderError for an OSError, for example on a full disk."""
+    """Context of code that writes path. Raises: RunFolderError for an OSError, for example on a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Gradient audits: each rank computes a microbatch of another one again, and both must get the same bits."""
+"""Gradient audits: each rank recomputes a microbatch of another rank, and both must get the same bits."""
 
 import hashlib
 import json
@@ -22,10 +22,10 @@ from bigbatch.trainer.step.seeding import seed_forward
 def recompute(
     parts: Parts, plan: Plan, batch: Batch, *, step: int, microbatch: int, layers: Sequence[str] = ()
 ) -> tuple[list[int], list[Row]]:
-    """Return digests of a microbatch's images (B), and of its activations and gradients by the present weights.
+    """Return digests of a microbatch's images (B), and of its activations and gradients with the current weights.
 
-    step: counted from 0, under way or next. microbatch: its number in the global batch. layers: those whose
-    activations are digested. Weights, gradients, sums of the step and running statistics stay as they are; random
+    step: the current or next one, counted from 0. microbatch: its number in the global batch. layers: those whose
+    activations are digested. Weights, gradients, sums of the step and running statistics stay unchanged; random
     generators are left as the step leaves them. Not collective. Waits for the device.
     """
     digests = MicrobatchDigests(parts.model, layers=layers)
@@ -39,7 +39,7 @@ def recompute(
         with parts.precision.forward():
             logits_BK = parts.model(prepared.images_BCHW).float()
         loss = parts.precision.scaled(parts.loss(logits_BK, prepared.targets) / plan.global_batch_size)
-        # hooks see the gradients, and neither the parameters nor the reducer get them
+        # the hooks get the gradients; parameters and reducer do not
         torch.autograd.grad(loss, [p for p in parts.model.parameters() if p.requires_grad], allow_unused=True)
     finally:
         digests.stop()
@@ -55,10 +55,10 @@ IMAGES = "images"
 
 @dataclass(frozen=True)
 class Draw:
-    """The microbatches that an audit compares, and the ranks that compute them again: the same on all ranks."""
+    """The microbatches that an audit compares, and the ranks that recompute them: equal on all ranks."""
 
     microbatches_P: Sequence[int]
-    """Number in the global batch of the one that is audited of each rank."""
+    """Each rank's audited microbatch, by its number in the global batch."""
     shift: int
 
     @property
@@ -66,22 +66,22 @@ class Draw:
         return len(self.microbatches_P)
 
     def audited_by(self, rank: int) -> int:
-        """Return the rank whose microbatch this rank computes again: itself if it is alone."""
+        """Return the rank whose microbatch the given rank recomputes: itself if it is alone."""
         return (rank + self.shift) % self.num_ranks
 
     def auditor_of(self, rank: int) -> int:
-        """Return the rank that computes this rank's microbatch again."""
+        """Return the rank that recomputes the given rank's microbatch."""
         return (rank - self.shift) % self.num_ranks
 
     def third_of(self, rank: int) -> int | None:
-        """Return the rank that decides if these two differ; None if there is no third."""
+        """Return the rank that decides if the given rank and its auditor differ; None if there is no third rank."""
         auditor = self.auditor_of(rank)
         others = ((auditor + k) % self.num_ranks for k in range(1, self.num_ranks))
         return next((other for other in others if other != rank), None)
 
 
 def draw(plan: Plan, *, step: int, num_ranks: int) -> Draw:
-    """Draw what is audited in a step, from the seed and the step alone."""
+    """Draw the microbatches to audit in a step, from the seed and the step alone."""
     bits = int.from_bytes(hashlib.sha256(f"audit of step {step} with seed {plan.seed}".encode()).digest(), "big")
     shift = 1 + bits % (num_ranks - 1) if num_ranks > 1 else 0
     found = []
@@ -92,10 +92,10 @@ def draw(plan: Plan, *, step: int, num_ranks: int) -> Draw:
 
 
 class GradientAudit:
-    """Compares, every run.audit_every_steps and in each step that a checkpoint follows, gradients before their sum.
+    """Audits gradients before their sum every run.audit_every_steps, and before each checkpoint and evaluation.
 
-    All ranks audit at once, as all would wait for one: so a device that keeps computing wrongly is found by the first
-    audit. read: (step, number of a microbatch) -> its batch; it may end the run's own reading.
+    All ranks audit in the same step, since all would wait for one rank anyway: so the first audit finds a device that
+    always computes wrongly. read: (step, number of a microbatch) -> its batch; it may end the run's own reading.
     """
 
     def __init__(self, config: Config, plan: Plan, parts: Parts, *, read: Callable[[int, int], Batch]) -> None:
@@ -104,10 +104,10 @@ class GradientAudit:
         self._step = plan.first_step
         self._batches: Iterator[Batch] = iter(())
         self._failure: DataError | None = None
-        """Why the batch that is computed again could not be read; the run's own next batch fails by it, too."""
+        """Why the batch to recompute could not be read; watch() raises it in place of the run's next batch."""
         self._single = MicrobatchDigests(parts.model, layers=())
         self._images: torch.Tensor | None = None
-        """Digests of the audited microbatch's images (B) on this rank; None without one, or with a stand-in in it."""
+        """Digests of the images (B) of this rank's audited microbatch; None without one, or if it replaces an image."""
 
     def is_due(self, step: int) -> bool:
         """Return whether a step, counted from 0, is audited."""
@@ -117,7 +117,7 @@ class GradientAudit:
         return done % self._every_steps == 0 or plan.is_checkpoint(done) or plan.is_evaluation(done)
 
     def extra(self, step: int) -> Sequence[int]:
-        """Return the microbatch that this rank computes again in a step, to be read after the rank's own."""
+        """Return the microbatch that this rank recomputes in a step, to be read after its own; empty if none."""
         if not self.is_due(step):
             return ()
         drawn = self._draw(step)
@@ -127,7 +127,7 @@ class GradientAudit:
         return draw(self._plan, step=step, num_ranks=self._parts.communicator.world_size)
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Pass this rank's own batches through; put hooks on for the audited microbatch of an audited step."""
+        """Yield this rank's own batches; register hooks for the audited microbatch of an audited step."""
         self._batches, plan = batches, self._plan
         rank = self._parts.communicator.rank
         for step in range(plan.first_step, plan.num_steps):
@@ -161,7 +161,7 @@ class GradientAudit:
         rows = self._single.take()
         own = None if self._images is None else _words(self._images.tolist(), rows)
         audited = drawn.audited_by(rank)
-        # without an own batch there is none to read after it
+        # rows is empty if this rank had no batch of its own: then no batch follows it
         again = self._compute(lambda: next(self._batches), drawn.microbatches_P[audited]) if rows else None
         told_2P = torch.zeros(2 * num_ranks, dtype=torch.float64)
         told_2P[rank], told_2P[num_ranks + audited] = _number(own), _number(again)
@@ -174,7 +174,7 @@ class GradientAudit:
         return {"step": done, "compared": compared, "seconds": time.perf_counter() - started}
 
     def _compute(self, read: Callable[[], Batch], microbatch: int) -> Words | None:
-        """Read and compute a microbatch again; None if it cannot be read as it is."""
+        """Read and recompute a microbatch; return its digests, None if it cannot be read or replaces an image."""
         try:
             batch = read()
         except DataError as error:
@@ -184,7 +184,7 @@ class GradientAudit:
         return None if batch.replaced else _words(*found)
 
     def _accusation(self, odd: Sequence[int], drawn: Draw, *, own: Words | None, again: Words | None) -> ReplicasDiffer:
-        """Compare the microbatches of these ranks with third ranks; return a line on the wrong one. Collective."""
+        """Let third ranks recompute these ranks' microbatches; return an error naming the wrong ones. Collective."""
         communicator = self._parts.communicator
         rank, host_of, uuid = communicator.rank, communicator.control.host_of, gpu_uuid(communicator.device)
         thirds = {}
@@ -200,7 +200,7 @@ class GradientAudit:
         }
         told_P = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
         found = [verdict(told_P, drawn, each) for each in odd]
-        sentences = dict(reversed(found))  # the first on each
+        sentences = dict(reversed(found))  # of several on the same ranks the first
         return ReplicasDiffer(
             f"in step {self._step + 1} {'; '.join(reversed(sentences.values()))} (a bit has flipped, or that processor "
             "or its memory is faulty)"
@@ -208,9 +208,9 @@ class GradientAudit:
 
 
 def verdict(told_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tuple[frozenset[int], str]:
-    """Return the ranks that may be wrong about this rank's microbatch, and the sentence on them.
+    """Return the ranks that may have computed the given rank's microbatch wrongly, and the sentence on them.
 
-    told_P: device, and the digests that each rank computed: own, again, and as a third by rank.
+    told_P: from each rank its device and digests: own, again (as an auditor), thirds (as a third rank, by rank).
     """
     auditor, third, number = drawn.auditor_of(rank), drawn.third_of(rank), drawn.microbatches_P[rank]
     one, other = told_P[rank]["own"], told_P[auditor]["again"]
@@ -238,7 +238,7 @@ def _words(images: Sequence[int], rows: Sequence[Row]) -> Words:
 
 
 def _number(words: Words | None) -> float:
-    """Return 48 bits of a digest of all, which fp64 holds exactly; 0 for none."""
+    """Return one digest of all words, above 0 and of about 48 bits, which fp64 holds exactly; 0 for None."""
     if words is None:
         return 0.0
     text = json.dumps(words, sort_keys=True)

@@ -19,16 +19,16 @@ from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir
 
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits for unsent data."""
+"""Limit of the wait for unsent data at the end of a run."""
 
 Say = Callable[[str], None]
 
 
 class BackgroundLogger:
-    """Passes figures to a thread that opens a session and sends them; its news are printed by the next call."""
+    """Passes figures to a thread that opens a session and sends them; the next call prints the thread's messages."""
 
     def __init__(self, name: str, open_session: Callable[[Say], Any], *, say: Say) -> None:
-        """Start the thread. open_session: gets a function that takes news; returns an object with log and finish."""
+        """Start the thread. open_session: takes a function for messages; returns an object with log and finish."""
         self._open, self._say = open_session, say
         self._news: list[str] = []
         self._error: BaseException | None = None
@@ -59,7 +59,7 @@ class BackgroundLogger:
             raise TimeoutError(f"it has not sent all of its records {CLOSE_SECONDS:g} s after the run's end")
 
     def _tell(self) -> None:
-        """Print news on the run's main thread, which owns the terminal."""
+        """Print the messages on the run's main thread, which owns the terminal; raise the thread's error."""
         while self._news:
             self._say(self._news.pop(0))
         if self._error:
@@ -78,7 +78,7 @@ def log_to_wandb(rundir: RunDir, *, stated: Mapping[str, Any], from_step: int, s
     """
     try:
         import wandb
-        from wandb import init  # noqa: F401  a folder named wandb, such as it leaves behind, imports, and has none
+        from wandb import init  # noqa: F401  a plain folder named wandb can be imported, too, but has no init
     except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
         raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
     rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
@@ -138,7 +138,7 @@ def _run_id(rundir: RunDir, *, is_new: bool) -> str:
 
 
 MOST_PARAMS = 100
-"""Parameters of one request, by MLflow's limits."""
+"""MLflow's limit of parameters in one request."""
 
 
 def log_to_mlflow(rundir: RunDir, *, stated: Mapping[str, Any], from_step: int, say: Say) -> BackgroundLogger:
@@ -206,7 +206,7 @@ class TensorBoard:
         self._events = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Pass the figures to TensorBoard's thread; its errors are raised by a later call."""
+        """Pass the figures to TensorBoard's thread; a later call raises the thread's errors."""
         for name, value in figures.items():
             self._events.add_scalar(f"{kind}/{name}", value, step)
 
@@ -230,14 +230,14 @@ class _WithoutTensorBoard:
 
 
 class Guarded:
-    """Passes figures to a logger until it fails, which is printed once: a logger must not end a run.
+    """Passes figures to a logger until it fails; prints the failure once, since a logger must not end a run.
 
-    make: gets a function that takes the logger's news.
+    make: takes a function for the logger's messages; returns the logger.
     """
 
     def __init__(self, name: str, make: Callable[[Say], Logger], *, say: Say) -> None:
         self._name, self.say = name, say
-        """say: of the run that has the logger, which passes it to the next one after a loss."""
+        """Prints a line; after a loss the run that takes over the logger replaces it."""
         self._logger: Logger | None = None
         self._try(lambda: setattr(self, "_logger", make(lambda news: self.say(news))))
 

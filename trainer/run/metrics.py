@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 TRAIN_COLOUR, EVAL_COLOUR = COLOURS[:2]
 WRITTEN_AGAIN = ("start", "input")
-"""Records of a start, which the next start from the same step writes again."""
+"""Kinds of records that each start writes; a later start from the same step replaces them."""
 
 
 class MetricsLog:
     """Appends records to metrics.jsonl, and passes their numbers to the loggers, between begin() and close().
 
-    One for all runs of a process, which go on from each other after a loss.
+    One per process: after a loss the next run of the process goes on with it.
     """
 
     def __init__(self, rundir: RunDir) -> None:
@@ -34,13 +34,13 @@ class MetricsLog:
         self._rundir, self._path = rundir, rundir.metrics
         self._file: BinaryIO | None = None
         self._goes_on_from = 0
-        """First step from which a run can go on in the open file as it is."""
+        """Lowest starting step for which the open file has no records to remove."""
 
     def begin(self, *, from_step: int) -> None:
         """Open the file for a run that starts from this step. Raises: RunFolderError.
 
-        Removes the records after it, and those that earlier starts from this step wrote at once, so that no record
-        appears twice. An open file without such records stays: the other ranks of a job that heals wait meanwhile.
+        Removes the records after this step, and those that earlier starts from it wrote at once, so that no record
+        appears twice. Keeps an open file without such records: the other ranks of a job that heals wait meanwhile.
         """
         self._opened_at = time.monotonic()
         if self._file is not None and from_step >= self._goes_on_from:
@@ -57,10 +57,10 @@ class MetricsLog:
             self._file = open_to_append(self._path)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Log one record: start, train, eval, noise, input, joined, hint or skipped. It contains at least step.
+        """Log one record of kind start, train, eval, noise, input, joined, hint or skipped; it must have a step.
 
-        Adds the time of day (seconds since 1970) and the seconds since this start of the run, from which durations are
-        computed, since the time of day may be changed. Does nothing if no run has begun. Raises: RunFolderError.
+        Adds the time of day (seconds since 1970) and the seconds since this start of the run. Durations come from the
+        latter, since the time of day may be changed. Does nothing if no run has begun. Raises: RunFolderError.
         """
         if self._file is None:
             return
@@ -154,7 +154,7 @@ def draw_run(
 
 
 def _every_rate(train: Sequence[dict[str, Any]], schedule: Callable[[int], float] | None) -> Sequence[dict[str, Any]]:
-    """Return epoch and rate of every step up to the last record; the records themselves if one has another rate."""
+    """Return epoch and rate of every step by the schedule; the records themselves if one of them has another rate."""
     if schedule is None or not all(math.isclose(schedule(r["step"] - 1), r["lr"], rel_tol=1e-9) for r in train):
         return train
     return [

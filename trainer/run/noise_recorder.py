@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale during a run: records of measurements, and a running estimate."""
+"""The gradient noise scale during a run: records of its measurements, and a running estimate."""
 
 import json
 from dataclasses import asdict
@@ -23,7 +23,7 @@ class NoiseRecorder:
         self._moments = Moments()
 
     def go_on(self, rundir: RunDir, communicator: Communicator, *, timeout_seconds: float) -> None:
-        """Load rank 0's measurements from before the resume on all ranks. Collective."""
+        """Restore on all ranks the estimate from the measurements in rank 0's metrics file. Collective."""
         if not self._every_steps or not self._plan.first_step:
             return
         before = running(read_records(rundir.metrics)) if communicator.rank == 0 else Moments()

@@ -1,10 +1,10 @@
 """The gradient noise scale of a run, from squared norms that its steps measured: pure functions. Imports no torch.
 
-B_simple = tr(Sigma) / |G|^2, where G is the gradient that all images would have and Sigma the covariance of that of
-one image: the batch at which noise and signal are alike in the gradient, near which more images in a step begin to
-save few steps (McCandlish et al. 2018, arXiv 1812.06162, section 2.2). Of a gradient over b images
-E|G_b|^2 = |G|^2 + tr(Sigma) / b, so two batch sizes give both without bias (appendix A.1). A quotient of means is not
-without bias, so the means are taken first.
+B_simple = tr(Sigma) / |G|^2, where G is the gradient over all images and Sigma the covariance of the gradient of one
+image. At this batch size noise and signal are equal in the gradient; above it larger batches save few steps
+(McCandlish et al. 2018, arXiv 1812.06162, section 2.2). A gradient over b images has
+E|G_b|^2 = |G|^2 + tr(Sigma) / b, so two batch sizes give unbiased estimates of both (appendix A.1). Their quotient is
+biased, so both are averaged before the division.
 """
 
 import math
@@ -18,10 +18,10 @@ KIND = "noise"
 KEPT = 0.98
 """Decay per measurement: the running estimate covers about the last 50."""
 FEWEST = 5
-"""Measurements that an estimate needs: with fewer its band is too wide."""
+"""Least number of measurements for an estimate: with fewer its band is too wide."""
 CONFIDENCE = 0.95
 MOST_SQUARED = 1e100
-"""Above any squared norm in fp32, 1.2e77, and what is made of two."""
+"""Limit above any squared norm in fp32 (1.2e77) and any value computed from two of them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class NoiseScale:
 
 NOT_YET: dict[str, float | None] = {"noise_scale": None, "noise_scale_low": None, "noise_scale_high": None}
 UNMEASURED = "not measured yet"
-"""What a report says in place of those."""
+"""Text of a report in place of NOT_YET."""
 
 
 def unbiased(small: float, large: float, *, small_batch: int, large_batch: int) -> tuple[float, float]:
@@ -52,8 +52,8 @@ def unbiased(small: float, large: float, *, small_batch: int, large_batch: int) 
 class Share:
     """Holds the signal's share of the global gradient's squared norm, |G|^2 / E|G_B|^2, and its variance.
 
-    The noise scale is B * (1 / share - 1). Its band is taken here, where the estimate is near to normal: that of the
-    noise scale has no mean where the signal may be 0.
+    The noise scale is B * (1 / share - 1). The band is computed for the share, whose distribution is nearly normal: the
+    noise scale itself has no mean if the signal may be 0.
     """
 
     mean: float
@@ -61,11 +61,11 @@ class Share:
     num_measurements: float
 
     def noise_scale(self, *, global_batch_size: int) -> NoiseScale:
-        """Return the noise scale, with the band of Student's distribution."""
+        """Return the noise scale, with the band by Student's distribution."""
         half = student_quantile((1 + CONFIDENCE) / 2, degrees=self.num_measurements - 1) * math.sqrt(self.variance)
 
         def images(share: float) -> float | None:
-            # a share above 1 is noise below 0: chance, where there is next to none
+            # a share above 1 means noise below 0: by chance, if there is almost none
             return max(0.0, global_batch_size * (1 / share - 1)) if share > 0 else None
 
         return NoiseScale(images(self.mean), images(self.mean + half) or 0.0, images(self.mean - half))
@@ -73,7 +73,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Moments:
-    """Holds weighted sums over measurements of |G|^2 (signal) and |G_B|^2 (square): all that the figure needs."""
+    """Holds weighted sums over measurements of |G|^2 (signal) and |G_B|^2 (square), for the noise scale."""
 
     weight: float = 0.0
     weight_squared: float = 0.0
@@ -96,13 +96,13 @@ class Moments:
         )
 
     def share(self) -> Share | None:
-        """Return the signal's share, with its variance by the delta method; None of fewer measurements than FEWEST.
+        """Return the signal's share, with its variance by the delta method; None for fewer measurements than FEWEST.
 
-        Of a quotient of means p = s / q the variance is that of s_i - p * q_i, over n * q^2. With unequal weights n is
+        The variance of a quotient of means p = s / q is that of s_i - p * q_i, over n * q^2. With unequal weights n is
         their sum squared over the sum of their squares.
         """
         number = self.weight**2 / self.weight_squared if self.weight else 0.0
-        if round(number) < FEWEST or self.square <= 0:  # of a running figure a little less than were added
+        if round(number) < FEWEST or self.square <= 0:  # in a running estimate a little less than the measurements
             return None
         mean = self.signal / self.square
         residual = self.signal_signal - 2 * mean * self.signal_square + mean**2 * self.square_square
@@ -110,13 +110,13 @@ class Moments:
         return Share(mean, spread / number / (self.square / self.weight) ** 2, number)
 
     def noise_scale(self, *, global_batch_size: int) -> NoiseScale | None:
-        """Return the noise scale of what was added; None of too few measurements."""
+        """Return the noise scale of the added measurements; None for too few."""
         share = self.share()
         return share.noise_scale(global_batch_size=global_batch_size) if share else None
 
 
 def measured(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
-    """Yield signal and squared norm of each measurement; leaves out impossible values."""
+    """Yield signal and squared norm of each measurement among records; leaves out impossible values."""
     for record in records:
         signal, square = record.get("signal"), record.get("global_squared_norm")
         if record["kind"] == KIND and _can_be_measured(signal) and _can_be_measured(square) and square >= 0:
@@ -124,7 +124,7 @@ def measured(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, floa
 
 
 def _can_be_measured(value: object) -> TypeGuard[float]:
-    """Return whether it is a number whose square and products are finite; False for NaN."""
+    """Return whether a value is a number whose square and products are finite; False for NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_SQUARED
 
 
@@ -137,7 +137,7 @@ def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = Non
 
 
 def describe_noise_scale(record: Mapping[str, Any]) -> str:
-    """Return the figures of a record in words, with their band."""
+    """Return a record's noise scale as text, with its band."""
     estimate, low, high = (record[name] if _can_be_measured(record.get(name)) else None for name in NOT_YET)
     if low is None:
         return UNMEASURED

@@ -36,10 +36,10 @@ from bigbatch.trainer.step.window import Totals
 
 
 class RunOutput:
-    """Output of rank 0, to the terminal from the start, and to the run folder from open_folder on.
+    """Writes rank 0's output: to the terminal at once, and to the run folder after open_folder.
 
-    If the reader of standard output has ended, it says so on standard error, calls ask_to_stop and prints nothing more;
-    the run still saves everything.
+    If the reader of standard output has ended, it prints that on standard error, calls ask_to_stop and prints nothing
+    more; the run still saves everything.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunOutput:
         mode_record: str = "",
         is_quiet: bool = False,
     ) -> None:
-        """log: of the run folder; its loggers stay if they are open. mode_record: text of mode.json; empty for none."""
+        """log: of the run folder; loggers that are open stay open. mode_record: text of mode.json; empty for none."""
         self._config, self._plan, self._communicator = config, plan, communicator
         self._mode_record = mode_record
         self._ask_to_stop = ask_to_stop
@@ -184,9 +184,9 @@ class RunOutput:
         return dict(summary)
 
     def record_timeline(self, step: int, *, settle: Callable[[], None]) -> None:
-        """Record comm.timeline_steps, from the first of them on; after the last, write the trace. Collective.
+        """Start the trace of comm.timeline_steps at the first of them, write it after the last. Collective.
 
-        settle: waits for operations under way, which are recorded when they end.
+        settle: waits for pending operations, which are recorded when they end.
         """
         communicator, steps = self._communicator, self._config.comm.timeline_steps
         if steps is None:

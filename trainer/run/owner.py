@@ -2,8 +2,8 @@
 
 A claim is a file .owner-N; the highest N owns the folder. A job that finds the owner gone creates .owner-(N + 1) by a
 hard link, which succeeds for one process only, also over a network. A file is deleted only after a higher one exists,
-so no number is used twice. A live owner touches its file periodically; others measure the period by their own clock,
-because clocks of hosts differ.
+so no number is used twice. A live owner touches its file periodically (its heartbeat); other jobs measure the time
+between two heartbeats by their own clock, because clocks of hosts differ.
 """
 
 import errno
@@ -26,7 +26,7 @@ from bigbatch.trainer.run.folder import writing
 
 BEAT_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
-"""How long a job waits for a live owner, which may be about to end, for example after the loss of a rank."""
+"""Time that a job waits for a live owner, which may be about to end, for example after the loss of a rank."""
 STALE_SECONDS = 30.0
 """An owner on another host counts as gone after so long without a heartbeat."""
 LOOK_SECONDS = 0.5
@@ -90,7 +90,7 @@ def own_claim(*, store: tuple[str, int] | None = None) -> Claim:
 
 
 class Owner:
-    """Ownership of a run folder until release(); created by take()."""
+    """Ownership of a run folder until release(); created by take() or succeed()."""
 
     def __init__(self, folder: Path, *, number: int, claim: Claim) -> None:
         self._folder, self.number, self._claim = folder, number, claim
@@ -99,7 +99,7 @@ class Owner:
         self._beating.start()
 
     def require(self) -> None:
-        """Raise RunFolderError if another job has taken the folder, because this process had been stopped."""
+        """Raise RunFolderError if another job has taken the folder while this process was suspended."""
         numbers = _numbers(self._folder)
         if numbers and numbers[-1] > self.number:
             other = _read(_path(self._folder, numbers[-1]))
@@ -148,9 +148,9 @@ def take(folder: Path, claim: Claim) -> Owner:
 
 
 def succeed(folder: Path, *, number: int, store: tuple[str, int] | None = None) -> Owner:
-    """Take the folder over from the owner of that number, which a process of the same job is or was.
+    """Take the folder over from the owner of that number, a process of the same job.
 
-    Raises: RunFolderError if it does not have that owner any more: one other process has taken it over.
+    Raises: RunFolderError if another process has taken it over already.
     """
     with writing(folder):
         claim = replace(own_claim(store=store), folder=folder.stat().st_ino)
@@ -165,7 +165,7 @@ def succeed(folder: Path, *, number: int, store: tuple[str, int] | None = None) 
 
 
 def newest_claim(folder: Path) -> Claim | None:
-    """Return the claim of the owner, or of the last one; None without any, or if it cannot be read."""
+    """Return the claim of the current or last owner; None if there is none, or it cannot be read."""
     with suppress(OSError):  # no folder yet, or storage does not answer
         return _read(_path(folder, max(_numbers(folder), default=0)))
     return None
@@ -180,10 +180,10 @@ def require_free(folder: Path) -> None:
 
 
 def has_failed(folder: Path, *, start: str) -> bool:
-    """Return whether the owner of this launcher start has failed: it says so, or its process here has ended.
+    """Return whether the owner of this launcher start has failed: its claim says so, or its process here has ended.
 
-    False if it is unknown (an owner on another host that says nothing: storage may hang), if it has ended well, and if
-    the owner belongs to another job.
+    False if it is unknown (an owner on another host whose claim states no end: storage may hang), if the owner ended
+    without failure, or if it belongs to another job.
     """
     owner = newest_claim(folder)
     if owner is None or owner.start != start:
@@ -254,7 +254,7 @@ def _read(path: Path) -> Claim | None:
 
 
 def _beat_of(path: Path) -> int:
-    """Return the times that a heartbeat changes; of an open file, since NFS may cache a name's state for a minute."""
+    """Return the time of a file's last heartbeat. Opens the file, since NFS may cache a path's times for a minute."""
     try:
         with open_plain(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns

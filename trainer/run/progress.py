@@ -84,7 +84,7 @@ class Bar:
 
 
 class Cell:
-    """Progress bar in a notebook's cell, which each report replaces, above lines. display: that of IPython."""
+    """Progress bar in a notebook's cell, updated by each report, above printed lines. display: IPython's function."""
 
     def __init__(self, display: Callable[..., Any], *, first_step: int, num_steps: int) -> None:
         self._lines = Lines(num_steps=num_steps)
@@ -105,7 +105,7 @@ class Cell:
         pass
 
     def _bar(self, step: int, text: str) -> dict[str, str]:
-        """Return HTML for the notebook, and plain text for what shows none."""
+        """Return the bar as HTML, and as plain text for frontends without HTML."""
         text = f"{step}/{self._num_steps}  {text}"
         bar = f'<progress value="{step}" max="{self._num_steps}"></progress>'
         return {"text/html": f"<code>{bar} {escape(text)}</code>", "text/plain": text}

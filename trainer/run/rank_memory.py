@@ -1,4 +1,4 @@
-"""Memory of a rank for its update, and the savings of a sharded update."""
+"""Compute a rank's memory for its update, and the savings of a sharded update."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,14 +16,14 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """Bytes of a rank beside the model and its gradients: optimizer state, fp32 masters and their gradients."""
+    """Bytes of a rank's update state (optimizer state, fp32 masters and their gradients) and of its gradients."""
 
     whole_bytes: int
-    """Bytes of all weights."""
+    """Update state of all weights, in bytes: that of each rank if the update is not sharded."""
     kept_bytes: int
-    """Bytes of the weights that the rank updates: its parts of the fusion buffers, or all weights."""
+    """Update state, in bytes, of the weights that the rank updates: its parts of the fusion buffers, or all weights."""
     gradient_bytes: int
-    """Bytes of the gradients in the fusion buffers, which every rank has completely."""
+    """Bytes of the gradients in the fusion buffers, which every rank has whole."""
     summed_bytes: int
     """Bytes of the gradient sums that the rank receives."""
 
@@ -37,12 +37,12 @@ def num_moments(config: Config) -> int:
 
 
 def update_memory(config: Config, parts: Parts) -> UpdateMemory:
-    """Compute it from the plan of fusion buffers, which are divided equally, rounded up."""
+    """Return a rank's bytes by the plan of fusion buffers; a sharded update divides each equally, rounded up."""
     num_parts = parts.communicator.world_size if config.optimizer.sharded else 1
     parameters = dict(parts.model.named_parameters())
     whole = kept = gradients = summed = 0
     for buffer in parts.reducer.plan.buffers:
-        # of a weight; the plan's elements are sent, as 8-byte integers if sums are on a grid
+        # of a weight, not of the plan, whose elements are 8-byte integers if sums are on a grid
         element_bytes = parameters[buffer.tensors[0].name].element_size()
         masters_bytes = 2 * FP32_BYTES if element_bytes < FP32_BYTES else 0
         update_bytes = FP32_BYTES * num_moments(config) + masters_bytes
@@ -102,7 +102,7 @@ def _shared_work(config: Config, parts: Parts) -> list[tuple[float, int]]:
 
 
 def rank_bytes(config: Config, parts: Parts) -> int:
-    """Return a rank's bytes without activations: weights, gradients, update state and moving average."""
+    """Return the bytes of a rank's weights, gradients, update state and moving average, without activations."""
     parameters = list(parts.model.parameters())
     weights = sum(p.nbytes for p in parameters)
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)

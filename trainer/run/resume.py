@@ -1,4 +1,4 @@
-"""Resume: choose the checkpoint, check config and images against it, and load its state."""
+"""Resume a run: choose the checkpoint, compare config and images with it, and load its state."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,17 +29,17 @@ OTHER_CLASSES = (
 )
 
 OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options", "optimizer.exclude_bias_and_norm")
-"""Keys that say what is trained, for what, and in which groups of weights."""
+"""Keys that decide which weights are trained, by which loss, and in which groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts: at step 0, or after a checkpoint's step with other values from it."""
+    """Where a run starts: at step 0 with these defaults, or after a checkpoint's step with values from it."""
 
     path: Path | None = None
     step: int = 0
     owes_evaluation: bool = False
-    """The step should have been evaluated and was not."""
+    """Whether an evaluation was due after the step and is missing."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Bad images that the run has met, with the reason: train/3 is the fourth training image."""
     config: str | None = None
@@ -54,7 +54,7 @@ class Start:
     damaged: Mapping[Path, str] = field(default_factory=dict)
     """Newer checkpoints that a rank finds damaged, newest first, with the reason."""
     is_of_unknown_classes: bool = False
-    """It contains no class names to compare with those of this run's data."""
+    """Whether the checkpoint has no class names to compare with those of the data."""
 
 
 def find_start(
@@ -65,7 +65,7 @@ def find_start(
     control: Control,
     classes: Sequence[str] | None = None,
 ) -> tuple[Start, dict[str, Any]]:
-    """Return where to start, and the state to restore, empty for a new run. Collective.
+    """Return where to start, and the state to restore (empty for a new run). Collective.
 
     samples: digest of the training images. classes: their class names, or None.
     Raises: CheckpointError, also if the checkpoint belongs to another run or has other classes.
@@ -85,7 +85,7 @@ def find_start(
     if trained and classes:
         require_same_names(trained, classes, source=f"checkpoint {path}", root=config.data.root, remedy=OTHER_CLASSES)
     is_of_images = state.get("samples", samples) == samples  # missing in older checkpoints
-    if is_resumed and not is_of_images:  # the order of an epoch differs
+    if is_resumed and not is_of_images:  # the order of images in an epoch would differ
         raise CheckpointError(
             f"the training images in {config.data.root} are not those of the run folder's checkpoint: some were added, "
             "removed or given another class. Bring them back, choose another run.directory, or name the checkpoint to "
@@ -140,7 +140,7 @@ def _find_state(
 
 
 def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str) -> Start:
-    """Return the start of a run that goes on from a state in memory; samples, of data in root: as for find_start.
+    """Return the start of a run that goes on from a state in memory. samples: digest of the training images in root.
 
     Raises: CheckpointError if the images changed since the run began.
     """
@@ -156,7 +156,7 @@ def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str)
         skipped=dict(state["skipped"]),
         evaluations=evaluations,
         gradient_order=state["gradient_order"],
-    )  # without its sums: the line about the loss names the other number of ranks
+    )  # without sums, so no line on other rounding: the line about the loss names the new number of ranks
 
 
 def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collection[str] | None) -> None:
@@ -175,10 +175,10 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
 
 
 def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
-    """Load the last of paths that no rank finds damaged; return it, its state, and why those after it are. Collective.
+    """Load the last path that no rank finds damaged; return it, its state, and damaged ones with reasons. Collective.
 
-    Ranks that see other checkpoints end with different ones: they are to compare them.
-    Raises: CheckpointError for one that cannot be read.
+    Ranks that see different files may return different checkpoints, which the caller must compare.
+    Raises: CheckpointError for a checkpoint that cannot be read.
     """
     damaged: dict[Path, str] = {}
     for path in reversed(paths):
@@ -193,12 +193,12 @@ def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path |
         if not is_common:
             raise CheckpointError(told)
         damaged[path] = told
-    _compare("", "", control)  # a rank that sees an additional one reads it now
+    _compare("", "", control)  # matches the collective of a rank that sees a further checkpoint
     return None, {}, damaged
 
 
 def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
-    """Return whether all ranks read a checkpoint of that name, and why one of them cannot."""
+    """Return whether all ranks have read a checkpoint of that name, and why one found it damaged. Collective."""
     seen = [text.partition(" ") for text in control.gather_text(f"{name} {why}", what="search for a checkpoint")]
     if any(other != name for other, _, _ in seen):
         return False, why
@@ -228,12 +228,12 @@ def require_same_objective(old: str, config: Config, *, path: Path) -> None:
 
 
 def changes(old: str, new: str) -> dict[str, str]:
-    """Return the keys whose values differ between the configs, without those about resuming and compute.mode.
+    """Return the keys whose values differ between the configs, except those on resuming and compute.mode.
 
-    A key that an older version's config does not state had its default.
+    A key that an older version's config lacks has its default.
     """
     before, after = read_dumped(old), read_dumped(new)
-    # what a mode changes are the keys that it chooses
+    # without compute.mode: the keys that a mode sets are compared themselves
     where_and_how = ("run.directory", "run.resume", "compute.mode", "compute.mode_keeps")
     keys = dict.fromkeys((*after, *filter(is_option, before)))
     return {

@@ -1,4 +1,4 @@
-"""Save a run: collect the state, check it on all ranks, write a copy beside training, and tell when it is on disk."""
+"""Save a run: collect the state, check it on all ranks, write a copy during training, report when it is on disk."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ def copy_to_host(state: Any) -> Any:
 
 
 def _copied(state: Any, *, name: str) -> Any:
-    """Return the copy, or the CheckpointError that says that there is no memory for it."""
+    """Return the copy, or a CheckpointError if there is no memory for it."""
     try:
         return copy_to_host(state)
     except (MemoryError, RuntimeError) as error:
@@ -68,18 +68,18 @@ def _copied(state: Any, *, name: str) -> Any:
 
 
 class BackgroundWrite:
-    """Copies a state, and writes the copy on a thread of its own. The process may end before it does.
+    """Copies a state, and writes the copy on a daemon thread: the end of the process does not wait for it.
 
-    write is called with the copy, and with a function that it asks before what it wrote gets its name: that raises
-    RuntimeError if nothing waits for the write any more. Without memory for the copy, error is a CheckpointError.
+    write(copy, require_wanted) must call require_wanted before it renames the written files to their final name: that
+    raises RuntimeError after abandon(). Without memory for the copy, error is a CheckpointError.
     """
 
     def __init__(
         self, state: Any, write: Callable[[Any, Callable[[], None]], object], *, name: str, started: float
     ) -> None:
-        """Start. name: what is written, for messages. started: since when seconds count, by awake_seconds()."""
+        """Start. name: of the state, for messages. started: awake_seconds() from which the duration counts."""
         self.started, self.seconds = started, 0.0
-        """Duration after the end."""
+        """Duration, once the write has ended."""
         self.error: BaseException | None = None
         self._is_wanted = True
         self._thread = Thread(target=self._run, args=(_copied(state, name=name), write), name=name, daemon=True)
@@ -99,7 +99,7 @@ class BackgroundWrite:
         self.seconds = awake_seconds() - self.started
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait at most so long; return whether it has ended."""
+        """Wait at most this long for the write; return whether it has ended."""
 
         def joined(left: float) -> bool:
             self._thread.join(left)
@@ -108,7 +108,7 @@ class BackgroundWrite:
         return wait_awake(joined, max(0.0, seconds))
 
     def abandon(self) -> None:
-        """Abandon the write: its files are removed, if the process lives long enough."""
+        """Abandon the write: its thread removes the files, if the process lives long enough."""
         self._is_wanted = False
 
     @property
@@ -117,9 +117,9 @@ class BackgroundWrite:
 
 
 WORD_SECONDS = 5.0
-"""Time after a checkpoint's limit in which rank 0 must report that the limit has passed."""
+"""Time after a checkpoint's time limit within which rank 0 must report that it has passed."""
 LEAVE_SECONDS = 10.0
-"""How long rank 0 waits for a checkpoint under way when the run fails."""
+"""Time that rank 0 waits for an unfinished checkpoint when the run fails."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Saved:
 
 
 class CheckpointSaver:
-    """Saves a run. Rank 0 writes beside training, one checkpoint at a time.
+    """Saves a run's checkpoints: rank 0 writes them during training, one at a time.
 
     owner: of the run folder, on rank 0. samples: digest of the training split, if it has one. classes: its class names
     in the order of the labels, if it has any.
@@ -192,7 +192,7 @@ class CheckpointSaver:
             )
         self.compare(done=done)
         if not parts.precision.has_finite(parts.optimizer.state.values()):
-            # an infinite mean of squares gives updates of 0 for ever, while the loss looks normal
+            # with an infinite mean of squares all further updates are 0, while the loss looks normal
             raise TrainingDiverged(
                 f"the updates up to step {done} left state of the optimizer that is not finite, which is not saved: "
                 "gradients overflowed; lower schedule.base_lr, lengthen schedule.warmup_epochs, or set "
@@ -202,7 +202,7 @@ class CheckpointSaver:
             yield self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
 
     def copy_state(self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]) -> dict[str, Any]:
-        """Return a copy of the state after so many steps, in host memory. Not collective, if nothing is sharded."""
+        """Return a copy of the state after so many steps, in host memory. Collective only if the update is sharded."""
         with self._parts.showing() as in_training:
             state = self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
             copied: dict[str, Any] = copy_to_host(state)
@@ -229,7 +229,7 @@ class CheckpointSaver:
         }
 
     def settle(self, *, wait: bool) -> Saved | None:
-        """Return the checkpoint that was being written if it is on disk; None if there is none or not yet. Collective.
+        """Return the started checkpoint if it is on disk; None if it is not yet, or none was started. Collective.
 
         wait: wait for it. All ranks fail if it takes longer than run.checkpoint_timeout_seconds.
         Raises: as write_on_first; CheckpointError.
@@ -251,7 +251,7 @@ class CheckpointSaver:
     def close(self, exit_code: int) -> None:
         """After a failure, wait at most LEAVE_SECONDS for the checkpoint being written. Not collective.
 
-        If the job heals, wait at most half of comm.timeout_seconds: the other ranks wait for this one meanwhile.
+        If the job heals, wait at most half of comm.timeout_seconds, because the other ranks wait meanwhile.
         """
         if self._write and self._write.is_awaited:
             communicator, seconds = self._parts.communicator, LEAVE_SECONDS
@@ -263,7 +263,7 @@ class CheckpointSaver:
                 self._write.abandon()
 
     def _say(self, *, wait: bool) -> str:
-        """On rank 0 return how long the write took; "" if it has not ended. Raises: the write's error."""
+        """Return, on rank 0, how long the write took; "" if it has not ended. Raises: the write's error."""
         write, limit = self._write, self._config.run.checkpoint_timeout_seconds
         assert write is not None
         assert self._step is not None

@@ -31,7 +31,7 @@ from bigbatch.words import count
 def introduction(
     config: Config, parts: Parts, *, plan: Plan, num_train: int, num_val: int, placement: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the lines before the first step. placement: bindings of the process, and where data lies."""
+    """Yield the lines to print before the first step. placement: lines on CPU binding and location of the data."""
     batch, communicator, optimizer, division = config.batch, parts.communicator, config.optimizer, plan.division
     yield f"{communicator}; device {device_name(communicator.device)}, {optimizer.precision}"
     if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
@@ -90,7 +90,7 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
 
 
 def shares(division: Division, microbatch_size: int) -> str:
-    """Return the global batch as ranks x microbatches x images, or as microbatches if the shares are not equal."""
+    """Return the global batch as text: ranks x microbatches x images, or microbatches if the shares are not equal."""
     if division.used_share < 1:
         return f"{division.num_microbatches} microbatches x {microbatch_size} on {division.world_size} ranks"
     return f"{count(division.world_size, 'rank')} x {division.most} microbatches x {microbatch_size}"
@@ -109,7 +109,7 @@ def uneven(division: Division) -> list[str]:
 
 
 def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
-    """Return the line about virtual ranks, if the updates are not those of the job's ranks."""
+    """Return the line about virtual ranks, if the run replays the updates of a given number of them."""
     if virtual_ranks is None:
         return []
     work, rest = divmod(virtual_ranks, world_size)
@@ -118,7 +118,7 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
 
 
 def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
-    """Return the log lines about rounding of gradients on the way between ranks."""
+    """Return the log lines about how gradients are rounded in sums over ranks."""
     communicator = parts.communicator
     note = rounding_note(
         ("native",) if is_sharded else summing_algorithms(communicator),  # the backend's own reduce-scatter
@@ -155,10 +155,10 @@ def make_summary(
     noise: Mapping[str, float | None],
     spent: Spent,
 ) -> dict[str, Any]:
-    """Return the contents of summary.json. seconds, rates and shares: of this start; null if it made no step.
+    """Return the contents of summary.json. Seconds, rates and shares are of this start; null if it made no step.
 
-    skipped: bad images of all starts of the run, with the reason. spent (hours and energy): of all starts. noise:
-    figures of the noise scale, empty if it is not measured.
+    skipped: bad images of all starts of the run, with the reason. spent: cost of all starts. noise: figures of the
+    noise scale, empty if it is not measured.
     """
     return {
         "top1": totals.last_evaluation["top1"],
@@ -234,7 +234,7 @@ def make_hints(
 ) -> list[str]:
     """Return hints for a run that waits for images or slow ranks; none if it made no step. is_healed: as for hints.
 
-    used_share: of the ranks' time, as Division.used_share; ranks wait for the rest without being slow.
+    used_share: as Division.used_share; in the rest of the time ranks wait because of uneven shares, not slow ranks.
     """
     if not totals.steps:
         return []
@@ -252,7 +252,7 @@ def make_hints(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the CPU and the threads of a rank."""
+    """Return the name of the GPU, or of the CPU with a rank's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({count(torch.get_num_threads(), 'thread')} per rank)"

@@ -1,4 +1,4 @@
-"""Facts that decide the order of gradient sums over ranks, and so their rounding; kept in checkpoints."""
+"""Facts that decide the order of gradient sums over ranks, and so their rounding; checkpoints keep them."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ def summing_algorithms(communicator: Communicator) -> Sequence[str]:
 
 
 def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: bool) -> dict[str, str]:
-    """Return these facts as short texts; table and plan as digests. Empty for one rank."""
+    """Return the facts as short texts; table and plan as digests. For one rank only the number of ranks."""
     if communicator.world_size == 1:
         return {"ranks": "1"}
     names = {*summing_algorithms(communicator), *(["native"] if is_sharded else [])}
@@ -29,7 +29,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
     if algorithm == "hybrid" and communicator.table:
         algorithm = f"hybrid by table {_digest(json.dumps(communicator.table.as_rows()))}"
     if is_sharded:
-        algorithm = f"reduce-scatter, {algorithm} beside"  # a sharded run sums only the statistics by it
+        algorithm = f"reduce-scatter, {algorithm} beside"  # by which a sharded run sums only the statistics
     if names & summed_by_library(communicator.backend):
         algorithm = f"{algorithm} over {communicator.backend.name}"
     return {
@@ -41,7 +41,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
 
 
 def _describe_nodes(topology: Topology, *, is_by_node: bool) -> str:
-    """Return which ranks share a node, as far as the algorithms depend on it."""
+    """Return as text how ranks are divided among nodes; "any" if the algorithms do not depend on it."""
     is_scattered = list(topology.ring) != sorted(topology.ring)
     if not is_by_node and not is_scattered:
         return "any"
@@ -51,7 +51,7 @@ def _describe_nodes(topology: Topology, *, is_by_node: bool) -> str:
 
 
 def sums_notes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the differences from the checkpoint's facts; none if it has no facts.
+    """Return log lines on the differences from a checkpoint's facts; none if it has no facts.
 
     For one rank only the number of ranks is compared.
     """

@@ -1,4 +1,4 @@
-"""Load weights from checkpoints and files, also foreign ones, into a model, without executing code from them."""
+"""Load weights from checkpoints and files, including foreign ones, into a model without executing code in them."""
 
 import errno
 import hashlib
@@ -35,11 +35,11 @@ class Taken:
     """Result of loading weights into a model."""
 
     told: str
-    """What was loaded, if only a part, or the loss scale beside it; else empty."""
+    """Log text if only a part was loaded, or the file has a loss scale; else empty."""
     has_head: bool
     """Whether the last layer was loaded."""
     classes: tuple[str, ...] | None
-    """Class names of that layer, if it was loaded and the file has names."""
+    """Class names of the last layer, if it was loaded and the file has names."""
 
 
 def load_weights_(
@@ -47,8 +47,8 @@ def load_weights_(
 ) -> Taken:
     """Copy the weights in path (a checkpoint folder, a file, torchvision:NAME or timm:NAME) into a model of config.
 
-    new_head: keep the model's last layer. partial: load only names that match these patterns.
-    Raises: CheckpointError if it is not readable, has no weights, or those of another model.
+    new_head: keep the model's own last layer. partial: load only names that match these patterns.
+    Raises: CheckpointError if path is not readable, has no weights, or has those of another model.
     """
     state = _read(path)
     scale = _apex_scale(state)
@@ -81,7 +81,7 @@ def load_weights_(
 
 def _apex_scale(state: Any) -> float | None:
     """Return the loss scale of apex.amp in a checkpoint; None if there is none."""
-    if not isinstance(state, Mapping):  # a tensor warns of such an index
+    if not isinstance(state, Mapping):  # a tensor would warn of an index by name
         return None
     try:
         return float(state["amp"]["loss_scaler0"]["loss_scale"])
@@ -111,7 +111,7 @@ def _read(path: Path) -> Any:
 
 
 def _read_file(path: Path) -> Any:
-    if path.exists() and not path.is_file():  # a named pipe without a writer would never open
+    if path.exists() and not path.is_file():  # to open a named pipe without a writer would wait forever
         raise _unreadable(path, OSError(errno.EINVAL, "it is not a regular file"))
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
@@ -151,7 +151,7 @@ class _StandIn:
 
 
 def _read_beside_objects(path: Path) -> Any:
-    """Read a file with objects beside the weights, such as an argparse.Namespace; None if there are no weights.
+    """Return a file's weights despite other objects, such as an argparse.Namespace; None if there are no weights.
 
     Does not import or execute their code: a stand-in replaces each object.
     """
@@ -175,7 +175,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _exported_names(path: Path) -> Sequence[str] | None:
-    """Return the class names in an exported file; not checked."""
+    """Return the class names in an exported file, unchecked; None if there are none."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -190,7 +190,7 @@ def _exported_names(path: Path) -> Sequence[str] | None:
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping[str, Any]) -> None:
-    """Write contiguous tensors that share no memory; facts, in JSON each, become the file's metadata.
+    """Write contiguous tensors that share no memory; each fact becomes metadata of the file, as JSON.
 
     Raises: ImportError without safetensors; OSError.
     """
@@ -208,7 +208,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def require_same_model(text: str, config: Config, *, source: str, is_partial: bool = False) -> None:
-    """Raise CheckpointError if source, with weights of the config in text, is of another model than config.
+    """Raise CheckpointError if the config in text, that of the weights in source, has another model than config.
 
     is_partial: only a part is loaded, so names and options of the models may differ.
     """
