@@ -1,4 +1,4 @@
-"""Types between input and training loop: requests and batches."""
+"""Types that connect input and training loop: requests, batches, image sources and loaders."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, which processes that only re
 def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dataclass's fields under the key names of published files, as asdict's dict_factory.
 
-    The keys of such files stay what they were when our identifiers changed from image to image.
+    Those files keep their keys although the fields were renamed.
     """
     former = {"images": "pictures", "num_images": "num_pictures"}
     return {former.get(name, name): value for name, value in fields}
@@ -23,8 +23,8 @@ def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 class Request:
     """Asks for one microbatch: a pure function of (seed, epoch, step, rank, world size).
 
-    epoch feeds the random draws; indices_B (int64) are positions in the split; valid_B (bool) is False
-    where a sample only pads the batch to its fixed size and must not be counted.
+    epoch decides the random draws; indices_B (int64) are positions in the split; valid_B (bool) is False
+    for a sample that only pads the batch to its fixed size and must not be counted.
     """
 
     epoch: int
@@ -39,7 +39,7 @@ class BadImage:
     position: int
     """Position in its split, independent of the data's folder."""
     reason: str
-    """Its path and its fault."""
+    """Path and fault of the image."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Batch:
     """False if a sample is padding, or replaces a bad image."""
     request: Request
     replaced: tuple[BadImage, ...] = ()
-    """Bad images that the next usable images of the split replace."""
+    """Bad images, each replaced by the next usable image of the split."""
 
 
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -73,7 +73,7 @@ class ImageSource(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return the names in the order of the labels."""
+        """Return the class names in the order of the labels."""
 
     @property
     def labels_N(self) -> np.ndarray:
@@ -85,17 +85,17 @@ class ImageSource(Protocol):
         """Return the image's path for messages, without I/O."""
 
     def read(self, position: int) -> bytes:
-        """Return the image as it is stored; from any thread. Raises: StorageError naming the image."""
+        """Return the image's encoded bytes; callable from any thread. Raises: StorageError naming the image."""
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
-        """Return (height, width) of each, int64 (B, 2), without I/O; None if only the image files have them."""
+        """Return (height, width) of each image, int64 (B, 2), without I/O; None if only the image files tell them."""
 
     def close(self) -> None:
         """Release open files; safe to call twice, and a later read opens them again."""
 
 
 class Loader(Protocol):
-    """Turns requests into batches, in order, working ahead of the consumer."""
+    """Turns requests into batches, in order, ahead of the consumer."""
 
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """Yield one batch per request, in the order of the requests; may end the iterator of an earlier load.

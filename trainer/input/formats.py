@@ -16,7 +16,7 @@ PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ADVICE = "replace or remove it"
 _FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
-"""Default limit of an image: half a megabyte of PNG may hold 600 million pixels, which take 2.4 GB."""
+"""Default limit of an image's pixels: half a megabyte of PNG may hold 600 million, which take 2.4 GB decoded."""
 
 
 class UnsupportedImageError(DataError):
@@ -26,7 +26,7 @@ class UnsupportedImageError(DataError):
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Read (height, width) from a JPEG's frame header in a few microseconds; None if it is not a complete JPEG.
 
-    Neither is one with two frame headers: decoders take different ones.
+    None also for two frame headers, of which decoders choose different ones.
     """
     if data[:2] != b"\xff\xd8":
         return None
@@ -37,7 +37,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
             at += 1
             continue
         if marker == _START_OF_SCAN:
-            # coded data never holds an end marker, so a file without one behind this header is cut off
+            # coded data never contains an end marker, so a file without one after this header is cut off
             return size if size and min(size) > 0 and data.rfind(b"\xff\xd9", at) >= 0 else None
         if marker in _START_OF_FRAME:
             if size is not None:
@@ -89,13 +89,13 @@ def require_pixels(size: Sequence[int], *, path: str, max_pixels: int) -> None:
 
 
 def encoded_size(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Read (height, width) of a JPEG, WebP or 8-bit PNG, whatever its name says (ImageNet has a PNG named .JPEG).
+    """Read (height, width) of a JPEG, WebP or 8-bit PNG from its header, in a few microseconds.
 
-    From the header, in a few microseconds. Raises: DataError if it is none of them, cut off, or too large.
+    Ignores the suffix (ImageNet has a PNG named .JPEG). Raises: DataError for other formats, a cut or too large image.
     """
     size = _stated_size(data)
     if size is None:
-        image = open_image(data, path=path, max_pixels=max_pixels)  # which says what is wrong with it
+        image = open_image(data, path=path, max_pixels=max_pixels)  # its error says what is wrong
         size = image.height, image.width
     require_pixels(size, path=path, max_pixels=max_pixels)
     return size
@@ -127,7 +127,7 @@ def open_image(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> Image
 
 def open_header(data: bytes, *, path: str, max_pixels: int) -> Image.Image:
     """Open an image; its pixels are decoded on first use. Raises: DataError, as open_image does."""
-    # before Pillow sees it, which sets memory aside for a WebP as it is opened
+    # before Pillow opens it, which already allocates memory for a WebP
     stated = _stated_size(data)
     if stated is None and is_webp(data):
         raise DataError(f"{path}: cannot be read as an image (its WebP header is cut off or damaged); {_ADVICE}")
@@ -140,6 +140,6 @@ def open_header(data: bytes, *, path: str, max_pixels: int) -> Image.Image:
         raise UnsupportedImageError(f"{path}: cannot be read as an image ({error}); {_ADVICE}") from error
     except (OSError, ValueError) as error:  # cut off or damaged within the header
         raise DataError(f"{path}: cannot be read as an image ({error}); {_ADVICE}") from error
-    # what Pillow found, where the header could not be read above
+    # again by Pillow's size, in case the header could not be read above
     require_pixels((image.height, image.width), path=path, max_pixels=max_pixels)
     return image

@@ -1,8 +1,8 @@
-"""Define which files are images of a data set, for training, checking, packing and making data sets.
+"""Find the image files of a data set: one rule for training, checking, packing and making data sets.
 
-An image is a visible file with a suffix of FORMATS, at any depth below the folder of its class. Hidden files and
-folders are not part of a data set; those that hold images are counted as left out. A link to a folder is followed,
-unless it leads back to a folder that contains it.
+An image is a visible file with a suffix of FORMATS, at any depth below its class folder. Hidden files and folders
+are not part of a data set; if they hold images, they are counted as left out. A link to a folder is followed, unless
+it leads back to a folder that contains it.
 """
 
 import os
@@ -35,27 +35,27 @@ UNREAD_SUFFIXES = tuple(f".{name}" for name in _UNREAD.split())
 """Suffixes of images that no loader decodes: a data set that holds some is smaller than it looks."""
 _ADDED = r"([0-9_~ -]+|\.([0-9]+|bak|old|orig|tmp|part|\w*download))"
 _RENAMED = re.compile(rf"({'|'.join(map(re.escape, IMAGE_SUFFIXES))}){_ADDED}$", re.IGNORECASE)
-"""Ends of names, such as .jpg~ and .JPG.1, of copies and of downloads that did not end."""
+"""Ends of the names of backup copies and unfinished downloads, such as .jpg~ and .JPG.1."""
 
 _Below = tuple[str, tuple[str, ...]]
-"""A folder below the one that is listed, and the folders that hold the links which were followed on the way to it."""
+"""A folder below the listed one, and the folders with the links that were followed on the way to it."""
 
 
 @dataclass
 class Contents:
-    """Sorts what lies in a folder or, by list_below, at any depth below it; all are paths below that folder."""
+    """Entries of a folder or, from list_below, at any depth below it, by kind; all paths are relative to the folder."""
 
     images: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
-    """Visible ones; none by list_below, which looks into them."""
+    """Visible folders; none from list_below, which descends into them."""
     unread: list[str] = field(default_factory=list)
-    """Images of a format that no loader decodes, by their suffixes."""
+    """Images whose suffix is of a format that no loader decodes."""
     loose: list[str] = field(default_factory=list)
     """From list_split: images outside of all class folders."""
     bad_links: list[str] = field(default_factory=list)
     """Links that are broken, or lead back to a folder that contains them."""
     renamed: list[str] = field(default_factory=list)
-    """Images by a suffix to which something was added."""
+    """Images with something added to their suffix, such as .jpg~."""
     concealed: list[str] = field(default_factory=list)
     """Hidden images, and hidden folders that hold some."""
     hidden: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Contents:
     """One line for each folder that cannot be listed."""
 
     def left_out(self) -> dict[str, list[str]]:
-        """Return what looks like images and is not read, by kind: a suffix, or why."""
+        """Return the files that look like images but are not read, by kind: a suffix, or the reason."""
         kinds = defaultdict(list)
         for path in self.unread:
             kinds[os.path.splitext(path)[1].lower()].append(path)
@@ -97,9 +97,9 @@ def list_split(folder: Path | str) -> Contents:
 
 
 def list_below(folder: Path | str) -> Contents:
-    """List what lies at any depth below folder, such as that of a class, and the folders that cannot be listed.
+    """List the entries at any depth below a folder, such as a class folder, and the folders that cannot be listed.
 
-    One scandir per folder and no stat per file, except for links that may be folders: training lists 1.28 million.
+    One scandir per folder, and no stat per file except for links that may be folders: ImageNet has 1.28 million files.
     """
     found = Contents()
     todo: list[_Below] = [("", ())]
@@ -114,7 +114,7 @@ def _scan(root: str, below: str, above: tuple[str, ...], found: Contents) -> Ite
     images, rest = [], []
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:  # is_image written out: it is asked a million times
+            for entry in entries:  # is_image written out: it would be called a million times
                 name = entry.name
                 if name.lower().endswith(IMAGE_SUFFIXES) and name[0] != ".":
                     images.append(name)
@@ -161,9 +161,9 @@ RENAME = "rename one, so that both splits have one spelling of each class"
 
 
 def spelled_twice(names: Iterable[str]) -> list[str]:
-    """Return a line for each class with several spellings in names: by Unicode, width, case, spaces or zeros.
+    """Return a line per class that names spell in several ways, which differ in Unicode, width, case, spaces or zeros.
 
-    One letter alone may be a class beside its capital: data sets of handwriting have both on purpose.
+    A single letter and its capital are two classes: data sets of handwriting have both on purpose.
     """
     classes = defaultdict(set)
     for name in names:
@@ -181,7 +181,7 @@ def require_one_spelling(where: Path, names: Sequence[str]) -> None:
 def _plain(name: str) -> str:
     text = " ".join(unicodedata.normalize("NFKC", name).split())
     text = text if len(text) == 1 else unicodedata.normalize("NFKC", text.lower())
-    number = re.fullmatch(r"0*(\d+)(\.0*)?", text)  # a table that was a spreadsheet has 1.0 for 1
+    number = re.fullmatch(r"0*(\d+)(\.0*)?", text)  # spreadsheets export 1 as 1.0
     return number[1] if number else text
 
 

@@ -1,7 +1,7 @@
-"""A list of images: a file that gives split and class of the images of a folder, without moving them.
+"""A list of images: a file that assigns the images of a folder to splits and classes, without moving them.
 
 JSON, as `bigbatch init` writes it: {"version": 1, "folder": ..., "train": {class: [paths]}, "val": {class: [paths]}}.
-The folder is seen from the list's own, paths from the folder. Labels are positions in the sorted classes of both.
+The folder is relative to the list's folder, paths to the folder. Labels are positions in both splits' sorted classes.
 """
 
 import json
@@ -23,13 +23,13 @@ SPLITS = ("train", "val")
 _ANEW = "let `bigbatch init --force` write it again"
 
 ByClass = Mapping[str, Sequence[str]]
-"""Class -> paths of its images below the folder, with / between names."""
+"""Class -> paths of its images relative to the folder, with / as separator."""
 
 
 def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: object) -> None:
-    """Write the images of both splits, and made, which tells readers how the list came about. Raises: OSError.
+    """Write a list of both splits; made: facts on how the list was made, for readers. Raises: OSError.
 
-    A folder that is given as a relative path is written as seen from path: the two can be moved together.
+    A relative folder is written relative to the list: both can be moved together.
     """
     seen = folder if folder.is_absolute() else os.path.relpath(folder, path.parent)
     sorted_splits = {s: {name: sorted(splits[s][name]) for name in sorted(splits[s])} for s in SPLITS}
@@ -53,7 +53,7 @@ def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None)
 
 
 def index_of(folder: str, splits: Mapping[str, ByClass], split: str) -> ImageIndex:
-    """List the images of one split; its labels count the classes of all."""
+    """Return the images of one split; labels are positions in the classes of all splits."""
     classes, by_class = _classes(splits), splits[split]
     return ImageIndex(
         root=folder,
@@ -69,9 +69,9 @@ def listed_classes(path: Path) -> tuple[str, ...]:
 
 
 def _leads_out(path: str) -> bool:
-    """Return whether a path below a folder leads outside of it; all symbolic links are followed.
+    """Return whether a relative path leads out of its folder, or can name no file. Symbolic links are not looked at.
 
-    A zero byte is in no name that a file system takes, nor is a surrogate that stands for no byte.
+    No file name can have a zero byte, or a surrogate that stands for no byte.
     """
     try:
         os.fsencode(path)

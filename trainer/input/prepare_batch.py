@@ -11,7 +11,7 @@ from bigbatch.trainer.input.base import Batch
 
 
 def on_device(table: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Return a host table as a tensor on device; from pageable memory the copy would wait for a GPU."""
+    """Return a host table as a tensor on device; uses pinned memory, else the copy would wait for a GPU."""
     tensor = torch.as_tensor(table)
     must_pin = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if must_pin else tensor).to(device, non_blocking=True)
@@ -26,19 +26,19 @@ stay within; bytes, and values from 0 to 1 that were not normalised, do not."""
 
 
 class InputStatistics:
-    """Adds up the first batches by channel, on their device, without a host sync; costs nothing after them."""
+    """Sums the first FIRST_BATCHES microbatches by channel, on their device, without a host sync."""
 
     def __init__(self) -> None:
         self._left = FIRST_BATCHES
         self._sums_3C: Tensor | None = None
-        """Sums of values and of their squares, and their number."""
+        """Sums of values, sums of squares, and numbers of values, by channel."""
 
     def add(self, images_BCHW: Tensor) -> None:
         """Count a normalised microbatch, as long as it is one of the first."""
         if not self._left:
             return
         self._left -= 1
-        # by reductions that read the images as they are: a copy in fp64 would be the largest tensor of a run
+        # reductions read the images in their own dtype: a copy in fp64 would be the largest tensor of a run
         others = [dim for dim in range(images_BCHW.dim()) if dim != 1]  # features of a vector are its channels
         sum_C = images_BCHW.sum(others, dtype=torch.float32)
         norm_C = torch.linalg.vector_norm(images_BCHW, dim=others, dtype=torch.float32)
@@ -47,9 +47,9 @@ class InputStatistics:
         self._sums_3C = sums_3C if self._sums_3C is None else self._sums_3C + sums_3C
 
     def hint(self, *, mean: Sequence[float], std: Sequence[float]) -> str | None:
-        """Return, once, a hint if channels are far from normalised. mean, std: those that normalised them.
+        """Return, once, a hint if channels are far from normalised; None until all of the first batches were added.
 
-        Waits for the device; None as long as not all of the first batches were seen.
+        mean, std: those by which the images were normalised. Waits for the device.
         """
         if self._left or self._sums_3C is None:
             return None
@@ -80,7 +80,7 @@ def _shown(values: Sequence[float]) -> str:
 class Normalize:
     """Moves uint8 images to the device, then subtracts the channel means and divides by the deviations.
 
-    mean and std are on the scale 0 to 1. Bytes cross to the device, floats do not. Without a
+    mean and std are on the scale 0 to 1. The copy to the device is of bytes, not floats. Without a
     memory_format, the images keep theirs, which is channels-last.
     """
 
@@ -108,7 +108,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Holds images in the compute dtype, class indices, and targets: the indices, or shares (B, K) after mixing."""
+    """Images in the compute dtype, class indices, and targets: the indices or, after mixing, class shares (B, K)."""
 
     images_BCHW: Tensor
     labels_B: Tensor
@@ -116,7 +116,7 @@ class Prepared:
 
 
 class PrepareBatch:
-    """Copies to the device as bytes, augments, normalises, mixes; no host sync."""
+    """Copies a batch to the device as bytes, then augments, normalises and mixes it; no host sync."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class PrepareBatch:
         augment: Callable[..., Tensor] | None = None,
         mix: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Take what changes a batch: trainer.augment's Augment (of bytes) and Mix (of normalised images)."""
+        """augment: trainer.augment's Augment, of bytes. mix: its Mix, of normalised images."""
         self.statistics = InputStatistics()
         self._normalize = normalize
         self._device = device

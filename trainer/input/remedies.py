@@ -13,7 +13,7 @@ AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.nam
 
 
 def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
-    """Return the share of the pixels of images (height, width) that is left when no shorter side exceeds max_side."""
+    """Return the share of pixels left if images (height, width) are shrunk until no shorter side exceeds max_side."""
     pairs = [(height * width, min(1.0, max_side / min(height, width)) ** 2) for height, width in sizes]
     return sum(pixels * share for pixels, share in pairs) / sum(pixels for pixels, _ in pairs)
 
@@ -25,7 +25,7 @@ class InputSettings:
     loader: str
     num_threads: int
     num_cores: int
-    """Cores that each rank may use for itself."""
+    """Cores that each rank may use alone."""
     is_on_gpu: bool
     is_packed: bool
     stage: str | None
@@ -34,9 +34,9 @@ class InputSettings:
     augmentations: tuple[str, ...]
     """Keys of active augmentations."""
     max_side: int
-    """Shorter side to which larger images can be shrunk, for the model's image size."""
+    """Shorter side to which larger images can be shrunk without harm to the model's image size."""
     pixels_left: float
-    """Share of the stored pixels left after that."""
+    """Share of the stored pixels left after shrinking to max_side."""
     is_remote: bool = False
     """Whether the images lie in an object store or on a web server."""
 
@@ -44,7 +44,7 @@ class InputSettings:
 def input_settings(
     config: Config, *, sizes: Iterable[tuple[int, int]], num_cores: int, is_on_gpu: bool, is_packed: bool
 ) -> InputSettings:
-    """Gather the settings. sizes: (height, width) of some stored images; is_packed: they lie in shards."""
+    """Return the settings. sizes: (height, width) of some stored images; is_packed: the images lie in shards."""
     data, some = config.data, list(sizes)
     max_side = 2 * max([data.image_size, *(size for _, size in data.train_sizes or ())])
     return InputSettings(
@@ -64,14 +64,14 @@ def input_settings(
 
 
 def more_threads(settings: InputSettings) -> list[str]:
-    """Propose more threads if there are cores for them."""
+    """Return the remedy of more threads, if there are cores for them."""
     if settings.num_threads >= settings.num_cores:
         return []
     return [f"raise data.num_threads ({settings.num_threads} now; each rank may use {settings.num_cores} cores)"]
 
 
 def remedies(stage: str, settings: InputSettings) -> list[str]:
-    """Return the remedies of a slow stage, or of "share": loader and model compete for cores."""
+    """Return the remedies of a slow stage, or of "share" if loader and model compete for cores."""
     more_cores = f"give each rank more cores ({settings.num_cores} now)"
     if stage == "read":
         if settings.is_remote:
@@ -97,7 +97,7 @@ def remedies(stage: str, settings: InputSettings) -> list[str]:
     if stage == "copy":
         return [*([] if settings.bind_numa else ["set data.bind_numa to true"]), *on_gpu]
     smaller = []
-    if not settings.is_packed and settings.pixels_left <= 0.8:  # it saves a fifth of the decoding, or more
+    if not settings.is_packed and settings.pixels_left <= 0.8:  # packing saves a fifth of the decoding, or more
         share = f"{100 * settings.pixels_left:.0f}% of their pixels are left"
         smaller = [f"shrink the images once by `bigbatch data pack --short-side {settings.max_side}` ({share})"]
     if stage == "decode":

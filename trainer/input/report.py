@@ -1,4 +1,4 @@
-"""Report the input rate: records, a line, and hints if steps wait for images."""
+"""Report the input rate: a record, a line, and hints if steps wait for images."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ LARGE_SHARE = 0.5
 
 
 def over_ranks(ranks: Sequence[Rates]) -> Rates:
-    """Return the rates over all ranks: in lock-step, each is limited by the slowest."""
+    """Return the rates over all ranks: in lock-step the slowest rank limits all."""
     found: dict[str, float | None] = {}
     for part in PARTS:
         there = [rate for rates in ranks if (rate := rates[part]) is not None]
@@ -50,7 +50,7 @@ def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
 
 
 def describe_input(ranks: Sequence[Rates]) -> str:
-    """Return a line with all rates, and with the slowest rank if it is far behind."""
+    """Return a line with all rates, and the slowest rank if it is below SLOW_RANK of the median."""
     rates = over_ranks(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
@@ -67,17 +67,17 @@ def _slow_rank(ranks: Sequence[Rates]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Waited:
-    """Waiting time of a run: that of the rank with the longest wait, since the others wait for it."""
+    """Waits of a run for images: those of the rank with the longest, since the other ranks wait for it."""
 
     wait_fraction: float
     compute_images_per_second: float
-    """Rate without the waits, over all ranks."""
+    """Rate over all ranks without the waits."""
     steps: int
 
 
 @dataclass(frozen=True)
 class MeasuredInput:
-    """Input rate of each rank without training, all measured at the same time, and their settings."""
+    """Input rate of each rank without training, measured on all at the same time, and the settings."""
 
     ranks: tuple[Rates, ...]
     settings: InputSettings
@@ -91,7 +91,7 @@ class MeasuredInput:
 def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool, is_healed: bool = False) -> list[str]:
     """Return hints for a run with steps that wait for images, or spend most time copying and augmenting them.
 
-    was_probed: the config asked for a measurement, though it may have failed. is_healed: the job has lost a rank since.
+    was_probed: the config asked for a measurement, even if it failed. is_healed: the job has lost a rank since then.
     """
     found: list[str | None] = []
     if waited.wait_fraction > LARGE_WAIT:
@@ -121,7 +121,7 @@ def _on_waiting(waits: str, waited: Waited, measured: MeasuredInput) -> str | No
         slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){_slow_rank(measured.ranks)}"
         return _advised(f"the input limits this run, {waits}: {alone}; {slow}", remedies(stage, settings))
     if waited.wait_fraction <= LARGE_WAIT + 1 / waited.steps:
-        return None  # the first batch is always waited for, here for less than a step
+        return None  # less than a step: the first batch always has a wait
     finding = f"{waits}, though {alone}"
     if not settings.is_on_gpu or settings.num_threads >= settings.num_cores:
         return _advised(f"{finding}: the two compete for the same cores", remedies("share", settings))
@@ -132,7 +132,7 @@ def _on_waiting(waits: str, waited: Waited, measured: MeasuredInput) -> str | No
 
 
 def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
-    """Judge a stage by its share of the step's own work: it is part of the step, so nothing waits for it."""
+    """Return a hint on a stage that is part of the step, if it takes a large share of the step's own work."""
     rate = measured.rates[stage]
     if rate is None or waited.compute_images_per_second <= LARGE_SHARE * rate:
         return None

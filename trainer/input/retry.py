@@ -1,8 +1,8 @@
-"""Reading from a storage that fails for a while, is slow, or never answers.
+"""Read from storage that fails for a while, is slow, or never answers.
 
-The longest that reading holds up a batch is two times the patience and GRACE_SECONDS + CHECK_SECONDS: an image that
-fails until the patience is at its end and then does not return takes so long, and many that fail in turn may not take
-longer. The config's check of comm.timeout_seconds leaves 2 s for the two constants.
+Reading delays a batch by at most 2 * patience + GRACE_SECONDS + CHECK_SECONDS. An image takes that long if its reads
+fail until the patience ends, and its last read does not return; many images that fail in turn may not take longer.
+The config's check of comm.timeout_seconds leaves 2 s for the two constants.
 """
 
 import sys
@@ -17,13 +17,13 @@ from bigbatch.errors import StorageError, print_line
 from bigbatch.trainer.input.base import ImageSource
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
-"""Seconds between attempts to read; each pause is twice the one before."""
+"""First and longest pause between attempts to read; each pause is twice the one before."""
 CHECK_SECONDS = 0.5
 """Seconds between two checks of reads that have not returned."""
 GRACE_SECONDS = 1.0
-"""Further seconds for reads that succeed at the last moment."""
+"""Additional seconds for reads that succeed at the last moment."""
 CALM_SECONDS = 60.0
-"""Seconds: failures that follow sooner belong to one outage."""
+"""Failures less than this many seconds apart belong to one outage."""
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Outage:
         self._calm_from = 0.0
 
     def tell(self, text: str) -> None:
-        """Print text if it is the first of its outage."""
+        """Print text, unless one was printed in the same outage."""
         with self._lock:
             now = awake_seconds()
             is_new, self._calm_from = now >= self._calm_from, now + CALM_SECONDS
@@ -49,7 +49,7 @@ class Outage:
 
 
 OUTAGE = Outage()
-"""Outage of the process: training and evaluation read from the same storage."""
+"""One for the process: training and evaluation read from the same storage."""
 
 
 class Draw:
@@ -66,10 +66,10 @@ class PatientReads:
     def __init__(
         self, source: ImageSource, *, patience_seconds: float, current_draw: Callable[[], Draw | None] = lambda: None
     ) -> None:
-        """Start no thread yet. A failed read is tried again for patience_seconds; one may take so long, and
+        """Start no thread yet. A failed read is tried again for patience_seconds; one attempt may take that long plus
         GRACE_SECONDS.
 
-        current_draw: what is waited for, if anything; reading may hold it up for twice the patience in all.
+        current_draw: returns the Draw that the step waits for, or None; reads may delay it by twice the patience.
         """
         self._source = source
         self._patience_seconds = patience_seconds
@@ -97,14 +97,14 @@ class PatientReads:
                 self._threads.shutdown(wait=not is_stuck, cancel_futures=True)
 
     def gather(self, asked: Sequence[int], take: Callable[[int], T], *, num_threads: int) -> list[T]:
-        """Return take(row) for each row of the positions asked for, called in num_threads threads, in order of rows.
+        """Return take(row) for each row of the positions asked, called in num_threads threads, in the order of rows.
 
-        Raises: what take raises; StuckError naming an image, for one read that takes too long, for too many that take
-        long, or a moment after stop.
+        Raises: what take raises; StuckError naming the image if a read takes too long or reads are too slow together;
+        StuckError if a read has not returned GRACE_SECONDS after stop.
         """
         found: list[Any] = [None] * len(asked)
-        # one iterator for all threads: a slow read delays no other. One task per thread: a task costs as much as
-        # reading a cached file
+        # all threads share one iterator, so a slow read delays no other; one task per thread, since a task costs as
+        # much as reading a cached file
         rows = iter(range(len(asked)))
 
         def take_some() -> None:
@@ -119,7 +119,7 @@ class PatientReads:
         return found
 
     def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
-        """Return threads, at least so many: a pool does not grow, so a larger one replaces it."""
+        """Return a pool of at least num_threads; a larger pool replaces the former one, which cannot grow."""
         if self._threads is None or num_threads > self._num_threads:
             if self._threads is not None:
                 self._threads.shutdown()
@@ -128,9 +128,9 @@ class PatientReads:
         return self._threads
 
     def read(self, position: int) -> bytes:
-        """Read an image in one of the threads, tried again while the system refuses it.
+        """Read an image, called in one of the threads; try again for patience_seconds after an error of the system.
 
-        Raises: StorageError, saying for how long it was tried; CancelledError after stop.
+        Raises: StorageError that says how long it was tried; CancelledError after stop.
         """
         start, pause, thread = awake_seconds(), FIRST_PAUSE_SECONDS, get_ident()
         while True:
@@ -143,7 +143,7 @@ class PatientReads:
                 self.latencies.append(awake_seconds() - since)
                 return data
             except StorageError as error:
-                # only errors of the system may pass; a cut or edited shard stays so
+                # only errors of the system may be temporary; a cut or edited shard stays wrong
                 cause, seconds = error.__cause__, awake_seconds() - start
                 if not isinstance(cause, OSError):
                     raise
@@ -161,7 +161,7 @@ class PatientReads:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _wait_for(self, parts: Sequence[Future[None]], asked: Sequence[int], found: Sequence[object]) -> None:
-        """Wait for threads; found holds what is at the positions asked for, None until then."""
+        """Wait for the tasks, and check their progress. found: images read at the positions asked, None until then."""
         is_done, last = False, awake_seconds()
         while not is_done:
             is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
@@ -169,7 +169,7 @@ class PatientReads:
             if draw is not None:
                 draw.read_seconds += last - before
             if not is_done and self._stop.is_set():
-                # once more: nearly all reads have returned by now, and then no thread is abandoned
+                # a last wait: nearly always all reads return in it, so that no thread is abandoned
                 is_done = not wait(parts, timeout=GRACE_SECONDS).not_done
                 if not is_done:
                     raise StuckError("reading was stopped while a read had not returned")
@@ -188,7 +188,7 @@ class PatientReads:
     def _require_pace(self, draw: Draw | None, asked: Sequence[int], found: Sequence[object]) -> None:
         if draw is None or draw.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
             return
-        # the first that is missing is being read: the threads go through them in order
+        # the first missing image is being read, since the threads take the positions in order
         missing = [position for position, image in zip(asked, found, strict=True) if image is None]
         if missing:
             raise StuckError(

@@ -1,4 +1,4 @@
-"""Parts of shard files: each file is opened when it is first read from, and few stay open."""
+"""Read parts of shard files: a file is opened at its first read, and few stay open."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from bigbatch.errors import StorageError
 from bigbatch.trainer.input.order import read_problem
 
 FACTS, SETTINGS, STAGED = "index.json", "pack.json", ".staged"
-"""Files of a packed split: its index, the settings of the packer, and whether a copy is whole."""
+"""Files of a packed split: its index, the settings of the packer, and the state of a staged copy."""
 
 Stamp = tuple[int, int]
 """Size in bytes, and time of the last change in nanoseconds."""
@@ -23,7 +23,7 @@ class ShardReader(Protocol):
     """Reads parts of the shards of a split, from any thread."""
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
-        """Read length bytes of a shard; name and again, what to do if it was cut, are for messages.
+        """Read length bytes of a shard. For messages: name of the image; again, the remedy if the shard was cut.
 
         Raises: StorageError.
         """
@@ -33,7 +33,7 @@ class ShardReader(Protocol):
 
 
 class _ShardFile:
-    """File that closes after its last reader, so that no reader loses its descriptor or reads another file by it."""
+    """File that closes after its last reader: no reader's descriptor is closed, or reused for another file."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
@@ -42,7 +42,7 @@ class _ShardFile:
         return stamp_of(os.fstat(self._descriptor))
 
     def read(self, length: int, offset: int) -> bytes:
-        """Read length bytes, or fewer at the file's end; a network file system may hand over parts. Raises: OSError."""
+        """Read length bytes, or fewer at the file's end; reads on if a file system returns a part. Raises: OSError."""
         data = os.pread(self._descriptor, length, offset)
         while len(data) < length and (more := os.pread(self._descriptor, length - len(data), offset + len(data))):
             data += more
@@ -62,21 +62,21 @@ class ShardFiles:
     """ShardReader of local files."""
 
     def __init__(self, paths: Sequence[str], *, stamps: Sequence[Stamp] | None = None) -> None:
-        """Open no shard yet. stamps: those at which a shard may be opened, if only those."""
+        """Open no shard yet. stamps: if given, a shard with another stamp is refused."""
         self._paths, self._stamps = paths, stamps
         # a third of the limit: training has two splits, and sockets and libraries need the rest
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
         self._open = lru_cache(most)(lambda shard, _: self._new(shard))
         self._errors: Counter[int] = Counter()
-        """Read errors of each shard: after one it is opened again, and the others stay open."""
+        """Number of read errors of each shard: after one only that shard is opened again."""
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
         """Do the same as ShardReader's method."""
         try:
             data = self._opened(shard).read(length, offset)
         except OSError as error:
-            self._errors[shard] += 1  # a stale handle stays so, and the path may be fine
+            self._errors[shard] += 1  # opened again next time: a stale handle stays stale, but its path may work
             raise StorageError(f"{name()}: {read_problem(error, file='the shard')}") from error
         if len(data) != length:
             raise StorageError(f"{name()}: the shard was cut since the start; {again}")
@@ -89,7 +89,7 @@ class ShardFiles:
             except OSError as error:
                 if error.errno != errno.EMFILE or not self._open.cache_info().currsize:
                     raise
-            # the others of these files make room if the process may open no more
+            # if the process may open no more files, the open ones of these make room
             self._open.cache_clear()
 
     def _new(self, shard: int) -> _ShardFile:
@@ -104,11 +104,11 @@ class ShardFiles:
 
 
 def is_packed(folder: Path) -> bool:
-    """Return whether a split holds, or is to hold, shards of `bigbatch data pack`."""
+    """Return whether a split holds shards of `bigbatch data pack`, perhaps unfinished."""
     return any((folder / name).exists() for name in (FACTS, SETTINGS, STAGED))
 
 
 def replaced(name: str) -> StorageError:
-    """Return the error on a shard that is another one than was indexed."""
+    """Return the error for a shard that has changed since it was indexed."""
     remedy = "run the same command, which indexes it, or put the index of the new shards beside them"
     return StorageError(f"{name}: the shard was replaced since it was indexed; {remedy}")

@@ -1,7 +1,7 @@
-"""Images in tar shards with an index: any sample is one seek away, and its size is known before it is read.
+"""Images in tar shards with an index: any image is one seek away, and its size is known before it is read.
 
 A packed split is a folder with shard-000000.tar ... (WebDataset's convention: <key>.jpg, .png or .webp, then <key>.cls
-with the label), index.npy (one Entry per image, in the order of the class folders) and index.json (the Facts).
+with the label), index.npy (one ENTRY per image, in the order of the class folders) and index.json (a SplitIndex).
 """
 
 import hashlib
@@ -39,7 +39,7 @@ AGAIN = "run `bigbatch data pack` again"
 
 @dataclass(frozen=True)
 class Shard:
-    """Describes one tar file as it was written."""
+    """One tar file as it was written."""
 
     name: str
     num_bytes: int
@@ -57,7 +57,7 @@ class SplitIndex:
     """SHA-256 of the file index.npy, which decides the labels."""
     shards: tuple[Shard, ...]
     made: dict[str, int | None]
-    """The settings of the packer: max_side, quality, shard_bytes."""
+    """Settings of the packer: max_side, quality, shard_bytes."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self, dict_factory=written_keys), indent=1) + "\n"
@@ -69,10 +69,9 @@ def shard_name(number: int) -> str:
 
 
 def parse_facts(text: str, *, path: Path | str) -> SplitIndex:
-    """Read what to_json wrote. Raises: DataError for another version, or what is no such file.
+    """Parse the output of to_json. Raises: DataError for another version, or other content.
 
-    Names of shards are those that they get when they are packed: one that leads elsewhere would be written, or removed,
-    where the split is staged.
+    Refuses shard names that packing does not make: staging would write or remove files under such a path elsewhere.
     """
     try:
         found = parse_json(text)
@@ -95,9 +94,9 @@ def parse_facts(text: str, *, path: Path | str) -> SplitIndex:
 
 
 def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "PackedIndex":
-    """Open a packed split; classes, if given, are those that it must have (train's). Hashes the index, no shard.
+    """Open a packed split; verifies the hash of the index, not of shards. classes: those that it must have (train's).
 
-    Raises: DataError naming the file that is missing, cut, edited or does not fit the others.
+    Raises: DataError naming the file that is missing, cut, edited or does not match the others.
     """
     facts, path = read_facts(folder), folder / ENTRIES
     try:
@@ -118,11 +117,11 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
 
 
 def parse_entries(data: bytes, facts: SplitIndex, *, path: Path | str) -> np.ndarray:
-    """Read the entries that facts state. Raises: DataError."""
+    """Parse index.npy, and check it against facts. Raises: DataError."""
     if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
         raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
     try:
-        # into memory, not mapped: a file that is cut later must not end the process
+        # in memory, not mapped: a file cut later would end the process by SIGBUS
         entries_N = np.load(io.BytesIO(data), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
@@ -132,7 +131,7 @@ def parse_entries(data: bytes, facts: SplitIndex, *, path: Path | str) -> np.nda
 
 
 def read_facts(folder: Path) -> SplitIndex:
-    """Read what a packed split states about itself. Raises: DataError."""
+    """Read a packed split's index.json. Raises: DataError."""
     path = folder / FACTS
     try:
         return parse_facts(read_plain(path).decode(), path=path)
@@ -152,7 +151,7 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     if ((shards_N < 0) | (shards_N >= len(facts.shards))).any():
         return f"an entry lies in none of {len(facts.shards)} shards"
     ends_N = np.array([shard.num_bytes for shard in facts.shards])[shards_N]
-    # a tar member's header is a block, so no image begins before the first one ends
+    # a tar member begins with a header of one block, so no image starts in the first block
     if ((offsets_N < BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
         return "an entry lies outside of its shard"
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(facts.classes))).any():
@@ -163,10 +162,10 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
 
 
 class DataRoot:
-    """Folder, list or address of a data set; its shards are looked up once, for all splits and questions."""
+    """Folder, list or address of a data set; finds its shards once, for all splits and calls."""
 
     def __init__(self, root: Path | str, *, cache: Cache | None = None) -> None:
-        """Read nothing yet. cache: where to keep what is read from an object store. Raises: ConfigError."""
+        """Read nothing yet. cache: local copy of data read from an object store. Raises: ConfigError."""
         self.path, url = Path(root), url_of(root)
         self.name = url or str(self.path)
         self._storage = Storage(url) if url else None
@@ -184,7 +183,7 @@ class DataRoot:
         return read_webdataset(self.path, self.shards)
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-        """Open a split, packed, in WebDataset's shards, listed or as class folders; classes: those that it must have.
+        """Open a split in any form: packed, WebDataset's shards, a list, class folders. classes: those it must have.
 
         Raises: DataError naming shard and member, or the file that is missing, cut or damaged; StorageError.
         """
@@ -210,7 +209,7 @@ class DataRoot:
         return found
 
     def classes(self, split: str) -> tuple[str, ...] | None:
-        """Return sorted class names of a split; None if there is no such split. Lists no images. Raises: DataError."""
+        """Return a split's sorted class names without listing images; None if there is no split. Raises: DataError."""
         if self._storage:
             if facts := self._remote_facts(split):
                 return facts.classes
@@ -231,7 +230,7 @@ class DataRoot:
         return RemoteShards(self._storage, shards, split=split, cache=self._cache)
 
     def _remote_facts(self, split: str) -> SplitIndex | None:
-        """Return what a packed split in an object store states; None if there is no such file."""
+        """Return the index.json of a packed split in an object store; None if there is none."""
         path = f"{self.name}/{split}/{FACTS}"
         try:
             text = self._storage.fetch(f"{split}/{FACTS}").decode("utf-8", "replace") if self._storage else None
@@ -253,12 +252,12 @@ class DataRoot:
 def open_split(
     root: Path | str, split: str, *, classes: Sequence[str] | None = None, cache: Cache | None = None
 ) -> ImageSource:
-    """Open one split, as DataRoot does."""
+    """Open one split, as DataRoot.open does."""
     return DataRoot(root, cache=cache).open(split, classes=classes)
 
 
 class PackedIndex:
-    """Lists the images of one packed split, an ImageSource; opens a shard when it is first read from."""
+    """ImageSource of a packed split; opens a shard at its first read."""
 
     def __init__(
         self,
@@ -269,7 +268,7 @@ class PackedIndex:
         files: ShardReader | None = None,
         reopen: Callable[[], ImageSource] | None = None,
     ) -> None:
-        """Open no shard yet. reopen: opens the split in another process, if not read_packed."""
+        """Open no shard yet. reopen: opens the split in another process; None: read_packed."""
         self._reopen = reopen or partial(read_packed, Path(folder))
         self.facts = facts
         self.classes = facts.classes
@@ -282,7 +281,7 @@ class PackedIndex:
         return len(self.entries_N)
 
     def name(self, position: int) -> str:
-        """Return the shard, and the number with which the image's key in it begins."""
+        """Return the shard's path and the number with which the image's key begins."""
         return f"{self._paths[self.entries_N[position]['shard']]}: image {key_number(position)}"
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray:
@@ -290,10 +289,10 @@ class PackedIndex:
         return np.stack([entries_B["height"], entries_B["width"]], axis=1).astype(np.int64)
 
     def read(self, position: int) -> bytes:
-        """Read an image. Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
+        """Read an image. Raises: StorageError if the shard is gone or cut, or has other data at that place."""
         shard, offset, length, height, width, _ = self.entries_N[position].item()
         data = self._files.read(shard, length, offset, name=lambda: self.name(position), again=AGAIN)
-        try:  # what is checked of an image from a class folder, too: a few microseconds for a JPEG
+        try:  # the same check as for an image from a class folder: a few microseconds for a JPEG
             is_same = encoded_size(data, path="", max_pixels=height * width) == (height, width)
         except DataError:
             is_same = False
@@ -313,5 +312,5 @@ class PackedIndex:
 
 
 def key_number(position: int) -> str:
-    """Return how the key of the image at position begins."""
+    """Return the number with which the key of the image at position begins."""
     return f"{position:08d}"

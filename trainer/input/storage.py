@@ -1,8 +1,8 @@
-"""Shards in an object store or on a web server, through fsspec: parts are read when needed, and kept on a local disk.
+"""Shards in an object store or on a web server, through fsspec: parts are read on demand, and cached on a local disk.
 
-Images come in random order, so a cache that is too small for a data set keeps a fixed part of it: one that makes room
-for the newest would lose each block before it is wanted again. Ranks of a host share the file without a lock: they
-write equal bytes, and a block counts only if its CRC-32 fits.
+Images come in random order, so a cache that is smaller than the data set keeps a fixed part of it: with eviction, each
+block would be lost before its next use. Ranks of a host share the file without a lock: they write equal bytes, and a
+block is used only if its CRC-32 matches.
 """
 
 import errno
@@ -26,9 +26,9 @@ from bigbatch.files import open_sparse
 SCHEMES = ("s3", "gs", "https", "http")
 EXTRA = "pip install 'bigbatch[storage]'"
 BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
-"""Bytes under one CRC-32, and blocks of one request: a request takes as long as the transfer of a megabyte."""
+"""Bytes per block, each with a CRC-32, and blocks per request: its latency is that of a megabyte's transfer."""
 MAX_INDEX_BYTES = 1 << 30
-"""Most bytes of an index: that of ImageNet-21k's 14 million images has some 900 MB."""
+"""Limit of an index: that of ImageNet-21k's 14 million images has some 900 MB."""
 VAL_SHARE = 0.1
 """Part of the cache for the validation split."""
 PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -36,7 +36,7 @@ PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_SECONDS = 60.0
 """No further attempt begins later than this."""
 REFUSED = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
-"""Errors on credentials: trying again does not help."""
+"""Names of errors on credentials, which are not retried."""
 
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cache:
-    """Where, and how much of, what was read from storage is kept on this host."""
+    """Folder and size of this host's cache of data read from storage."""
 
     folder: Path
     num_bytes: int
@@ -57,7 +57,7 @@ def url_of(root: Path | str) -> str | None:
         return None
     rest = rest.strip("/")  # Path makes one slash of two
     if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
-        # it would be printed, and kept in the run folder
+        # a password would be printed, and stored in the run folder
         raise ConfigError(
             f"data.root={scheme}://...: an address must hold no user, password, query or fragment; {CREDENTIALS}"
         )
@@ -85,7 +85,7 @@ class Storage:
         self.url = url
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a part of a file below the folder; without end all of it, if it may be an index.
+        """Read a part of a file below the folder; without end the whole file, if it is at most MAX_INDEX_BYTES long.
 
         Raises: FileNotFoundError; PermissionError if the storage refuses these credentials; OSError; StorageError if
         the server ignores start and end, or the whole file has more than MAX_INDEX_BYTES.
@@ -93,11 +93,11 @@ class Storage:
         url, stop = f"{self.url}/{name}", MAX_INDEX_BYTES + 1 if end is None else end
         try:
             if url.startswith("http"):  # the server may ignore a range, and state no size or a wrong one
-                data = self._stream(url, start, end, most=stop - start + 1)  # at its end the connection is kept
+                data = self._stream(url, start, end, most=stop - start + 1)  # read to its end, the connection is kept
             else:
                 data = bytes(self._fs.cat_file(url, start=start, end=stop))
         except Exception as error:
-            raise _plain(error) from None  # its text may hold what was sent
+            raise _plain(error) from None  # its text may hold secrets of the request
         if end is None and len(data) > MAX_INDEX_BYTES:
             raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is not an index; remove it")
         if len(data) > stop - start:
@@ -105,29 +105,29 @@ class Storage:
         return data
 
     def _stream(self, url: str, start: int, end: int | None, *, most: int) -> bytes:
-        """Read a part of a file on a web server, or without end all of it, but at most a number of bytes."""
+        """Read a part of a file on a web server, or without end the whole file, but at most `most` bytes."""
         from fsspec.asyn import sync
 
         headers = dict(self._fs.kwargs.get("headers", {}))
         if end is not None:
             headers["Range"] = f"bytes={start}-{end - 1}"
 
-        async def read() -> bytes:  # in the library's thread: a part comes in some 20 pieces
+        async def read() -> bytes:  # in the library's thread, since a part arrives in some 20 pieces
             parts = bytearray()
             while len(parts) < most and (part := await file._read(most - len(parts))):
                 parts += part
             return bytes(parts)
 
-        # as a stream; a size keeps fsspec from asking for it
+        # block_size=0: as a stream; size=1: so that fsspec does not request the size
         with self._fs.open(url, block_size=0, size=1, headers=headers) as file:
             return sync(self._fs.loop, read)
 
     def fetch(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read like read(), and retry for a while: reads before a run have no other retries."""
+        """Read like read(), and retry for a while: nothing else retries the reads before a run."""
         return _patiently(lambda: self.read(name, start, end))
 
     def shards(self, below: str) -> list[tuple[str, int, int]]:
-        """List the tar files of the folder below: name, bytes, and a number that changes with the content.
+        """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
 
         Raises: as read.
         """
@@ -154,7 +154,7 @@ def _patiently(call: Callable[[], T]) -> T:
         except (FileNotFoundError, PermissionError):
             raise
         except OSError:
-            if time.monotonic() - since > MOST_SECONDS:  # a server that does not answer: an attempt takes minutes
+            if time.monotonic() - since > MOST_SECONDS:  # without an answer of the server one attempt takes minutes
                 raise
             time.sleep(seconds)
     return call()
@@ -166,7 +166,7 @@ def _version(facts: Mapping[str, Any]) -> int:
 
 
 def _plain(error: Exception) -> OSError:
-    """Return an error without the text of a library, which may hold keys, signed addresses or tokens."""
+    """Return an error without the library's text, which may contain keys, signed addresses or tokens."""
     kind = type(error).__name__
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -191,7 +191,7 @@ class RemoteShards:
         split: str,
         cache: Cache | None,
     ) -> None:
-        """Fetch nothing yet. shards: name, bytes, and a text that changes with the content. Raises: DataError."""
+        """Fetch nothing yet. shards: (name, bytes, text that changes with the content). Raises: DataError."""
         self._storage, self._shards = storage, shards
         groups = [-(-num_bytes // (BLOCK_BYTES * FETCH_BLOCKS)) for _, num_bytes, _ in shards]
         self._first_blocks = (FETCH_BLOCKS * np.cumsum([0, *groups])).tolist()
@@ -233,7 +233,7 @@ class RemoteShards:
                         at = group * BLOCK_BYTES
                         to = min(at + FETCH_BLOCKS * BLOCK_BYTES, num_bytes)
                         whole = self._storage.read(file, at, to)
-                        if len(whole) == to - at:  # or the shard was cut
+                        if len(whole) == to - at:  # otherwise the shard was cut
                             kept.put(first + group, whole)
                         data = whole[(block - group) * BLOCK_BYTES :][:BLOCK_BYTES]
             parts.append(data[: num_bytes - block * BLOCK_BYTES])
@@ -246,12 +246,12 @@ class RemoteShards:
 
 
 class KeptBlocks:
-    """The first blocks of a split in a local file: the CRC-32 of each, then the blocks; those not fetched are holes."""
+    """Cache of a split's first blocks in a sparse local file: the CRC-32 of each, then the blocks fetched so far."""
 
     def __init__(self, folder: Path, owner: str, content: str, *, num_blocks: int) -> None:
-        """Open or make the file; remove those of the same split with other content, which nothing reads again.
+        """Open or create the file; remove files of the split's earlier content, which are of no further use.
 
-        A job with another cache size on this host keeps its own file. Raises: DataError.
+        A job with another cache size on this host has its own file. Raises: DataError.
         """
         self.num_blocks = num_blocks
         self._folder = folder
@@ -277,7 +277,7 @@ class KeptBlocks:
         return self._locks[block // FETCH_BLOCKS % len(self._locks)]
 
     def get(self, block: int) -> bytes | None:
-        """Return a block, or None if it is not there as it was written."""
+        """Return a block; None if it is missing or damaged."""
         try:
             expected = int.from_bytes(os.pread(self._file.fileno(), 4, 4 * block), "little")
             if not expected:
@@ -288,7 +288,7 @@ class KeptBlocks:
         return data if _checksum(data) == expected else None
 
     def put(self, block: int, data: bytes) -> None:
-        """Keep neighbouring blocks, unless the disk is full."""
+        """Write consecutive blocks, the first at `block`; after a disk error keep nothing more."""
         if not self.num_blocks:
             return
         padded = data.ljust(-(-len(data) // BLOCK_BYTES) * BLOCK_BYTES, b"\0")
@@ -302,4 +302,4 @@ class KeptBlocks:
 
 
 def _checksum(data: bytes) -> int:
-    return zlib.crc32(data) or 1  # 0 is a block that is not there
+    return zlib.crc32(data) or 1  # 0 marks a missing block

@@ -1,4 +1,4 @@
-"""Batches of one rank for the loop: timed, and repeated after a failure."""
+"""Give the loop one rank's batches: measures the waits, and repeats a batch after a failure."""
 
 import json
 import time
@@ -12,16 +12,16 @@ from bigbatch.trainer.input.base import Batch
 
 @dataclass(frozen=True)
 class InputFailure:
-    """Step without a batch, and the reason."""
+    """First step without a batch, and the reason."""
 
     step: int
     reason: str
 
 
 class InputStream:
-    """Yields a rank's batches. After a failure it yields the last one again, and no update may come of it.
+    """Returns a rank's batches. After a failure it returns the last batch again, which must not lead to an update.
 
-    The other ranks are within a step by then and cannot end it alone; all learn of the failure at the next report.
+    The other ranks are within a step then, and cannot end it alone; all learn of the failure at the next report.
     """
 
     def __init__(self, batches: Iterator[Batch]) -> None:
@@ -33,7 +33,7 @@ class InputStream:
         """Position of each bad image replaced since the last take_replaced -> first step, and why."""
 
     def draw(self, *, step: int) -> Batch:
-        """Return the next batch. Raises: DataError if there never was one."""
+        """Return the next batch. Raises: DataError if the first one fails."""
         start = time.perf_counter()
         if self.failure is None:
             try:
@@ -41,7 +41,7 @@ class InputStream:
                 for image in self._last.replaced:
                     self.replaced.setdefault(image.position, (step, image.reason))
             except DataError as error:
-                # no batch of the right shape to go on with until the next report
+                # without an earlier batch there is none to repeat until the next report
                 if self._last is None:
                     raise
                 self.failure = InputFailure(step, str(error))
@@ -55,13 +55,13 @@ class InputStream:
         return seconds
 
     def take_replaced(self, *, before: int) -> dict[int, str]:
-        """Return positions of bad images met since the last call, and why; those from step before on are dropped."""
+        """Return position -> reason of bad images since the last call; drops those of step `before` and later."""
         replaced, self.replaced = self.replaced, {}
         return {position: reason for position, (step, reason) in replaced.items() if step < before}
 
 
 def gather_replaced(communicator: Communicator, replaced: Mapping[int, str]) -> dict[int, str]:
-    """Gather positions of the bad images that the ranks met, and why, in rank order. Collective."""
+    """Return position -> reason of the bad images of all ranks, in rank order. Collective."""
     together: dict[int, str] = {}
     for text in communicator.gather_text(json.dumps(list(replaced.items()))):
         together |= dict(json.loads(text))

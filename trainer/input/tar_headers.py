@@ -1,6 +1,6 @@
-"""Headers of a tar file from anywhere: only files and folders are yielded, and what is unsafe or damaged is refused.
+"""Read the headers of an untrusted tar file: yields only files and folders, and refuses unsafe or damaged ones.
 
-Six times as fast as tarfile, which makes an object of each header: an index of ImageNet takes four million of them.
+Six times as fast as tarfile, which makes an object per header: an index of ImageNet reads four million headers.
 """
 
 import zlib
@@ -12,14 +12,14 @@ from bigbatch.errors import DataError, shortened
 
 BLOCK_BYTES = 512
 MAX_HEADER_BYTES, MAX_MEMBERS = 1 << 16, 4_000_000
-"""A path has at most 4,096 bytes, ImageNet has 1.3 million members."""
+"""Limits of an extended header (a path has at most 4,096 bytes) and of members (ImageNet has 1.3 million)."""
 MAX_END_BYTES = 1 << 20
-"""Most zeros behind the last member; tar fills its last record, of 10 KiB unless asked for more."""
+"""Limit of zeros after the last member: tar pads its last record, of 10 KiB unless asked for more."""
 WINDOW_BYTES = 4096
-"""Bytes of a read: behind an image lie its label and the header of the next one."""
+"""Least bytes of a read: one read after an image gets its label and the next header."""
 
 _ANY_BYTES = 1 << 50
-"""No tar file is longer, and no file system seeks much further."""
+"""Limit of an unknown size: no tar file is longer, and no file system seeks much further."""
 _REFUSED = {
     b"1": "is a hard link",
     b"2": "is a symbolic link",
@@ -38,12 +38,12 @@ class Member(NamedTuple):
     """A plain file or a folder in a tar file."""
 
     name: str
-    """That of a folder ends with "/"."""
+    """Path in the archive; that of a folder ends with "/"."""
     offset: int
-    """Where its bytes begin."""
+    """Offset of its data in the archive."""
     num_bytes: int
     header: int
-    """CRC-32 of the block before its bytes, which states name, size and time."""
+    """CRC-32 of the header block before its data, which states name, size and time."""
 
 
 @dataclass
@@ -51,14 +51,14 @@ class Window:
     """Reads a file forward, some KiB at a time. Raises: OSError."""
 
     read: Callable[[int, int], bytes]
-    """Takes length and offset; returns fewer bytes only at the file's end."""
+    """(length, offset) -> bytes; fewer only at the file's end."""
     num_bytes: int = WINDOW_BYTES
     """Least bytes of a read."""
     start: int = 0
     data: bytes = b""
 
     def at(self, offset: int, length: int) -> bytes:
-        """Return length bytes, or fewer at the file's end; bytes that were read are not read again to go forward."""
+        """Return length bytes, or fewer at the file's end; reading forward, no byte is read twice."""
         first = offset - self.start
         if not 0 <= first <= first + length <= len(self.data):
             kept = self.data[first:] if first >= 0 else b""
@@ -77,10 +77,10 @@ def read_members(
 ) -> Iterator[Member]:
     """Yield the plain files and folders of a tar file, in order.
 
-    num_bytes: of the tar file, where they are known; what follows its end mark is read only then. any_names: for
-    a reader that neither shows names nor makes files of them. Raises: DataError naming path, and the member where
-    there is one, if it is not a tar file, cut off or damaged, and for a link, a device, a sparse file, an unprintable
-    name or one that leads out of the archive; OSError.
+    num_bytes: size of the tar file if known; only then the bytes after its end mark are checked. any_names: accept any
+    name, for callers that neither print names nor make files of them. Raises: OSError; DataError naming path, and the
+    member if there is one: no tar file, a cut or damaged one, a link, a device, a sparse file, and a name that is
+    unprintable or leads out of the archive.
     """
     offset, num_members, stated = 0, 0, dict[str, str]()
     most = _ANY_BYTES if num_bytes is None else num_bytes
@@ -114,7 +114,7 @@ def read_members(
         stated.clear()
     if num_bytes is None:
         return
-    # a downloader that reserves space first leaves zeros; a block of zeros may also hide what follows
+    # an unfinished download with preallocated space ends in zeros; a damaged block of zeros may hide further members
     behind = num_bytes - offset
     if behind > MAX_END_BYTES or window.at(offset, behind).strip(b"\0"):
         what = "zeros" if behind > MAX_END_BYTES else "further bytes"
@@ -122,12 +122,12 @@ def read_members(
 
 
 def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:
-    """Return the size that a header states. Raises: DataError if it is damaged, or no header."""
+    """Return the size that a header states. Raises: DataError if the block is damaged, or not a header."""
     try:
         total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
         if len(block) < BLOCK_BYTES or int(block[148:156].strip(b" \0"), 8) != total:
             raise ValueError
-        if block[124] == 0x80:  # in base 256: so GNU tar writes sizes from 8 GiB on, and some writers all
+        if block[124] == 0x80:  # in base 256, as GNU tar writes sizes from 8 GiB on, and some writers all sizes
             return int.from_bytes(block[125:136], "big")
         size = int(block[124:136].strip(b" \0") or b"0", 8)
         if size < 0:
@@ -147,7 +147,7 @@ def _name(block: bytes) -> str:
 
 
 def _extension(data: bytes, kind: bytes, *, where: str) -> dict[str, str]:
-    """Return what a header of GNU or POSIX states of the next member. Raises: DataError."""
+    """Return the fields that a GNU or POSIX extended header states for the next member. Raises: DataError."""
     if kind == b"L":
         return {"path": data.partition(b"\0")[0].decode("utf-8", "surrogateescape")}
     found = {}
@@ -162,7 +162,7 @@ def _extension(data: bytes, kind: bytes, *, where: str) -> dict[str, str]:
 
 
 def _problem(name: str, stated: dict[str, str]) -> str | None:
-    """Return why a member is refused by its name, or by what the headers before it state."""
+    """Return why a member is refused because of its name or its extended headers; None if it is not."""
     if name.isprintable() and name[:1] != "/" and ".." not in name and not stated:
         return None
     reasons = {

@@ -1,6 +1,6 @@
-"""WebDataset's tar shards as they are published: indexed once, then any image is one read away, as in packed shards.
+"""Read WebDataset's tar shards as published: after indexing them once, any image is one read away, as in packed shards.
 
-The index lies beside the shards, or in the user's cache if nothing can be written there.
+The index is stored beside the shards, or in the user's cache folder if it cannot be written there.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ AGAIN = "run the same command, which indexes the shards again"
 def find_shards(root: Path) -> dict[str, list[Path]]:
     """Return the shards of each split in order: root/train/*.tar, or root/*train*.tar; empty if there are none.
 
-    A split's folder with folders of classes in it is none of shards. Raises: DataError.
+    A split's folder that contains class folders has no shards. Raises: DataError.
     """
     found = {split: _tars(root / split) for split in SPLITS}
     if not any(found.values()) and not any((root / split).is_dir() for split in SPLITS):
@@ -63,7 +63,7 @@ def _is_tar(name: str) -> bool:
 
 
 def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
-    """Read the index of these shards, or make it, in one process of this host. Raises: DataError."""
+    """Read the index of these shards; if it is missing, one process of this host makes it. Raises: DataError."""
     stamped = {
         split: [(os.path.relpath(path, root), _stamp(path)) for path in paths] for split, paths in shards.items()
     }
@@ -76,7 +76,7 @@ def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
 
 
 def read_remote_webdataset(storage: Storage) -> Index:
-    """Read the index beside shards in an object store, or make it by reading all of them once.
+    """Read the index of shards in an object store, or make it by reading all shards once.
 
     Raises: DataError; StorageError.
     """
@@ -122,7 +122,7 @@ def _own_place(root: Path | str) -> list[Path]:
 
 @contextmanager
 def _only_process(root: Path) -> Iterator[None]:
-    """Lock root for this process of the host; without effect on a file system that cannot lock."""
+    """Lock root against other processes of this host; without effect on a file system that cannot lock."""
     folder = os.open(root, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -135,7 +135,7 @@ def _only_process(root: Path) -> Iterator[None]:
 
 
 def _kept(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, Stamp]]]) -> Index | None:
-    """Return the index of exactly these shards, or None."""
+    """Return the stored index of exactly these shards; None if there is none."""
     for place in places:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             index = parse_index(read_plain(place))
@@ -145,7 +145,7 @@ def _kept(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, Stam
 
 
 def _keep(index: Index, root: Path | str, places: Sequence[Path]) -> Index:
-    """Write the index to the first place that can be written."""
+    """Write the index to the first writable place; return it."""
     for place in places:
         with suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _keep(index: Index, root: Path | str, places: Sequence[Path]) -> Index:
 
 
 def _named(index: Index, read: Callable[[], bytes], path: str) -> Index:
-    """Name numbered classes by the file that read(path) returns, if there is one. Raises: DataError."""
+    """Return the index, with numbered classes named by the file that read returns, if any. Raises: DataError."""
     if not index.are_numbers:
         return index
     try:
@@ -176,7 +176,7 @@ def _named(index: Index, read: Callable[[], bytes], path: str) -> Index:
 
 
 class WebDatasetSplit:
-    """Lists the images of one split of WebDataset's shards, an ImageSource."""
+    """ImageSource of one split of WebDataset's shards."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class WebDatasetSplit:
         reopen: Callable[[], ImageSource],
         files: ShardReader | None = None,
     ) -> None:
-        """Open no shard yet. reopen: as of PackedIndex; files: of shards that are not local files."""
+        """Open no shard yet. reopen: opens the split in another process; files: reader of shards that are not local."""
         self._root, self._reopen = root, reopen
         self.classes = index.classes
         before = 0 if split == next(iter(index.shards)) else len(index.shards[next(iter(index.shards))])
@@ -207,7 +207,7 @@ class WebDatasetSplit:
         return len(self.entries_N)
 
     def name(self, position: int) -> str:
-        """Return the shard, and the name of the member."""
+        """Return the shard's path and the name of the member."""
         start = self.entries_N[position - 1]["name_end"] if position else self._first_name
         member = os.fsdecode(self._names[start : self.entries_N[position]["name_end"]])
         shard, _ = self.shards[self.entries_N[position]["shard"] - self._first_shard]
@@ -217,7 +217,7 @@ class WebDatasetSplit:
         return None
 
     def read(self, position: int) -> bytes:
-        """Read an image. Raises: StorageError if the shard is gone, cut or another one."""
+        """Read an image. Raises: StorageError if the shard is gone, cut or has changed."""
         shard, offset, length, _, header, _ = self.entries_N[position].item()
         data = self._files.read(
             shard - self._first_shard,

@@ -1,7 +1,7 @@
-"""The index of WebDataset's tar shards: the place, class and size of each image, found by reading the headers once.
+"""Make the index of WebDataset's tar shards, by reading their headers once: place, class and length of each image.
 
-Members that follow each other with equal names up to the first dot are one sample: an image, and its class in .cls or
-.json. The index is a file: a line of JSON (see Index.to_bytes), one ENTRY per image, and the names of the members.
+Successive members with equal names up to the first dot are one sample: an image, and its class in .cls or .json. The
+index file has a line of JSON (see Index.to_bytes), one ENTRY per image, and the names of the members.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ VERSION = 1
 ENTRY = np.dtype(
     [("shard", "<i4"), ("offset", "<i8"), ("length", "<i4"), ("label", "<i4"), ("header", "<u4"), ("name_end", "<i8")]
 )
-"""Shard in the list of both splits; offset and length in bytes; CRC-32 of the member's header; end of its name."""
+"""Shard's position in the list of both splits; offset and length in bytes; CRC-32 of the header; end of the name."""
 LABEL, JSON_LABEL = "cls", "json"
 JSON_KEYS = ("label", "cls", "class")
 MAX_MEMBER_BYTES = 4 * MAX_PIXELS
 MAX_LABEL_BYTES, MAX_CLASSES, MAX_LEFT_OUT = 1 << 16, 100_000, 10_000
 NUM_THREADS = 16
-"""Shards that are indexed at the same time: on a network file system each read waits."""
+"""Shards indexed at the same time: on a network file system each read has to wait."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ShardContents:
     """Images of one shard, in order."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
-    """Offset, length and CRC-32 of the header of each."""
+    """Offset, length, and CRC-32 of the header, of each image."""
     names: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -60,21 +60,21 @@ class Index:
 
     classes: tuple[str, ...]
     are_numbers: bool
-    """Whether the shards number the classes, so that their names may come from elsewhere."""
+    """Whether the shards number the classes, so that classnames.txt may name them."""
     shards: Mapping[str, Sequence[tuple[str, Stamp]]]
-    """Split -> path below the folder, and stamp, of each of its shards."""
+    """Split -> (path relative to the folder, stamp) of each of its shards."""
     left_out: Mapping[str, Mapping[str, Sequence[str]]]
-    """Split -> kind -> samples that look like images and are not read."""
+    """Split -> kind -> samples that look like images but are not read."""
     entries_N: np.ndarray
     names: bytes
 
     def require(self, split: str, *, where: Path | str) -> None:
-        """Raise DataError if there are no shards for a split; where: they would lie."""
+        """Raise DataError if a split has no shards. where: their folder, for the message."""
         if split not in self.shards:
             raise DataError(f"{where}: holds shards for {' and '.join(self.shards)}, but none for {split}")
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file that parse_index reads."""
+        """Return the content of the index file, for parse_index."""
         rest = self.entries_N.tobytes() + self.names
         head: dict[str, Any] = {
             "version": VERSION,
@@ -89,7 +89,7 @@ class Index:
 
 
 def parse_index(data: bytes) -> Index:
-    """Read an index. Raises: ValueError, TypeError, KeyError or AttributeError for other bytes."""
+    """Parse the content of an index file. Raises: ValueError, TypeError, KeyError or AttributeError for other bytes."""
     line, _, rest = data.partition(b"\n")
     head = parse_json(line)
     if head["version"] != VERSION or head["sha256"] != hashlib.sha256(rest).hexdigest():
@@ -127,7 +127,7 @@ def parse_index(data: bytes) -> Index:
 def make_index(
     root: Path | str, stamped: Mapping[str, Sequence[tuple[str, Stamp]]], *, storage: Storage | None = None
 ) -> Index:
-    """Read all shards once. Raises: DataError naming shard and member; StorageError."""
+    """Make the index by reading all shards once. Raises: DataError naming shard and member; StorageError."""
     num_shards = sum(map(len, stamped.values()))
     print_line(f"indexing {num_shards:,} WebDataset shards of {root}, once", file=sys.stderr)
     paths = [f"{root}/{name}" for split in stamped for name, _ in stamped[split]]
@@ -146,10 +146,10 @@ def _window(path: str, num_bytes: int, storage: Storage | None) -> Iterator[Wind
         name = path.removeprefix(f"{storage.url}/")
 
         def fetch(length: int, offset: int) -> bytes:
-            # a server answers a range behind the end with an error
+            # a server answers a range after the file's end with an error
             return storage.fetch(name, offset, min(offset + length, num_bytes)) if offset < num_bytes else b""
 
-        # each request takes its time: all bytes are read, in few requests
+        # each request has a latency: read all bytes in few requests
         yield Window(fetch, num_bytes=1 << 23)
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
@@ -162,14 +162,14 @@ def _window(path: str, num_bytes: int, storage: Storage | None) -> Iterator[Wind
 
 
 def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) -> ShardContents:
-    """Find the images of one shard, with their labels. Raises: DataError naming shard and member."""
+    """Return the images of one shard, with their labels. Raises: DataError naming shard and member."""
     found, seen, key, sample = ShardContents(), set[str](), "", dict[str, Member]()
     try:
         with _window(path, num_bytes, storage) as window:
             for member in read_members(window, path=path, num_bytes=num_bytes):
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, suffix = name.partition(".")
-                # a hidden file would split a sample; WebDataset skips the others, too
+                # a hidden file would split a sample; WebDataset, too, skips members without a suffix and its own
                 if is_hidden(name) or not dot or _is_meta(member.name):
                     continue
                 if (this := folder + slash + stem) != key:
@@ -211,7 +211,7 @@ def _finish(path: str, key: str, sample: Mapping[str, Member], window: Window, f
 
 
 def _label(path: str, image: Member, sample: Mapping[str, Member], window: Window) -> str:
-    """Return the text of a sample's class. Raises: DataError."""
+    """Return a sample's class as text. Raises: DataError."""
     member = sample.get(LABEL) or sample.get(JSON_LABEL)
     if member is None:
         beside = f"no .{LABEL} and no .{JSON_LABEL} beside it"
@@ -238,7 +238,7 @@ def _label(path: str, image: Member, sample: Mapping[str, Member], window: Windo
 def _joined(
     stamped: Mapping[str, Sequence[tuple[str, Stamp]]], paths: Sequence[str], contents: Sequence[ShardContents]
 ) -> Index:
-    """Put the shards of all splits together; labels are those of the training split. Raises: DataError."""
+    """Return the index of all splits' shards; labels are those of the training split. Raises: DataError."""
     texts = [text for each in contents for text in each.labels]
     if not texts:
         raise DataError(f"{paths[0]}: no shard holds an image ({', '.join(IMAGE_SUFFIXES)}) with its class beside it")

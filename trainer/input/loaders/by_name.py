@@ -27,12 +27,12 @@ def make_image_loader(
     max_skipped: int | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> ImageLoader:
-    """Make a loader that reads and decodes prefetch_batches ahead; num_threads decode.
+    """Make a loader that reads and decodes prefetch_batches ahead, with num_threads decoding threads.
 
     name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
     copies to a GPU). patience_seconds, max_skipped and max_pixels: see EncodedReader; hardware_share: see
     DaliDecoder.
-    Raises: ConfigError for another name, or if DALI is wanted and not installed.
+    Raises: ConfigError for another name, or for dali if it is not installed.
     """
     if name not in IMAGE_LOADERS:
         raise ConfigError(f"{name!r} is not a loader of images: name one of {', '.join(IMAGE_LOADERS)}")
@@ -52,7 +52,7 @@ def make_image_loader(
         crop=crop,
         image_size=image_size if callable(image_size) else lambda epoch: image_size,
         microbatch_size=microbatch_size,
-        # two threads feed many decoders and leave them the cores; if storage is slow, more are started
+        # two reading threads can feed many decoders, and leave them the cores; slow storage makes the reader start more
         num_threads=min(2, num_threads),
         prefetch_batches=prefetch_batches,
         patience_seconds=patience_seconds,

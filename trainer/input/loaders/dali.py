@@ -1,4 +1,4 @@
-"""NVIDIA DALI decodes just the box of each image, on CPU or GPU. The only file that imports it."""
+"""Decoder with NVIDIA DALI, on CPU or GPU: decodes only the box of each image. The only file that imports DALI."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -22,12 +22,11 @@ from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
 
 
 class DaliDecoder:
-    """Decodes in DALI's threads, working prefetch_batches ahead; one pipeline lives across all calls.
+    """Decodes in DALI's threads, prefetch_batches ahead; one pipeline serves all calls.
 
-    A thread feeds DALI and takes its images. device_id None decodes on the CPU, where torch resizes, which takes a
-    third of the time of DALI's resize; else the JPEGs are decoded and resized by that GPU and the images stay there.
-    An image that is cut off is always an error; a JPEG damaged inside may pass with wrong pixels, as libjpeg
-    only warns of that.
+    A thread feeds DALI and takes its images. With device_id None DALI decodes on the CPU, and torch resizes in a third
+    of the time of DALI's resize; else that GPU decodes and resizes, and the images stay there. A cut image is always
+    an error; a JPEG damaged inside may pass with wrong pixels, because libjpeg only warns of it.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class DaliDecoder:
         prefetch_batches: int,
         hardware_share: float,
     ) -> None:
-        """Set up DALI. hardware_share: of the JPEGs, those that a GPU's decoding engine takes where it has one.
+        """Set up DALI. hardware_share: share of the JPEGs that the GPU's decoding engine takes, if it has one.
 
         Raises: ConfigError if DALI is not installed, or for a GPU of AMD.
         """
@@ -60,9 +59,9 @@ class DaliDecoder:
         self._pipeline: Any = None
         self._encoded: Iterator[EncodedBatch] = iter(())
         self._in_flight: deque[EncodedBatch] = deque()
-        self._failure: Exception | None = None  # of encoded
+        self._failure: Exception | None = None  # raised by the encoded batches
         self._stream: torch.cuda.Stream | None = None
-        """The GPU's stream in whose order the thread takes images, whatever the consumer's stream computes."""
+        """GPU stream on which the thread copies images from DALI, independent of the consumer's stream."""
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
@@ -89,7 +88,7 @@ class DaliDecoder:
         copied: deque[torch.cuda.Event] = deque()
 
         def copy(images: Any) -> Tensor:
-            # DALI's memory (B, H, W, C) is bound to this stream, and goes back to DALI at once
+            # DALI's memory (B, H, W, C) is bound to this stream; the copy returns it to DALI at once
             with torch.cuda.stream(self._stream):
                 images_BHWC = from_dlpack(images.as_tensor()).clone()
                 copied.append(torch.cuda.Event())
@@ -116,7 +115,7 @@ class DaliDecoder:
                     images_BHWC = finish(images)
                     yield as_batch(self._in_flight.popleft(), images_BHWC)
             finally:
-                # also where the consumer stops midway: the pipeline lives on, and its queue must be empty
+                # also if the consumer stops midway: the pipeline stays, and its queue must be empty
                 self._drain()
             if self._failure is not None:
                 raise self._failure
@@ -124,7 +123,7 @@ class DaliDecoder:
     def _feed(self) -> tuple[list[np.ndarray], ...]:
         """Return DALI's input for one batch; StopIteration ends the stream.
 
-        A failure is such an end: it must not come before the batches in flight.
+        A failure also ends the stream, and is raised after the batches in flight.
         """
         try:
             encoded = next(self._encoded)
@@ -133,23 +132,23 @@ class DaliDecoder:
         except Exception as error:
             self._failure = error
             raise StopIteration from error
-        # DALI keeps the order, so the oldest in flight is what the next run gives
+        # DALI keeps the order, so its next run returns the oldest batch in flight
         self._in_flight.append(encoded)
         return _inputs(encoded, with_resize=self._device_id is not None)
 
     def _next(self) -> Any:
-        """Do as _run, but raise UndecodableError if an image caused DALI's error."""
+        """Return _run(), but raise UndecodableError if an image caused DALI's error."""
         try:
             return self._run()
         except RuntimeError:
-            # now: to skip an image, all batches in flight would be read again
+            # now, since skipping the image would read all batches in flight again
             if isinstance(self._failure, StorageError):
                 raise self._failure from None
             _raise_if_undecodable(self._in_flight, device_id=self._device_id)
             raise
 
     def _run(self) -> Any:
-        """Return the next as DALI's tensor list, None at the end of the stream. Raises: DALI's RuntimeError."""
+        """Return the next batch as DALI's tensor list, None at the end of the stream. Raises: DALI's RuntimeError."""
         try:
             return self._pipeline.run(self._stream)[0]
         except StopIteration:
@@ -174,7 +173,7 @@ class DaliDecoder:
 
 def is_installed() -> bool:
     """Return whether DALI can be imported, without importing it."""
-    # find_spec imports the packages around the one that it looks for
+    # find_spec("nvidia.dali") imports nvidia, which may be missing
     return find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
 
 
@@ -191,7 +190,7 @@ def _import_dali() -> tuple[Any, Any, Any]:
 
 
 def _inputs(encoded: EncodedBatch, *, with_resize: bool) -> tuple[Any, ...]:
-    """Return images, top and left, height and width; and output sizes and flips where DALI is to resize, too."""
+    """Return DALI's inputs: images, (top, left), (height, width); with_resize also output sizes and flips."""
     images = [np.frombuffer(image, np.uint8) for image in encoded.images]
     starts_B2, shapes_B2 = (np.ascontiguousarray(half) for half in np.split(encoded.boxes_B4, 2, axis=1))
     if not with_resize:
@@ -209,7 +208,7 @@ def _build_pipeline(
     prefetch_batches: int,
     hardware_share: float,
 ) -> Any:
-    """Build the way from _inputs to boxes: decoded on the CPU, or decoded, resized and flipped on a GPU; uint8 HWC."""
+    """Build the pipeline from _inputs to uint8 HWC boxes: decoded on CPU, or decoded, resized and flipped on a GPU."""
     Pipeline, fn, types = _import_dali()
     pipeline = Pipeline(
         batch_size=microbatch_size,
@@ -230,7 +229,7 @@ def _build_pipeline(
             axes=[0, 1],
             device="mixed" if is_gpu else "cpu",
             output_type=types.RGB,
-            # boxes are those of the stored image; an EXIF rotation would come between
+            # boxes refer to the stored image, without its EXIF rotation
             adjust_orientation=False,
             **({"hw_decoder_load": hardware_share} if is_gpu else {}),
         )
@@ -243,9 +242,9 @@ def _build_pipeline(
 
 
 def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | None) -> None:
-    """Raise for the first image that DALI refuses alone; its own message names none.
+    """Raise UndecodableError naming the first image that DALI refuses by itself; DALI's error does not name it.
 
-    DALI decides, as it decodes images that Pillow refuses: which ones are in flight must not matter.
+    DALI decides, not Pillow, which refuses more images: the result must not depend on the other images in flight.
     """
     row = _first_refused([row for batch in batches for row in _rows(batch)], device_id=device_id)
     if row is None:
@@ -255,14 +254,14 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
         open_image(row.images[0], path=name, max_pixels=row.max_pixels)
     except DataError as error:
         raise UndecodableError(str(error), position=position) from error
-    # a GPU's failure is not an image's
+    # an image that the CPU decodes is not at fault: the GPU has failed
     if device_id is None or _first_refused([row], device_id=None) is not None:
         text = f"{name}: DALI cannot decode it, though Pillow can; save it again, or remove it"
         raise UndecodableError(text, position=position)
 
 
 def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
-    """Return each whole image as a batch of its own."""
+    """Yield each image, uncropped, as a batch of its own."""
     for data, name, position in zip(batch.images, batch.names, batch.positions, strict=True):
         box_14 = np.array([(0, 0, *encoded_size(data, path=name, max_pixels=batch.max_pixels))], np.int32)
         no_flip_1 = np.zeros(1, bool)
@@ -270,7 +269,7 @@ def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
 
 
 def _first_refused(rows: list[EncodedBatch], *, device_id: int | None) -> EncodedBatch | None:
-    """Find the first that DALI cannot decode alone."""
+    """Return the first row that DALI cannot decode by itself; None if it decodes all."""
     feed = (_inputs(row, with_resize=device_id is not None) for row in rows)
     pipeline: Any = None
     for row in rows:

@@ -17,7 +17,7 @@ from bigbatch.trainer.input.retry import Draw
 
 
 def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
-    """Return the batch that answers a request, with its images."""
+    """Return the batch of an encoded batch's request, with its decoded images."""
     return Batch(
         images_BCHW=images_BHWC.permute(0, 3, 1, 2),
         labels_B=torch.from_numpy(encoded.labels_B),
@@ -28,10 +28,10 @@ def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
 
 
 class Decoder(Protocol):
-    """Turns encoded batches into batches, in order, working ahead of the consumer."""
+    """Turns encoded batches into batches, in order, ahead of the consumer."""
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
-        """Yield one batch for each; closing it closes encoded. It may end the generator of an earlier call.
+        """Yield one batch per encoded batch; closing it closes encoded. May end the generator of an earlier call.
 
         Raises: UndecodableError naming the image, and what encoded raises.
         """
@@ -41,7 +41,7 @@ class Decoder(Protocol):
 
 
 class ImageLoader:
-    """Reads and decodes ahead; if bad images may be skipped, other images replace them."""
+    """Loader that reads and decodes ahead; if bad images may be skipped, other images replace them."""
 
     def __init__(self, reader: EncodedReader, decoder: Decoder) -> None:
         self.reader = reader
@@ -74,7 +74,7 @@ class ImageLoader:
             self.reader.bad.reasons = known
 
     def end(self) -> None:
-        """End the iterator of the last load, and the work ahead of it."""
+        """End the iterator of the last load, and its background work."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -106,7 +106,7 @@ class ImageLoader:
                 return
             except UndecodableError as error:
                 self.reader.bad.add(error.position, error)
-                # batches kept from an earlier stop come after those that were under way at this one
+                # requests left over from an earlier failure come after those under way now
                 again.extendleft(reversed(under_way))
                 under_way.clear()
 
@@ -124,9 +124,9 @@ def resize_all(
 ) -> Tensor:
     """Resize the images of a batch, uint8 (B, size, size, 3), flipped where asked.
 
-    box: row -> what is to become of it, uint8 (height, width, 3); called in the threads. Raises: what box raised.
-    In a few tasks: one for each row costs more than the Python of a resize. In more than there are threads, as
-    images differ in size.
+    box: row -> its cropped image, uint8 (height, width, 3); called in the threads. Raises: what box raised.
+    Starts a few tasks per thread: one per row would cost more than the Python of a resize; one per thread would balance
+    images of different sizes badly.
     """
     num_rows = len(batch.names)
     stride = min(num_rows, PARTS_PER_THREAD * num_threads)
@@ -138,20 +138,20 @@ def resize_all(
         for row in range(first, num_rows, stride):
             resize_into(pixels_BHWC[row], box(row), flip=bool(batch.flips_B[row]))
 
-    # drawn for the exceptions alone, which map raises only then
+    # iterates only for the exceptions, which map raises when its results are drawn
     for _ in threads.map(fill_part, range(stride)):
         pass
     return images_BHWC
 
 
 def resize_into(pixels_HWC: np.ndarray, box_HWC: np.ndarray, *, flip: bool) -> None:
-    """Resize a box to pixels' height and width (antialiased bilinear) and mirror it on demand; all uint8.
+    """Resize a box into pixels_HWC (antialiased bilinear), and mirror it if flip; all uint8.
 
-    torch's integer kernel, as in torchvision's transforms of tensors: within 2 grey levels of Pillow's, in half the
-    time (215 us against 442 for a box of ImageNet to 224 x 224, one core with AVX-512), and a third of DALI's.
+    Uses torch's integer kernel, as torchvision's transforms of tensors do: within 2 grey levels of Pillow's, in half
+    the time (215 us against 442 for a box of ImageNet to 224 x 224, one core with AVX-512), and a third of DALI's.
     """
     box_1CHW = torch.from_numpy(box_HWC).permute(2, 0, 1)[None]
     resized_1CHW = F.interpolate(box_1CHW, size=pixels_HWC.shape[:2], mode="bilinear", antialias=True)
     resized_HWC = resized_1CHW[0].permute(1, 2, 0).numpy()
-    # numpy's copy stays in this thread, torch's would start others
+    # numpy copies in this thread, torch would start others
     pixels_HWC[:] = resized_HWC[:, ::-1] if flip else resized_HWC

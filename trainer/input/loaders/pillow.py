@@ -17,9 +17,9 @@ from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
 
 @dataclass(frozen=True, kw_only=True)
 class PillowDecoder:
-    """Decodes in threads (Pillow lets go of the interpreter lock), working prefetch_batches ahead.
+    """Decodes in threads (Pillow releases the GIL), prefetch_batches ahead.
 
-    No worker processes: to fork is unsafe once MPI, gloo or CUDA have started threads.
+    No worker processes: a fork is unsafe once MPI, gloo or CUDA have started threads.
     """
 
     num_threads: int
@@ -28,7 +28,7 @@ class PillowDecoder:
     """Decode into page-locked memory, for asynchronous copies to a GPU."""
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
-        """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
+        """Yield one batch per encoded batch, in order. Raises: UndecodableError naming the image."""
         return ahead(self._batches(encoded), depth=self.prefetch_batches)
 
     def close(self) -> None:
@@ -54,5 +54,5 @@ def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:
     except DataError as error:
         raise UndecodableError(str(error), position=batch.positions[row]) from error
     top, left, height, width = batch.boxes_B4[row].tolist()
-    # cropped before the conversion, which then has only the box to go through
+    # cropped first, so that only the box is converted
     return np.array(image.crop((left, top, left + width, top + height)).convert("RGB"))

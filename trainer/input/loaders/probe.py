@@ -1,4 +1,4 @@
-"""Measure the input rate without training: the whole loader, and each of its stages alone."""
+"""Measure the input rate without training: of the whole loader, and of each stage by itself."""
 
 import time
 from collections import deque
@@ -19,16 +19,16 @@ from bigbatch.trainer.input.reading import EncodedBatch
 from bigbatch.trainer.input.report import Rates
 
 FILL_SHARE = 0.25
-"""Largest share of the time of a part that passes before batches are counted."""
+"""Largest share of a measurement's time that passes before batches are counted."""
 NUM_KEPT = 2
-"""Batches that are read once more, to be decoded over and over."""
+"""Batches that are kept, and decoded repeatedly to measure decoding."""
 
 
 @dataclass(frozen=True)
 class ProbedInput:
     """Rates of this rank, and (height, width) of some stored images if the loader reads any.
 
-    copy is that from the host to the device, augment all that PrepareBatch does there: augment, normalise, mix.
+    Stage copy is the copy from host to device; stage augment is PrepareBatch's work there: augment, normalise, mix.
     """
 
     rates: Rates
@@ -44,10 +44,10 @@ def probe_input(
     num_fill: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ProbedInput | None:
-    """Measure for about that many seconds; None on a bad image, which training meets again later.
+    """Measure for about that many seconds; return None on a bad image, which training meets again later.
 
-    requests: makes the run's own, at least one; they begin again where they are too few. num_fill: batches that
-    fill queues. Leaves loader as it was. Longer only where a batch takes long: each part makes two.
+    requests: returns the run's requests, at least one; they are repeated if too few. num_fill: batches that fill the
+    loader's queues. Leaves loader unchanged. Takes longer if batches are slow: each measurement needs at least two.
     """
 
     def endless() -> Iterator[Request]:
@@ -66,10 +66,10 @@ def probe_input(
 def rate(
     batches: Iterator[Batch | EncodedBatch], *, seconds: float, num_fill: int, clock: Callable[[], float]
 ) -> float:
-    """Measure images per second of an iterator that does not end.
+    """Return the images per second of an endless iterator.
 
-    The first batch, and up to num_fill within FILL_SHARE of the seconds, are not counted: they start threads and fill
-    queues. At least one is, however long it takes.
+    Does not count the first batch, and up to num_fill batches within FILL_SHARE of the seconds: they start threads and
+    fill queues. Counts at least one batch, however long it takes.
     """
     start, num_filled, num_images = clock(), 0, 0
     while num_filled == 0 or (num_filled < num_fill and clock() - start < FILL_SHARE * seconds):
@@ -95,10 +95,10 @@ def _probe(
     encoded: list[EncodedBatch] = []
     if isinstance(loader, ImageLoader):
         loader.end()
-        # goes on where the loader stopped: images that were read before would come from memory
+        # continues where the loader stopped: images read before would come from the page cache
         with closing(loader.reader.read(requests)) as fresh:
             rates["read"] = timed(fresh, seconds=0.2 * seconds)
-        # those of the loader are all decodable, or replaced
+        # the loader has decoded these, or replaced their bad images
         encoded += loader.reader.read([batch.request for batch in batches])
         with closing(loader.decoder.decode(batch for batch in cycle(encoded))) as decoded:
             rates["decode"] = timed(_ready(decoded), seconds=0.2 * seconds)
@@ -118,7 +118,7 @@ def _probe(
 
 
 def _ready(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches, each when the device has made it. The stream, not the device: decoding of later ones goes on."""
+    """Yield each batch when the current stream has made it; other streams may go on decoding later batches."""
     for batch in batches:
         if batch.images_BCHW.is_cuda:
             torch.cuda.current_stream(batch.images_BCHW.device).synchronize()

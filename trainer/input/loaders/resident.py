@@ -16,9 +16,9 @@ from bigbatch.trainer.input.retry import PatientReads
 
 
 class ResidentLoader:
-    """Gathers, shifts and flips images of image_size on the device; what lies outside of one is black.
+    """Gathers, shifts and flips images of image_size on the device; pixels outside of an image are black.
 
-    Boxes may reach over the edge (padded_crop: torchvision's RandomCrop with padding) but not change size.
+    Boxes may reach over the edge (padded_crop: torchvision's RandomCrop with padding) but must be of image_size.
     """
 
     def __init__(
@@ -34,11 +34,10 @@ class ResidentLoader:
         patience_seconds: float = 20.0,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        """Decode the set. is_on_host: it stays in the host's memory, and batches are made there, for the device.
+        """Decode the set. is_on_host: keep it in the host's memory, and make batches there for the device.
 
-        patience_seconds: an image that cannot be read is tried again for so long.
-
-        max_pixels: an image that states more is not decoded.
+        patience_seconds: time for which an unreadable image is tried again.
+        max_pixels: an image that states more pixels is refused.
         Raises: DataError naming the first image that is not image_size x image_size, or one that cannot be read.
         """
         reads = PatientReads(index, patience_seconds=patience_seconds)
@@ -58,13 +57,13 @@ class ResidentLoader:
             yield self._gather(request)
 
     def uncropped(self) -> "ResidentLoader":
-        """Return the same images in the same memory, each whole and as it is."""
+        """Return a loader of the same images in the same memory, uncropped and not flipped."""
         whole = copy.copy(self)
         whole._crop = center_crop(fraction=1.0)
         return whole
 
     def in_microbatches_of(self, microbatch_size: int) -> "ResidentLoader":
-        """Return the same images in the same memory, in microbatches of another size."""
+        """Return a loader of the same images in the same memory, with microbatches of another size."""
         other = copy.copy(self)
         other._microbatch_size = microbatch_size
         return other
@@ -75,7 +74,7 @@ class ResidentLoader:
         self._images_NHWC = self._images_NHWC[:0]
 
     def _gather(self, request: Request) -> Batch:
-        """Gather it. Raises: ValueError if the request has not microbatch_size samples, or a box is not image_size."""
+        """Return the batch. Raises: ValueError if it has not microbatch_size samples, or a box is not image_size."""
         indices_B = request.indices_B
         size = self._images_NHWC.shape[1]
         if len(indices_B) != self._microbatch_size:
@@ -93,9 +92,9 @@ class ResidentLoader:
 
 
 def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.ndarray, flips_B: np.ndarray) -> Tensor:
-    """Return square images of images_NHWC seen through windows of their own size at tops_lefts, zero outside.
+    """Return square images, each shifted to its (top, left) and zero outside of the original, flipped if asked.
 
-    Without a host sync: the index tables are made on the host and copied over once per batch.
+    No host sync: the index tables are made on the host, and copied to the device once per batch.
     """
     size = images_NHWC.shape[1]
     steps_S = np.arange(size)
@@ -106,7 +105,7 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     rows_BS1, columns_B1S = rows_BS[:, :, None], columns_BS[:, None, :]
     inside_BSS = (rows_BS1 >= 0) & (rows_BS1 < size) & (columns_B1S >= 0) & (columns_B1S < size)
     last = size - 1
-    # clamped to be legal indices; what lay outside becomes black by the product below
+    # clamped to legal indices; the product below makes pixels outside black
     images_BSSC = images_NHWC[indices_BS[:, :1, None], rows_BS1.clamp(0, last), columns_B1S.clamp(0, last)]
     return images_BSSC * inside_BSS[..., None]
 

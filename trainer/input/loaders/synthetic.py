@@ -1,4 +1,4 @@
-"""Loader of generated tensors, to measure a step without reading, decoding and copying."""
+"""Loader of random images, to measure a step without reading, decoding and copying."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from bigbatch.trainer.input.base import Batch, ImageSize, Request
 
 @dataclass(kw_only=True, eq=False)
 class SyntheticLoader:
-    """Yields the same random images of a size, made once on the device, for every request; learns nothing."""
+    """Yields the same random images, made once per size on the device, for every request."""
 
     num_classes: int
     image_size: ImageSize
@@ -48,6 +48,6 @@ class SyntheticLoader:
             generator = torch.Generator(self.device).manual_seed(self.seed)
             shape = (self.microbatch_size, size, size, 3)
             images_BHWC = torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=generator)
-            # made as BHWC, so that the memory is channels-last as from the other loaders
+            # made as BHWC, so that memory is channels-last as from the other loaders
             self._images_by_size[size] = images_BHWC.permute(0, 3, 1, 2)
         return self._images_by_size[size]
