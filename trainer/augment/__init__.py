@@ -1,1 +1,1 @@
-"""Random changes of images: stateless draws, and what they do to a batch."""
+"""Random changes of images: stateless draws, and the augmentations of a batch that use them."""

@@ -15,9 +15,9 @@ _JITTERS = np.array([Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR])
 class ColorJitter:
     """Changes brightness, contrast and saturation, each by a random factor, in random order per sample.
 
-    The distribution of torchvision's ColorJitter(brightness=strength, contrast=strength, saturation=strength):
-    factors uniform in [max(0, 1 - strength), 1 + strength]. Like it, truncates to bytes after each of the three.
-    Hue is left out: it needs the way to HSV and back, and torchvision's takes no factor per sample.
+    Has the distribution of torchvision's ColorJitter(brightness=strength, contrast=strength, saturation=strength):
+    factors uniform in [max(0, 1 - strength), 1 + strength]. Like it, truncates to bytes after each change.
+    Leaves out hue, which needs a conversion to HSV and back; torchvision's takes no factor per sample.
     """
 
     strength: float
@@ -32,7 +32,7 @@ class ColorJitter:
         """Change uint8 images by draws that are uniform in [0, 1)."""
         low = max(0.0, 1 - self.strength)
         factors_B3 = low + draws_BD[:, :3] * (1 + self.strength - low)
-        # sorting random keys gives each sample a random order; pass k does the k-th change of all
+        # sorting random keys gives each sample a random order; pass k makes the k-th change of all samples
         for kinds_B in np.argsort(draws_BD[:, 3:], axis=1).T:
             factors_B = factors_B3[np.arange(len(kinds_B)), kinds_B]
             images_BCHW = blend(images_BCHW, ops_B=_JITTERS[kinds_B], factors_B=factors_B)

@@ -1,4 +1,4 @@
-"""Random crops and flips without hidden state: a draw is a hash of (seed, stream, epoch, index, number)."""
+"""Draw random crops and flips without hidden state: a draw is a hash of (seed, stream, epoch, index, number)."""
 
 import math
 
@@ -23,16 +23,16 @@ def _absorb(state: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 
 def uniforms(*, seed: int, epoch: int, indices_B: np.ndarray, num_draws: int, stream: int = 0) -> np.ndarray:
-    """Draw uniformly in [0, 1), float64 (B, num_draws), the same for a sample in whatever batch it comes.
+    """Draw uniformly in [0, 1), float64 (B, num_draws); a sample's draws do not depend on its batch.
 
-    stream keeps apart the draws of different purposes for one sample.
+    stream: gives different purposes independent draws for the same sample.
     """
     state = np.zeros(1, np.uint64)
     for key in (seed, stream, epoch):
         state = _absorb(state, np.array([key], np.uint64))
     state_B = _absorb(state, indices_B.astype(np.uint64))
     words_BD = _absorb(state_B[:, None], np.arange(num_draws, dtype=np.uint64))
-    # the upper 53 bits: as many as a float64 holds, so that 1 is never reached by rounding
+    # the upper 53 bits, which a float64 holds exactly, so that no draw is rounded up to 1
     return (words_BD >> np.uint64(11)) * 2.0**-53
 
 
@@ -67,7 +67,7 @@ def random_resized_crop(
         # height and width of every attempt, shape (B, attempts, 2)
         extents_BA2 = np.rint(np.sqrt(np.stack([areas_BA / aspects_BA, areas_BA * aspects_BA], axis=2)))
         fits_BA = np.all((extents_BA2 > 0) & (extents_BA2 <= sizes_B2[:, None, :]), axis=2)
-        # the first True, or 0 where none fits, which fits_B1 then tells
+        # the first attempt that fits, or 0 if none does, as fits_B1 tells
         first_B = fits_BA.argmax(axis=1)
         rows_B = np.arange(len(first_B))
         fits_B1 = fits_BA[rows_B, first_B].reshape(-1, 1)
@@ -85,8 +85,8 @@ def random_resized_crop(
 def center_crop(*, fraction: float = 0.875) -> Crop:
     """Take the central square of fraction * the short side, never flipped.
 
-    Up to rounding the same as torchvision's Resize(size) and CenterCrop(fraction * size), without
-    computing the pixels that are cut off. fraction 1.0 on a square image is the whole of it.
+    Up to rounding equal to torchvision's Resize(size) and CenterCrop(fraction * size), without
+    computing the pixels that are cut off. fraction 1.0 of a square image is the whole image.
     """
 
     def crop(epoch: int, indices_B: np.ndarray, sizes_B2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,9 +98,9 @@ def center_crop(*, fraction: float = 0.875) -> Crop:
 
 
 def padded_crop(*, seed: int, size: int, padding: int = 4, flip: bool = True) -> Crop:
-    """Draw a size x size box anywhere in the image padded by padding on each side, and flips (CIFAR).
+    """Draw a size x size box anywhere in the image padded by `padding` pixels on each side, and flips (CIFAR).
 
-    Coordinates are those of the unpadded image, so top and left may be negative: for loaders that pad.
+    Coordinates are those of the unpadded image, so top and left may be negative: the loader must pad.
     """
 
     def crop(epoch: int, indices_B: np.ndarray, sizes_B2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

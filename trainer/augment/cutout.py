@@ -18,15 +18,15 @@ AREAS = (0.02, 0.33)
 RATIOS = (0.3, 3.3)
 """Smallest and largest height over width."""
 TRIES = 10
-"""Rectangles that are drawn until one is smaller than the image; without one, the image stays as it is."""
+"""Rectangles drawn until one is smaller than the image; if none is, the image stays unchanged."""
 
 
 @dataclass(frozen=True)
 class Cutout:
     """Fills a square of size // 2 pixels to each side of a uniformly drawn pixel, clipped to the image.
 
-    size: in pixels, even. The paper zeroes normalised pixels: so fill is the data set's mean colour in bytes, 255 * the
-    mean that Normalize subtracts, not black.
+    size: in pixels, even. fill: the data set's mean colour in bytes (255 * the mean that Normalize subtracts), since
+    the paper sets normalised pixels to 0.
     """
 
     size: int
@@ -44,10 +44,10 @@ class Cutout:
 
 @dataclass(frozen=True)
 class RandomErasing:
-    """Fills a rectangle with this probability: area, ratio of its sides (log-uniform) and place are drawn.
+    """Fills, with some probability, a rectangle of random area, ratio of sides (log-uniform) and place.
 
-    Areas, ratios and tries are those of torchvision's RandomErasing. That erases normalized pixels with 0: so fill is
-    the data set's mean colour in bytes.
+    Areas, ratios and tries are those of torchvision's RandomErasing. fill: the data set's mean colour in bytes, because
+    torchvision sets normalised pixels to 0.
     """
 
     probability: float
@@ -74,7 +74,7 @@ def _between(low: float, high: float, *, draws: np.ndarray) -> np.ndarray:
 
 
 def fill_boxes(images_BCHW: Tensor, *, first_B2: np.ndarray, end_B2: np.ndarray, fill: tuple[int, ...]) -> Tensor:
-    """Return images with one box each filled: rows and columns from first to before end, as far as they are inside."""
+    """Return images with one box each filled: rows and columns in [first, end), clipped to the image."""
     device = images_BCHW.device
     bounds_4B = np.concatenate([first_B2.T, end_B2.T]).astype(np.int64)
     top, left, bottom, right = on_device(bounds_4B, device).view(4, -1, 1, 1, 1)
@@ -82,5 +82,5 @@ def fill_boxes(images_BCHW: Tensor, *, first_B2: np.ndarray, end_B2: np.ndarray,
     columns_W1 = torch.arange(images_BCHW.shape[3], device=device).view(-1, 1)
     box_BHW1 = (rows_H11 >= top) & (rows_H11 < bottom) & (columns_W1 >= left) & (columns_W1 < right)
     colour_C = on_device(np.array(fill, np.uint8), device)
-    # worked on as BHWC, so that the result is channels-last in memory
+    # computed as BHWC, so that the result is channels-last in memory
     return torch.where(box_BHW1, colour_C, images_BCHW.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

@@ -1,7 +1,7 @@
 """MixUp and CutMix within ghost batches, so that any world size and accumulation mixes the same pairs.
 
-Each sample is mixed with the one before it in its ghost batch, the first with the last; which lam and which box
-is a hash of (seed, epoch, the ghost batch's first sample).
+Each sample is mixed with the one before it in its ghost batch, the first with the last. lam and box are drawn by
+a hash of (seed, epoch, the ghost batch's first sample).
 """
 
 import math
@@ -14,13 +14,13 @@ from torch.nn.functional import one_hot
 from bigbatch.trainer.augment.crops import uniforms
 
 STREAM = 4
-"""Stream of the draws of a ghost batch's first sample; the other augmentations have lower numbers."""
+"""Stream of mixing's draws, for a ghost batch's first sample; the other augmentations have lower numbers."""
 
 
 def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:
-    """Draw (G) from Beta(alpha, alpha) by two uniform draws in [0, 1) each, exact for alpha > 0, without rejection.
+    """Map pairs of uniform draws in [0, 1) to draws (G) from Beta(alpha, alpha): exact for alpha > 0, no rejection.
 
-    A Student-t value T of 2 * alpha degrees of freedom by the polar method, mapped by
+    Draws T of Student's distribution with 2 * alpha degrees of freedom by the polar method, and returns
     1/2 + T / (2 * sqrt(2 * alpha + T^2)). Sources: Bailey 1994 (Math. Comp. 62), Devroye 1996 (WSC).
     """
     radius_G = (1 - draws_G2[:, 0]) ** (1 / alpha)  # in (0, 1], or 0 by underflow
@@ -30,11 +30,11 @@ def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:
 
 
 def cutmix_box(*, lam: float, centre: tuple[float, float], height: int, width: int) -> tuple[int, int, int, int]:
-    """Return x1, y1, x2, y2 of a box of about 1 - lam of the area around centre (draws for x, y), cut at the border.
+    """Return x1, y1, x2, y2 of a box of about 1 - lam of the image's area around centre (draws for x, y), clipped.
 
     Source: Yun et al. 2019 (arXiv 1905.04899), as torchvision's CutMix rounds it.
     """
-    # half a side: the area is in proportion to its square
+    # half of a side, as a share: the area is the square of the whole side
     reach = 0.5 * math.sqrt(1 - lam)
     x, y = int(centre[0] * width), int(centre[1] * height)
     wide, high = int(reach * width), int(reach * height)
@@ -42,7 +42,7 @@ def cutmix_box(*, lam: float, centre: tuple[float, float], height: int, width: i
 
 
 class Mix:
-    """Mixes normalised images and their labels; each ghost batch by MixUp or CutMix, or half and half by chance.
+    """Mixes normalised images and their labels: each ghost batch by MixUp or CutMix, drawn with equal chance.
 
     An alpha of 0 leaves one out. Sources: Zhang et al. 2018 (arXiv 1710.09412), Yun et al. 2019 (arXiv 1905.04899).
     """
@@ -80,9 +80,9 @@ class Mix:
         return mixed_BCHW, mixed_BK
 
     def _mix_ghost(self, images_BCHW: Tensor, targets_BK: Tensor, *, draws_5: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Mix one ghost batch. draws_5: which of the two, two for lam, two for the centre of the box."""
+        """Mix one ghost batch. draws_5: one chooses the method, two give lam, two the centre of the box."""
         share_of_mixup = self._mixup_alpha and (0.5 if self._cutmix_alpha else 1.0)
-        # the library's arithmetic with our parameters: its own come from torch's hidden random state
+        # torchvision's arithmetic with our parameters: it would draw its own from torch's global generator
         params = {"labels": targets_BK, "batch_size": len(targets_BK)}
         if draws_5[0] < share_of_mixup:
             lam = symmetric_beta(draws_5[None, 1:3], alpha=self._mixup_alpha).item()
@@ -93,6 +93,6 @@ class Mix:
         height, width = images_BCHW.shape[2:]
         centre = (float(draws_5[3]), float(draws_5[4]))
         x1, y1, x2, y2 = box = cutmix_box(lam=lam, centre=centre, height=height, width=width)
-        # the border may have cut the box: labels go by the area that is left
+        # the border may have cut the box: labels are mixed by the area that is left
         params |= {"box": box, "lam_adjusted": 1 - (x2 - x1) * (y2 - y1) / (width * height)}
         return self._cutmix.transform(images_BCHW, params), self._cutmix.transform(targets_BK, params)

@@ -1,7 +1,7 @@
-"""Augmentation of uint8 microbatches on the model's device, after a loader has cropped, resized and flipped.
+"""Augment uint8 microbatches on the model's device, after a loader has cropped, resized and flipped.
 
 Every draw is a hash of (seed, epoch, sample index), made on the host: the same for every loader, batch and rank.
-A new augmentation: CONTRIBUTING.md lists its files.
+CONTRIBUTING.md lists the files to change for a new augmentation.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from bigbatch.trainer.config.sections import AugmentConfig
 Augmentation: TypeAlias = ColorJitter | RandAugment | TrivialAugment | Cutout | RandomErasing
 """Changes uint8 images, on their device and without a host sync, by num_draws draws in [0, 1) for each sample.
 
-Never change the number of its random stream: that would change every run's images."""
+Never change the number of an augmentation's random stream: that would change every run's images."""
 AUGMENTATIONS: dict[type[Augmentation], Callable[[AugmentConfig, tuple[int, ...]], Augmentation | None]] = {
     ColorJitter: lambda augment, fill: ColorJitter(augment.color_jitter) if augment.color_jitter else None,
     RandAugment: lambda augment, fill: (
@@ -33,7 +33,7 @@ AUGMENTATIONS: dict[type[Augmentation], Callable[[AugmentConfig, tuple[int, ...]
         RandomErasing(augment.erasing_probability, fill) if augment.erasing_probability else None
     ),
 }
-"""All augmentations, in order, and how a config asks for them. Stream 0 belongs to crop and flip, 4 to mixing."""
+"""All augmentations, in order, each made from a config, or None. Stream 0 belongs to crop and flip, 4 to mixing."""
 
 
 @dataclass(frozen=True)

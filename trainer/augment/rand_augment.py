@@ -1,6 +1,6 @@
 """RandAugment and TrivialAugment of a whole microbatch on its device, without a wait for the GPU.
 
-Samples are grouped by operation. Which sample gets which is known on the host, where indices and parameters are made.
+Samples are grouped by operation. The operations are drawn on the host, which also makes indices and parameters.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def vision() -> ModuleType:
 
 
 class Op(IntEnum):
-    """Numbers the 14 operations, in torchvision's order; those that work on the same groups are neighbours."""
+    """Numbers of the 14 operations, in torchvision's order; operations of one family (_FAMILIES) are neighbours."""
 
     IDENTITY = 0
     SHEAR_X = 1
@@ -50,21 +50,21 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Ranges:
-    """Amount of each operation at MAX_MAGNITUDE."""
+    """Amounts of the operations at MAX_MAGNITUDE."""
 
     shear: float
     translate: Callable[[int], float]
-    """Pixels, from the side of the image in that direction."""
+    """(Side of the image in that direction, in pixels) -> pixels."""
     rotate: float
     """Degrees."""
     factor: float
-    """Change of brightness, colour, contrast and sharpness."""
+    """Change of the factor of brightness, colour, contrast and sharpness."""
     posterize: int
-    """Bits that are dropped."""
+    """Number of low bits that are cleared."""
 
 
 MODERATE = Ranges(shear=0.3, translate=lambda side: 150 / 331 * side, rotate=30.0, factor=0.9, posterize=4)
-"""Those of torchvision's RandAugment."""
+"""Ranges of torchvision's RandAugment."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RandAugment:
 
     @property
     def num_draws(self) -> int:
-        """Return two draws per operation: its kind, and its sign if it has one."""
+        """Return the number of draws per sample: for each operation its kind, and its sign (if it has one)."""
         return 2 * self.num_ops
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
@@ -99,7 +99,7 @@ class RandAugment:
 
 @dataclass(frozen=True)
 class Ops:
-    """One operation for each image: kind, sign, magnitude, and the ranges that all have in common."""
+    """One operation per image: kind, sign and magnitude of each, and the ranges of all."""
 
     ops_B: np.ndarray
     signs_B: np.ndarray
@@ -107,16 +107,16 @@ class Ops:
     ranges: Ranges
 
     def of(self, members: np.ndarray) -> "Ops":
-        """Return those of some images."""
+        """Return the operations of some images."""
         return Ops(self.ops_B[members], self.signs_B[members], self.magnitudes_B[members], self.ranges)
 
     def levels_B(self, end: float, *, start: float = 0.0) -> np.ndarray:
-        """Return each magnitude's bin between start and end, in torchvision's float32: pixels come out equal."""
+        """Return each magnitude's amount between start and end, in float32 like torchvision, for equal pixels."""
         return torch.linspace(start, end, MAX_MAGNITUDE + 1).double().numpy()[self.magnitudes_B]
 
 
 def apply_ops(images_BCHW: Tensor, drawn: Ops) -> Tensor:
-    """Return uint8 images after one operation each; what each family does is computed for its samples only."""
+    """Return uint8 images after one operation each; each family is computed for its own samples only."""
     ops_B = drawn.ops_B
     order_B = np.argsort(ops_B, kind="stable")
     rows_B = on_device(order_B, images_BCHW.device)
@@ -134,7 +134,7 @@ def apply_ops(images_BCHW: Tensor, drawn: Ops) -> Tensor:
 
 
 def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> Tensor:
-    """Compute factor * image + (1 - factor) * other, cut to 0..255 and truncated, as torchvision's adjust_* do.
+    """Return factor * image + (1 - factor) * other, clamped to 0..255 and truncated, as torchvision's adjust_* do.
 
     other is black for BRIGHTNESS, the grey image for COLOR (saturation) and its mean for CONTRAST.
     """
@@ -148,9 +148,9 @@ def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> T
 
 
 def sampling_matrices(drawn: Ops, *, height: int, width: int) -> np.ndarray:
-    """Return the matrices (B, 2, 3) from output to input pixel (x, y, 1), in pixels from the image's centre.
+    """Return the matrices (B, 2, 3) from output pixel (x, y, 1) to input pixel, in pixels from the image's centre.
 
-    Shears hold the top left corner, rotations the centre; translations are whole pixels.
+    Shears keep the top left corner in place, rotations the centre; translations are whole pixels.
     """
 
     def amounts(op: Op, maximum: float) -> np.ndarray:
@@ -171,7 +171,7 @@ def _column(values_B: np.ndarray, images_BCHW: Tensor) -> Tensor:
 
 
 def _moved(images_BCHW: Tensor, drawn: Ops) -> Tensor:
-    """Shear, translate or rotate, by the nearest pixel, black outside.
+    """Shear, translate or rotate with nearest-pixel sampling; pixels outside are black.
 
     The grid is made by products and sums, not by affine_grid: its matrix product may round by batch size,
     and with TF32 by about a tenth of a pixel.
@@ -222,7 +222,7 @@ def _solarized(images_BCHW: Tensor, drawn: Ops) -> Tensor:
     return torch.where(images_BCHW >= thresholds, 255 - images_BCHW, images_BCHW)
 
 
-# first and last operation -> what computes them, for all its samples at once; the identity needs nothing
+# (first, last operation) of a family -> function for all its samples at once; the identity needs none
 _FAMILIES: dict[tuple[Op, Op], Callable[[Tensor, Ops], Tensor]] = {
     (Op.SHEAR_X, Op.ROTATE): _moved,
     (Op.BRIGHTNESS, Op.CONTRAST): _blended,
@@ -234,7 +234,7 @@ _FAMILIES: dict[tuple[Op, Op], Callable[[Tensor, Ops], Tensor]] = {
 }
 
 WIDE = Ranges(shear=0.99, translate=lambda side: 32.0, rotate=135.0, factor=0.99, posterize=6)
-"""Those of torchvision's TrivialAugmentWide."""
+"""Ranges of torchvision's TrivialAugmentWide."""
 
 
 @dataclass(frozen=True)
