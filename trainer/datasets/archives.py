@@ -1,4 +1,4 @@
-"""Published tar archives: find them, verify them, and read them member by member in bounded memory."""
+"""Find, download and verify published tar archives, and read them member by member in bounded memory."""
 
 import gzip
 import hashlib
@@ -16,7 +16,7 @@ from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.tar_headers import MAX_MEMBERS, Window
 
 MAX_MEMBER_BYTES = 4 * MAX_PIXELS
-"""A header may claim any length; an image of data.max_megapixels takes less, stored in red, green, blue and alpha."""
+"""Limit of a member, since a header may claim any length: an RGBA image of data.max_megapixels takes less."""
 TIMEOUT_SECONDS = 60.0
 """Seconds without data from a server before a download fails."""
 
@@ -25,7 +25,7 @@ _AGAIN = "download the archive again"
 
 @dataclass(frozen=True)
 class Archive:
-    """A published archive; None for facts that were not published and are not checked."""
+    """A published archive; a fact of None was not published, and is not checked."""
 
     names: tuple[str, ...]
     """Its possible file names, the official one first."""
@@ -36,15 +36,15 @@ class Archive:
 
 @dataclass(frozen=True)
 class ArchiveMember:
-    """Holds a regular file in an archive; read it before the next one is drawn."""
+    """A regular file in an archive; read it before the iterator yields the next one."""
 
     origin: str
-    """The archive, or the nested archives, for messages."""
+    """Path of the archive, with those of nested archives, for messages."""
     path: PurePosixPath
     num_bytes: int
     window: Window
     offset: int
-    """Where it begins in the archive."""
+    """Offset of its data in the archive."""
 
     def __str__(self) -> str:
         return f"{self.origin}: {str(self.path)!r}"
@@ -72,7 +72,7 @@ def find_archive(folder: Path, archive: Archive) -> Path:
         found = path.stat().st_size if path else 0
     if path is None:
         raise DataError(f"{folder}: holds no {' or '.join(archive.names)}; download it there, or correct --archives")
-    # length first: it is known at once, where an MD5 sum of ImageNet takes minutes
+    # the length is known at once, while an MD5 sum of ImageNet takes minutes
     if archive.num_bytes not in (None, found):
         raise DataError(f"{path}: has {found:,} of {archive.num_bytes:,} bytes; {_AGAIN}")
     return path
@@ -92,18 +92,18 @@ def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
 
 
 def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
-    """Download an archive into folder, unless it is already complete; it gets its name after its MD5 sum matches.
+    """Download an archive into folder, unless it is complete there; the file gets its name once its MD5 sum matches.
 
-    Raises: DataError naming the address, the file and the way out.
+    Raises: DataError naming the address, the file and the remedy.
     """
-    # imported late: a training that stages data imports this module, and downloads nothing
+    # imported late: a training run that stages data imports this module, but downloads nothing
     from http.client import HTTPException
     from urllib.request import Request, urlopen
 
     path, url = folder / archive.names[0], str(archive.url)
     try:
         if path.is_file():
-            with suppress(DataError):  # if it is another file, or a part of it, it is replaced
+            with suppress(DataError):  # another file, or a part of this one, is replaced
                 check_md5(path, archive, on_progress=on_progress)
                 return
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,17 +126,17 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
 
 
 def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
-    """Yield the regular files of an archive, or of one within another, in the order in which they lie.
+    """Yield the regular files of an archive, or of an archive in another one, in stored order.
 
     Raises: DataError naming archive and member for a name that leads out of the archive, a link, a device, a
-    sparse file or a name that comes twice; naming the archive if it is not a tar, cut off or damaged.
+    sparse file or a duplicate name; naming the archive if it is not a tar, cut off or damaged.
     """
     origin, seen = str(archive), set()
     with _named_errors(origin), _opened(archive) as window:
         for member in tar_headers.read_members(window, path=origin, max_members=max_members):
-            # not by pathlib, which interns each part: Python 3.12 keeps such a text for ever
+            # not by pathlib, which interns each part: Python 3.12 never frees interned text
             parts = [part for part in member.name.split("/") if part not in ("", ".")]
-            # of millions of names, which may be long
+            # digests, since there may be millions of long names
             digest = hashlib.blake2b("/".join(parts).encode(), digest_size=16).digest()
             is_folder = member.name.endswith("/")
             if digest in seen and not is_folder:
@@ -163,13 +163,13 @@ def _opened(archive: Path | ArchiveMember) -> Iterator[Window]:
             return unpacked.read(length)
 
         yield Window(read)
-        while is_gzip and unpacked.read(1 << 20):  # up to the checksum of all
+        while is_gzip and unpacked.read(1 << 20):  # to the end, where gzip's checksum is verified
             pass
 
 
 @contextmanager
 def _named_errors(origin: str) -> Iterator[None]:
-    """Add the archive to errors; a system error is not reported as damage, as a new download would not help."""
+    """Add the archive to errors; system errors are not reported as damage, since a new download would not help."""
     try:
         yield
     except (EOFError, zlib.error, OverflowError, OSError) as error:

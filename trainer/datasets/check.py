@@ -25,18 +25,18 @@ from bigbatch.trainer.input.webdataset import WebDatasetSplit
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
-"""Number of images, and of images per class if these are equal; 10,000 are ImageNet-V2's."""
+"""Split -> complete number of images -> images per class, None if classes differ; 10,000 is ImageNet-V2's number."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Lists a split before any image is read."""
+    """Files of a split, found before any image is read."""
 
     images: ImageSource
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Kind -> paths of files that look like images but are not read."""
     nested: tuple[str, ...] = ()
-    """Folders below those of classes that hold images."""
+    """Folders with images inside of class folders."""
     strays: tuple[str, ...] = ()
     """Paths of all other files, also hidden ones."""
     unlisted: tuple[str, ...] = ()
@@ -45,16 +45,16 @@ class Listing:
 
 @dataclass(frozen=True)
 class ImageFinding:
-    """All cases of one kind in one place; without a case there is nothing to report."""
+    """All cases of one kind of finding in one place; without cases there is nothing to report."""
 
     kind: str
     where: str
     cases: tuple[str, ...]
     """One line per case; most begin with a path."""
     is_problem: bool
-    """False: a remark, with which the data set is fit for training."""
+    """False: a remark, which does not prevent training."""
     meaning: str = ""
-    """Remedy, or effect on the loaders."""
+    """Remedy, or effect on loading."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Contents of a split. Sides and forms are those of its good images."""
+    """Contents of a split. Sides and forms are of its intact images only."""
 
     num_images: int
     num_classes: int
@@ -102,7 +102,7 @@ def check_dataset(
 ) -> CheckReport:
     """Check every image of root/train and root/val; on_progress gets the number done and the total.
 
-    decode False reads all files and headers, so that only damage inside of an image remains unseen. An image of
+    decode False reads all files, but decodes headers only: it misses damage inside of an image. An image of
     more than max_pixels is a fault, and not decoded.
     Raises: DataError if root has neither split, or is not a list of images; ConfigError for an impossible num_workers.
     """
@@ -115,7 +115,7 @@ def check_dataset(
         raise DataError(f"{root}: {what if root.exists() else 'is not there'}; {hint}")
     splits = {split: listing.images for split, listing in listings.items()}
     total, num_done = sum(map(len, splits.values())), 0
-    # an empty part first, so that a split without images can be concatenated, too
+    # an empty part first, so that concatenation works for a split without images
     rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
     faults: dict[str, dict[str, list[str]]] = {split: {} for split in splits}
     tasks = [
@@ -151,7 +151,7 @@ def check_dataset(
 
 
 def list_folder(folder: Path) -> Listing:
-    """List folder/<class>/.../<image>, by the loaders' rule, and all else. Raises: DataError if it cannot be listed."""
+    """List folder/<class>/.../<image> by the loaders' rule, and all other files. Raises: DataError if it cannot."""
     top = list_split(folder)
     below = [list_below(folder / name) for name in top.folders]
     found = ImageIndex(
@@ -176,9 +176,9 @@ def list_folder(folder: Path) -> Listing:
 
 
 def open_listing(data: DataRoot, split: str) -> Listing:
-    """List the images of a split, whatever its form, and in a folder all else that lies there.
+    """List the images of a split in any form, and in a folder all other files.
 
-    Raises: DataError if there is no way to list them.
+    Raises: DataError if the split cannot be listed.
     """
     folder = data.path / split
     if is_packed(folder):
@@ -224,7 +224,7 @@ def split_facts(images: ImageSource, rows_N: np.ndarray) -> SplitFacts:
 
 
 def listing_findings(split: str, listing: Listing, *, leave_out: bool = False) -> list[ImageFinding]:
-    """Return all files that are not read, and folders below those of classes. leave_out: see left_out_findings."""
+    """Return findings on files that are not read, and folders in class folders. leave_out: see left_out_findings."""
     below = "its images are of that class"
     return [
         *left_out_findings(split, listing.left_out, unlisted=listing.unlisted, leave_out=leave_out),
@@ -238,7 +238,7 @@ def left_out_findings(
 ) -> list[ImageFinding]:
     """Return findings on files that look like images but are not read, and on folders that cannot be listed.
 
-    leave_out: the user left out these files, so they are not a problem.
+    leave_out: the user chose to leave out these files, so they are not a problem.
     """
     findings = []
     for kind, paths in left_out.items():
@@ -251,7 +251,7 @@ def left_out_findings(
 
 
 def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFinding]:
-    """Return missing splits, classes without images or in one split only, and counts that are not ImageNet's."""
+    """Return findings on missing splits, classes without images or in one split only, and counts unlike ImageNet's."""
     missing = tuple(f"{root}/{split}: no such folder" for split in SPLITS if split not in splits)
     meaning = "training reads train/, evaluation reads val/"
     findings = [ImageFinding("missing split", root, missing, is_problem=True, meaning=meaning)]
@@ -276,19 +276,19 @@ def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFi
 
 
 def spelling_finding(where: str, classes: Iterable[str]) -> ImageFinding:
-    """Return classes with two spellings, in one split or across both."""
+    """Return the finding on classes with two spellings, in one split or across both."""
     twice = tuple(spelled_twice(classes))
     return ImageFinding("class with two spellings", where, twice, is_problem=True, meaning=RENAME)
 
 
 def unprintable_finding(where: str, classes: Sequence[str]) -> ImageFinding:
-    """Return class names with unprintable characters."""
+    """Return the finding on class names with unprintable characters."""
     odd = tuple(name for name in classes if not name.isprintable())
     return ImageFinding("class with an unprintable name", where, odd, is_problem=True, meaning="give it another one")
 
 
 def imagenet_finding(split: str, images: ImageSource) -> ImageFinding:
-    """Return how 1,000 classes named by WordNet ids differ from complete ILSVRC-2012 and ImageNet-V2."""
+    """Return how 1,000 classes named by WordNet ids differ in number from complete ILSVRC-2012 or ImageNet-V2."""
     is_wnid = re.compile(r"n\d{8}").fullmatch
     is_imagenet = len(images.classes) == IMAGENET_CLASSES and all(map(is_wnid, images.classes))
     cases, known = [], IMAGENET_COUNTS[split]
@@ -309,7 +309,7 @@ def imagenet_finding(split: str, images: ImageSource) -> ImageFinding:
 
 def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
     """Return positions that share a digest, in groups of two and more, each in ascending order."""
-    # equal digests become neighbours: no dict of a million keys is needed
+    # sorting makes equal digests neighbours, without a dict of a million keys
     order_N = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
     is_new_N = np.ones(len(order_N), bool)
     is_new_N[1:] = (digests_N2[order_N[1:]] != digests_N2[order_N[:-1]]).any(axis=1)
@@ -319,7 +319,7 @@ def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
 
 
 def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, np.ndarray]) -> list[ImageFinding]:
-    """Find the same bytes twice: in train and val a problem, inside a split a remark."""
+    """Return findings on duplicate images: in both train and val a problem, within a split a remark."""
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
     positions_N = np.concatenate(list(good.values()))

@@ -16,7 +16,7 @@ from bigbatch.trainer.input.base import written_keys
 
 
 def print_report(report: CheckReport, *, console: Console) -> None:
-    """Print the splits side by side, the findings, the verdict; without a terminal no lines and colours."""
+    """Print the splits side by side, the findings and the verdict; lines and colours only on a terminal."""
     title, *rows = (tuple(map(printable, row)) for row in table_rows(report))
     if console.is_terminal:
         table = Table(*title, title=Text(printable(report.root)))
@@ -62,7 +62,7 @@ def _cells(facts: SplitFacts, forms: list[str]) -> list[str]:
 
 
 def finding_lines(findings: Sequence[ImageFinding], *, num_shown: int = 1) -> Iterator[str]:
-    """Return a line per finding: place, kind, count; below it the first cases."""
+    """Yield a line per finding (place, kind, count), then its first num_shown cases."""
     for finding in findings:
         word = "problem" if finding.is_problem else "remark"
         meaning = f": {finding.meaning}" if finding.meaning else ""
@@ -73,7 +73,7 @@ def finding_lines(findings: Sequence[ImageFinding], *, num_shown: int = 1) -> It
 
 
 def verdict(report: CheckReport) -> str:
-    """Return the last line."""
+    """Return the report's last line."""
     num_images = sum(facts.num_images for facts in report.splits.values())
     num_problems = sum(len(finding.cases) for finding in report.problems)
     what = "fit for training" if not num_problems else f"NOT fit for training: {num_problems:,} problem(s)"
@@ -83,7 +83,7 @@ def verdict(report: CheckReport) -> str:
 
 
 def write_json(report: CheckReport, path: Path) -> None:
-    """Write all cases of all findings. Raises: DataError if path cannot be written."""
+    """Write the report with all cases of all findings. Raises: DataError if path cannot be written."""
     try:
         write_named(path, (json.dumps(asdict(report, dict_factory=written_keys), indent=1) + "\n").encode())
     except OSError as error:

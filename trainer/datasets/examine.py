@@ -24,10 +24,10 @@ from bigbatch.trainer.input.formats import (
 from bigbatch.trainer.input.image_files import FORMATS
 
 PART_IMAGES = 64
-"""Per task of a process: half a second of decoding, so that the progress moves and a task costs next to nothing."""
+"""Images per task of a process: half a second of decoding, so that progress moves and a task's overhead is small."""
 
 TRAITS = {
-    # what is worth knowing about an image: what the loaders make of it
+    # trait of an image -> what the loaders do with it
     "progressive JPEG": "decoded as any other, more slowly",
     "grayscale": "red, green and blue all get the one channel",
     "CMYK": "converted to RGB by the plain formula, without a colour profile",
@@ -44,7 +44,7 @@ IMAGE = np.dtype(
 )
 """One row per image; sides are (height, width), traits a bit for each of TRAITS in order, form such as JPEG RGB.
 
-sides, form and traits are zero unless fit. 47 bytes, so that a million images take little."""
+sides, form and traits are zero unless fit. 47 bytes, so that a million images take 47 MB."""
 
 
 Part = tuple[str, np.ndarray, list[tuple[str, str]]]
@@ -54,7 +54,7 @@ A reason is one line, which begins with the image's path."""
 
 
 def kind_of_fault(data: bytes, error: Exception) -> str:
-    """Return the likely kind of a file for which the decoder raised error."""
+    """Return the likely kind of fault of a file for which the decoder raised error."""
     if not data:
         return "empty file"
     for start, end in ((b"\xff\xd8\xff", b"\xff\xd9"), (PNG_START[:4], PNG_END)):
@@ -72,7 +72,7 @@ def kind_of_fault(data: bytes, error: Exception) -> str:
 
 
 def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[tuple[int, int], str, int]:
-    """Find (height, width) of a stored image, its form, its traits; with decode False from the headers alone.
+    """Return (height, width), form and traits of a stored image; with decode False from its headers alone.
 
     Raises: DataError naming path.
     """
@@ -102,12 +102,12 @@ def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[t
 def _is_rotated(image: Image.Image) -> bool:
     try:
         return image.getexif().get(0x0112, 1) in range(2, 9)
-    except Exception:  # older versions of Pillow stumble over broken EXIF; the loaders never look at it
+    except Exception:  # older versions of Pillow raise for broken EXIF, which the loaders never read
         return False
 
 
 def examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: int, task: tuple[str, range]) -> Part:
-    """Read and examine the images at the positions of a split; a bad one becomes a fault."""
+    """Read and examine the images of a task (split, positions); a bad one becomes a fault."""
     split, positions = task
     images, rows_N = splits[split], np.zeros(len(positions), IMAGE)
     faults: list[tuple[str, str]] = []
@@ -125,14 +125,14 @@ def examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: in
                 found = examine(data, path=path, decode=decode, max_pixels=max_pixels)
                 digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
                 rows_N[row] = (digest, len(data), *found, True)
-            except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
+            except Exception as error:  # one bad file must not end the check, and decoders may raise anything
                 faults.append((kind_of_fault(data, error), reason_of(path, error)))
     return split, rows_N, faults
 
 
 def reason_of(path: str, error: Exception) -> str:
     """Return one line on why an image cannot be used."""
-    # what is there and cannot be read, such as a folder; an image in a shard has no path of its own
+    # an existing path that cannot be read, such as a folder; an image in a shard has no path of its own
     is_there = isinstance(error, StorageError) and os.path.lexists(path)
     if isinstance(error, DataError) and not is_there:
         return str(error.args[0])

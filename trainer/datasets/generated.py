@@ -26,7 +26,7 @@ from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.listed import SPLITS
 
 DATASET_VERSION = 1
-"""Raise it with every change that alters a pixel: old folders are then refused instead of mixed up."""
+"""Increase it with every change that alters a pixel: then folders of older versions are refused."""
 
 MANIFEST = "manifest.json"
 JPEG_QUALITY = 90
@@ -36,7 +36,7 @@ _MEND = "delete the folder to generate it again, or name a new one"
 LUMA_3 = np.array([0.299, 0.587, 0.114])
 
 Shape = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
-"""(u, v, rng) -> signed distance, about negative inside and positive outside, where the radius is about 1."""
+"""(u, v, rng) -> signed distance, negative inside and positive outside of a shape with radius of about 1."""
 
 
 def _cross(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -91,7 +91,7 @@ CLASSES = tuple(sorted(SHAPES))
 
 @dataclass(frozen=True)
 class ShapesRecipe:
-    """Settings that determine every byte of the data set; the manifest states them."""
+    """Settings that determine every byte of the data set; its manifest states them."""
 
     seed: int
     train_per_class: int
@@ -106,7 +106,7 @@ class ShapesRecipe:
 
 def render(*, seed: int, split: str, label: int, number: int, side_pixels: tuple[int, int] = (72, 112)) -> np.ndarray:
     """Draw one image: uint8, height x width x 3, both sides drawn from side_pixels (inclusive)."""
-    # a generator for each image, so that processes may draw in any order
+    # one generator per image, so that processes may draw images in any order
     rng = np.random.default_rng([seed, SPLITS.index(split), label, number])
     height, width = rng.integers(side_pixels[0], side_pixels[1] + 1, 2)
     radius_pixels = min(height, width) / 2
@@ -126,7 +126,7 @@ def render(*, seed: int, split: str, label: int, number: int, side_pixels: tuple
 def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Draw two colours of random hue, 80 to 140 grey levels apart in luminance.
 
-    In one image of five the object is the darker: without, its mean brightness would be a linear clue.
+    In one image of five the object is darker than its background; otherwise mean brightness would be a linear clue.
     """
     gap = rng.uniform(80, 140) * rng.choice([-1, 1], p=[0.2, 0.8])
     middle = rng.uniform(110, 145)
@@ -153,9 +153,9 @@ def _stroke(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarra
 
 
 def _object_frame(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return coordinates in which the object is upright with radius 1, and that radius in half sides."""
+    """Return coordinates in which the object is upright with radius 1, and its radius in half sides of the image."""
     scale, stretch = rng.uniform(0.6, 0.85), rng.uniform(1, 1.15)
-    # the larger, the nearer to the middle: it stays within the image
+    # a larger object is nearer to the middle, so that it stays within the image
     centre_x, centre_y = rng.uniform(-1, 1, 2) * (1 - scale) * 0.8
     u, v = _turn(x - centre_x, y - centre_y, rng.uniform(0, 6.28))
     return u / scale * stretch, v / scale, scale
@@ -182,9 +182,9 @@ def write_dataset(
     num_workers: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> bool:
-    """Write root/{train,val}/<class>/*.JPEG, all or nothing; False if root already holds exactly this.
+    """Write root/{train,val}/<class>/*.JPEG, all or nothing; return False if root already holds this data set.
 
-    num_workers processes share the work (1: none are started) and do not change a byte. on_progress gets
+    num_workers processes share the work (1: none are started); any number gives the same bytes. on_progress gets
     (images done, images in all). With equal versions of numpy and Pillow the bytes are equal too.
     Raises: ConfigError for an impossible seed or num_workers; DataError if root holds something else or cannot be
     written.
@@ -212,10 +212,10 @@ def write_dataset(
 
 @contextmanager
 def _sweeping_beside(root: Path) -> Iterator[None]:
-    """Remove in the end what runs that were killed left beside root, unless another one writes there.
+    """After the block, remove unfinished folders that killed runs left beside root, unless another run writes there.
 
-    Runs have a lock of the folder around root in common. If its file system cannot lock, nothing is removed.
-    Raises: OSError where that folder cannot be made.
+    Runs share a lock of root's parent folder; if its file system cannot lock, nothing is removed.
+    Raises: OSError if that folder cannot be made.
     """
     root.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(root.parent, os.O_RDONLY)
@@ -237,7 +237,7 @@ def _manifest(recipe: ShapesRecipe) -> dict[str, object]:
 
 
 def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
-    """Return True for exactly this data set, False for nothing at all; anything else in root is a DataError."""
+    """Return whether root holds this data set; False if it holds nothing. Raises: DataError for anything else."""
     try:
         found = parse_json(read_plain(root / MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
@@ -278,7 +278,7 @@ def _write_all(
 
 
 def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: tuple[str, int, range]) -> int:
-    """Write the images of (split, label, numbers), which a worker process does at a time; return how many."""
+    """Write the images of a chunk (split, label, numbers), a task of a worker process; return their number."""
     split, label, numbers = chunk
     for number in numbers:
         name, sides = CLASSES[label], recipe.side_pixels

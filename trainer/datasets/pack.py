@@ -1,4 +1,4 @@
-"""Pack class folders into shards (see shards.py): in parallel, resumable; equal input gives equal bytes."""
+"""Pack class folders or a list into shards (see shards.py): in parallel, resumable; equal input gives equal bytes."""
 
 import hashlib
 import io
@@ -49,9 +49,9 @@ class PackRecipe:
     """Settings that, with the images, determine the bytes of the shards."""
 
     shard_bytes: int = 512_000_000
-    """Most bytes of a shard, counted as the images come; a larger image gets a shard of its own."""
+    """Limit of a shard, by the sizes of the images before shrinking; a larger image gets its own shard."""
     max_side: int | None = None
-    """An image with a longer shorter side is shrunk to it; None changes no image."""
+    """An image whose shorter side is longer is shrunk to this side; None changes no image."""
     quality: int = 90
     """Quality of the JPEGs of shrunk images."""
     max_pixels: int = MAX_PIXELS
@@ -68,7 +68,7 @@ class PackRecipe:
                 raise ConfigError(f"{key}={getattr(self, key)} is not possible; give {hint}")
 
     def made(self) -> dict[str, int | None]:
-        """Return it as index.json states it; the quality only where something can be shrunk."""
+        """Return the settings as index.json states them; quality is None if no image can be shrunk."""
         quality = None if self.max_side is None else self.quality
         return {"shard_bytes": self.shard_bytes, "max_side": self.max_side, "quality": quality}
 
@@ -83,7 +83,7 @@ class SplitPlan:
     """Positions of the images of each shard."""
     bytes_in: int
     source: str
-    """Changes when an image comes, goes, grows, is written again or gets another label."""
+    """Digest that changes if an image is added or removed, or its size, modification time or label changes."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def pack(
 ) -> PackSummary:
     """Write target/<split>/ from source/<split>/<class>/<image>, or from the list source.
 
-    It finishes what an earlier call left. num_workers processes share the work (1: none are started). on_progress gets
-    (images done, images in all), on_left_out before all else a line that counts the files which are not packed and
-    look like images. Every image is decoded once. Raises: ConfigError for an impossible setting;
+    Continues an unfinished earlier call. num_workers processes share the work (1: none are started). on_progress gets
+    (images done, images in all); on_left_out first gets a line that counts the files that look like images but are
+    not packed. Every image is decoded once. Raises: ConfigError for an impossible setting;
     DataError naming a bad image, a target that holds something else, or a disk that cannot be written.
     """
     is_name = [bool(split) and "/" not in split and not split.startswith(".") for split in splits]
@@ -150,7 +150,7 @@ def pack(
             continue
         make, records = partial(_make_shard, plan.folder, recipe, stated), []
         index, labels_N = plan.index, plan.index.labels_N
-        # each with the names of its own images alone: those of all would be in the memory of each process
+        # a task has the names of its own images only, to save memory in each process
         tasks = [
             (number, [(position, index.name(position), int(labels_N[position])) for position in positions])
             for number, positions in enumerate(plan.shards)
@@ -173,7 +173,7 @@ def pack(
 
 
 def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: PackRecipe) -> list[SplitPlan]:
-    """Read all splits, then claim a folder for each; all splits have the labels of the first."""
+    """List all splits, then claim a folder for each; all splits use the labels of the first."""
     if found := find_shards(source):
         some = next(iter(found.values()))[0]
         raise DataError(f"{some}: is a WebDataset shard: training reads it as it is; name {source} in data.root")
@@ -183,14 +183,14 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
         sizes_N, digest = _survey(index)
         shards = cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes)
         plans.append(SplitPlan(target / split, index, shards, sum(sizes_N), digest))
-    # after all splits were read: one that is bad leaves no folder behind
+    # after all splits were listed, so that a bad split leaves no folder behind
     for plan in plans:
         _claim(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "source": plan.source})
     return plans
 
 
 def _survey(index: ImageIndex) -> tuple[list[int], str]:
-    """Return the bytes of each image, and a digest of all paths, labels, sizes and times of change."""
+    """Return the size of each image in bytes, and a digest of all paths, labels, sizes and modification times."""
 
     def look(position: int) -> tuple[int, int]:
         try:
@@ -200,7 +200,7 @@ def _survey(index: ImageIndex) -> tuple[list[int], str]:
         return found.st_size, found.st_mtime_ns
 
     sizes_N, digest = [], hashlib.sha256()
-    # on a network file system each answer takes its time; in parts, as a million waiting calls take memory
+    # threads, since a network file system is slow to answer; in parts, since a million waiting calls take memory
     with ThreadPoolExecutor(16) as threads:
         for first in range(0, len(index), 10_000):
             part = range(first, min(first + 10_000, len(index)))
@@ -212,10 +212,10 @@ def _survey(index: ImageIndex) -> tuple[list[int], str]:
 
 
 def cut_into_shards(sizes_N: Sequence[int], *, shard_bytes: int) -> list[range]:
-    """Return the positions of each shard, in order: as many images as fit into shard_bytes of tar, at least one."""
+    """Return the positions of each shard's images, in order: as many as fit into shard_bytes of tar, at least one."""
     firsts, filled = [0], 0
     for position, size in enumerate(sizes_N):
-        needed = BLOCK_BYTES + padded(size) + 2 * BLOCK_BYTES  # the last two are the label's
+        needed = BLOCK_BYTES + padded(size) + 2 * BLOCK_BYTES  # the last two blocks are for the label
         if filled and filled + needed > shard_bytes:
             firsts.append(position)
             filled = 0
@@ -228,7 +228,7 @@ def padded(num_bytes: int) -> int:
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Record in folder what is packed into it, and remove unusable files of earlier calls.
+    """Write the settings into folder, and remove unusable files of earlier calls.
 
     Raises: DataError.
     """
@@ -260,11 +260,11 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 def _make_shard(
     folder: Path, recipe: PackRecipe, stated: dict[str, Shard], task: tuple[int, list[tuple[int, str, int]]]
 ) -> tuple[ShardRecord, bool]:
-    """Keep the shard of an earlier call if it is the same, else write it; return whether it was written."""
+    """Return the shard's record, and whether it was written: an equal one of an earlier call is kept."""
     number, images = task
     path = folder / shard_name(number)
     if path.exists():
-        with suppress(DataError):  # the file was cut or damaged since
+        with suppress(DataError):  # if the file was cut or damaged since, write it again
             record = read_shard(path, expected=stated.get(path.name))
             if [row[0] for row in record.rows] == [image[0] for image in images]:
                 return record, False
@@ -288,12 +288,12 @@ def write_shard(target: Path, recipe: PackRecipe, images: Sequence[tuple[int, st
 
         for position, path, label in images:
             data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality, max_pixels=most)
-            # readers end the key at the first dot; the number makes it unique, whatever the folder held
+            # readers end the key at the first dot; the number makes it unique even if two names are equal
             key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"
             suffix = "png" if data.startswith(PNG_START) else "webp" if is_webp(data) else "jpg"
             size = encoded_size(data, path=path, max_pixels=most)
             header, block = tar_member(f"{key}.{suffix}", data)
-            # the offset of the image itself, behind its header: readers seek there
+            # the offset of the image's data after its header, to which readers seek
             rows.append((position, num_bytes + len(header), len(data), *size, label))
             write(header, block, *tar_member(f"{key}.cls", str(label).encode()))
         write(bytes(2 * BLOCK_BYTES))  # the end mark
@@ -301,7 +301,7 @@ def write_shard(target: Path, recipe: PackRecipe, images: Sequence[tuple[int, st
 
 
 def tar_member(name: str, data: bytes) -> tuple[bytes, bytes]:
-    """Return a header, and data padded to whole blocks; no time, no owner: name and data decide the bytes."""
+    """Return a header, and data padded to whole blocks. Without time and owner, so name and data decide the bytes."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
@@ -309,10 +309,10 @@ def tar_member(name: str, data: bytes) -> tuple[bytes, bytes]:
 
 
 def shrink(data: bytes, *, path: str, max_side: int | None, quality: int, max_pixels: int = MAX_PIXELS) -> bytes:
-    """Return data itself, or the image as a JPEG with its shorter side at max_side; decodes it in either case.
+    """Return data unchanged, or as a JPEG whose shorter side is max_side if it was longer; decodes it in either case.
 
-    Antialiased (Lanczos), aspect kept, in grey or RGB. EXIF goes, and with it the orientation: the loaders
-    ignore it, so what is stored stays as it was. Raises: DataError naming path.
+    Shrinks antialiased (Lanczos) with the same aspect ratio, in grey or RGB. Drops EXIF with its orientation, which
+    the loaders ignore, so the pixels are not rotated. Raises: DataError naming path.
     """
     image = open_image(data, path=path, max_pixels=max_pixels)
     short = min(image.size)
@@ -330,7 +330,7 @@ def shrink(data: bytes, *, path: str, max_side: int | None, quality: int, max_pi
 
 
 def _write_index(plan: SplitPlan, records: list[ShardRecord], *, recipe: PackRecipe) -> None:
-    """Write index.npy, then index.json with its hash, which alone says that all is there."""
+    """Write index.npy, then index.json with its hash: only index.json marks the split as complete."""
     entries_N = np.zeros(len(plan.index), ENTRY)
     entries_N["shard"] = np.repeat(np.arange(len(records)), [len(record.rows) for record in records])
     rows_N6 = np.concatenate([np.array(record.rows, np.int64) for record in records])
@@ -349,18 +349,18 @@ def _write_index(plan: SplitPlan, records: list[ShardRecord], *, recipe: PackRec
     for name, data in ((ENTRIES, buffer.getvalue()), (FACTS, facts.to_json().encode())):
         with new_shard_file(plan.folder / name) as file:
             file.write(data)
-    # reads what a run would read, and raises what it would raise
+    # opens the split as a run does, to raise its errors now
     read_packed(plan.folder)
 
 
 @contextmanager
 def new_shard_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that stands under path when it is whole and on disk. Raises: DataError with the path."""
+    """Yield a new file that gets the name path once it is whole and on disk. Raises: DataError with the path."""
     try:
         with replacing(path, suffix=UNFINISHED, sync=True) as file:
             yield file
     except OSError as error:
-        # each pack removes files that it takes for leftovers of a killed one
+        # another pack may have removed it as the leftover of a killed one
         is_swept = isinstance(error, FileNotFoundError)
         todo = "is another pack writing here? let one end" if is_swept else "make room"
         advice = f"{todo}, then run the same command again: finished shards are kept"

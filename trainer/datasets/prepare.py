@@ -1,4 +1,4 @@
-"""Official archives -> ROOT/<split>/<class>/<image>. A split gets its name when it is whole and counted, not before."""
+"""Unpack official archives to ROOT/<split>/<class>/<image>. A split gets its name only once it is whole and counted."""
 
 import errno
 import io
@@ -25,16 +25,16 @@ from bigbatch.trainer.datasets.show_progress import Report
 from bigbatch.trainer.input.image_files import is_image, list_below, list_split
 
 SOURCES = "prepared.json"
-"""In ROOT: which data set each split came from. Two sizes of Imagenette differ in nothing else that is quick to see."""
+"""File in ROOT that states each split's data set: nothing else distinguishes two sizes of Imagenette quickly."""
 
 StoredImage = tuple[str, bytes]
-"""(path below the folder of all splits, encoded image)."""
+"""(path relative to the folder of all splits, encoded image)."""
 
 MAX_IN_FLIGHT_BYTES = 64 << 20
-"""Images that wait for their writers stay below this, and one more."""
+"""Limit of the bytes of images that wait for a writing thread; one more image may exceed it."""
 
 _PART = ".part"
-"""The same for each run: its lock leaves one writer, which writes over what a killed one left."""
+"""Suffix of unfinished files, equal in all runs: the lock allows one writer, which overwrites a killed run's files."""
 _NOT_OFFICIAL = "this is not the official archive"
 _WNID = re.compile(r"n\d{8}")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
@@ -46,7 +46,7 @@ class DataSet:
 
     name: str
     archives: Mapping[str, Archive]
-    """Name of a split, or of all splits together -> archive; other keys: an archive that every split needs."""
+    """Name of a split, or of all splits together -> its archive; another key -> an archive that every split needs."""
     num_classes: int
     num_images: Mapping[str, int]
     """Number of images of each split."""
@@ -54,7 +54,7 @@ class DataSet:
     """(data set, archives, key of the archive to read) -> its images."""
 
     def members(self, archive: Path | ArchiveMember) -> Iterator[ArchiveMember]:
-        """Yield the files of an archive that has no more members than the data set can need. Raises: DataError."""
+        """Yield the files of an archive; refuses more members than the data set can need. Raises: DataError."""
         return read_members(archive, max_members=2 * sum(self.num_images.values()) + 10_000)
 
 
@@ -67,12 +67,12 @@ def prepare(
     num_threads: int = 8,
     on_progress: Report,
 ) -> list[str]:
-    """Write the splits that are not there yet, and return them; their archives alone are needed.
+    """Write the missing splits, and return them; needs only their archives.
 
-    Without archives the one archive is downloaded into root/archives, and stays there. An interrupted run is gone on
-    with: an image that is there is not written again.
-    Raises: DataError for an archive, a member or a number that is not as published, and then nothing of it is left; and
-    for what cannot be written or read.
+    archives: folder of the archives; None: they are downloaded to root/archives, and kept.
+    Continues an interrupted run: images already written are kept.
+    Raises: DataError if an archive, a member or a count is not as published (its files are removed), or a file cannot
+    be written or read.
     """
     if not (missing := missing_splits(root, data_set)):
         return []
@@ -100,14 +100,14 @@ def prepare(
 
 
 def write_images(folder: Path, images: Iterable[StoredImage], *, num_threads: int) -> Generator[int, None, None]:
-    """Write each image to its path, unless its bytes are there; yield the number that is done after each.
+    """Write each image to its path, unless it is there already; yield the number of images done after each.
 
-    In threads: what takes time on a cluster's file system is waiting for it. Raises: OSError.
+    Uses threads, since writing to a cluster's file system is mostly waiting. Raises: OSError.
     """
     in_flight: deque[tuple[Future[None], int]] = deque()
     num_bytes = num_done = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-write") as threads:
-        for image in chain(images, (None,)):  # at the end, all are waited for
+        for image in chain(images, (None,)):  # None: wait for all writes
             while in_flight and (image is None or len(in_flight) >= 4 * num_threads or num_bytes > MAX_IN_FLIGHT_BYTES):
                 future, size = in_flight.popleft()
                 future.result()
@@ -121,7 +121,7 @@ def write_images(folder: Path, images: Iterable[StoredImage], *, num_threads: in
 
 def _write_image(path: Path, data: bytes) -> None:
     with suppress(OSError):  # any problem shows when the file is written
-        if path.stat().st_size == len(data) and path.read_bytes() == data:  # a machine may have crashed
+        if path.stat().st_size == len(data) and path.read_bytes() == data:  # a crash may have left wrong bytes
             return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data, mark=_PART)
@@ -129,9 +129,9 @@ def _write_image(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _only_run(root: Path, data_set: DataSet) -> Iterator[Path]:
-    """Lock the folder in which the data set grows, which loaders ignore, for one run at a time.
+    """Lock the folder of unfinished splits, which loaders ignore, for one run at a time; yield its path.
 
-    It stays if the run stopped half-way, unless its files come from a refused archive.
+    The folder stays after an interrupted run, unless an archive was refused.
     Raises: DataError if another run writes there, or it cannot be made or written.
     """
     unfinished = root / f".{data_set.name}.unfinished"
@@ -154,7 +154,7 @@ def _only_run(root: Path, data_set: DataSet) -> Iterator[Path]:
             finally:
                 if not class_names(unfinished):
                     shutil.rmtree(unfinished, ignore_errors=True)
-                    with suppress(OSError):  # splits are there
+                    with suppress(OSError):  # root holds splits
                         root.rmdir()
     except OSError as error:
         advice = "fix that and run the command again, it goes on where it stopped"
@@ -165,7 +165,7 @@ def _only_run(root: Path, data_set: DataSet) -> Iterator[Path]:
 def missing_splits(root: Path, data_set: DataSet) -> list[str]:
     """Return the splits that are still to be written.
 
-    Raises: DataError if one is there that is not complete or came from another data set.
+    Raises: DataError if an existing split is not complete, or is of another data set.
     """
     missing = []
     for split in data_set.num_images:
@@ -182,13 +182,13 @@ def missing_splits(root: Path, data_set: DataSet) -> list[str]:
 
 
 def _finish(root: Path, data_set: DataSet, *, split: str, unfinished: Path) -> None:
-    """Count what was written and give it its name. Raises: DataError if there is too little or too much; OSError."""
+    """Count a split's images and rename it to its final name. Raises: DataError for wrong counts; OSError."""
     if (problem := _wrong_counts(unfinished / split, data_set, split=split)) is not None:
         raise DataError(f"{unfinished / split}: {problem}; it is deleted: download the archive again and repeat")
     # before the rename: a split under its name always has its source
     sources = {**_read_sources(root), split: data_set.name}
     write_whole(root / SOURCES, json.dumps(sources, indent=2).encode(), mark=_PART)
-    os.sync()  # it must survive a power cut whole; to sync each of 1.3 million files would take hours
+    os.sync()  # so that a named split survives a power cut; syncing each of 1.3 million files would take hours
     os.replace(unfinished / split, root / split)
 
 
@@ -207,7 +207,7 @@ def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
 
 
 def _read_sources(root: Path) -> dict[str, Any]:
-    """Return what earlier runs wrote there; empty if none did."""
+    """Return the content of root's SOURCES file; empty if there is none."""
     path = root / SOURCES
     try:
         return dict(parse_json(read_plain(path)))
@@ -243,10 +243,10 @@ def _flat(archive: Path | ArchiveMember, data_set: DataSet) -> Iterator[ArchiveM
 
 
 def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
-    """Return the classes of ImageNet's development kit, and those of ILSVRC2012_val_00000001.JPEG and so on.
+    """Return the classes of ImageNet's development kit, and the class of each validation image, in order of its number.
 
-    The kit numbers the classes in an order of its own, which is not that of sorted names: only meta.mat tells. SciPy
-    reads it once its MD5 sum was compared: a damaged file would crash it. Raises: DataError.
+    The kit numbers classes in its own order, not that of sorted names; only meta.mat states it. SciPy reads that file
+    after the check of its MD5 sum, since a damaged one would crash SciPy. Raises: DataError.
     """
     try:
         from scipy.io import loadmat
@@ -259,7 +259,7 @@ def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
         # the synsets with children are groups of the others
         wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if row["num_children"] == 0}
         val_wnids = [wnids[int(line)] for line in files[wanted[1]].split()]
-    except Exception as error:  # of a parser that raises almost anything
+    except Exception as error:  # the parser may raise almost anything
         raise DataError(f"{archive}: names no classes ({first_line(error)}); download it again") from error
     found, expected = (len(wnids), len(val_wnids)), (data_set.num_classes, data_set.num_images["val"])
     if found != expected or not all(map(_WNID.fullmatch, wnids.values())):
@@ -269,7 +269,7 @@ def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
 
 
 def _read_imagenette(data_set: DataSet, paths: Mapping[str, Path], key: str) -> Iterator[StoredImage]:
-    """Yield imagenette2*/<split>/<wnid>/<image> without the first folder; the noisy labels' table is left out."""
+    """Yield imagenette2*/<split>/<wnid>/<image> without the first folder; leaves out the table of noisy labels."""
     for member in data_set.members(paths[key]):
         if is_image(member.path.name):
             _, *inner = member.path.parts
@@ -303,7 +303,7 @@ def read_wnids(root: Path, *, num_classes: int) -> list[str]:
 def _read_cifar(data_set: DataSet, paths: Mapping[str, Path], key: str) -> Iterator[StoredImage]:
     """Yield all images as PNG: <split>/<class>/<position in the split, five digits>.png.
 
-    torchvision compares the MD5 sum of each pickle before it loads it: no other code than the published is executed.
+    torchvision checks the MD5 sum of each pickle before it loads it, so only published pickles are executed.
     """
     from PIL import Image
     from torchvision import datasets
@@ -339,7 +339,7 @@ IMAGENET = DataSet(
     num_images={"train": 1_281_167, "val": 50_000},
     read=_read_imagenet,
 )
-"""Image-net.org hands these out after registration, so there is nothing to download here."""
+"""Its archives are not downloaded here: image-net.org provides them after registration."""
 
 _V2_NAMES = ("imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequency-format-val.tar.gz")
 IMAGENET_V2 = DataSet(

@@ -1,4 +1,4 @@
-"""Run work in many processes; all of them end after a Ctrl-C or if the parent is killed."""
+"""Run work in many processes, which end after a Ctrl-C or if the parent is killed."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _works: list[Callable[[Any], Any]] = []
-"""Work of a process of the pool: sent once, since it may hold the names of a million images."""
+"""The work function of this pool process, sent once: it may hold the names of a million images."""
 
 
 def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:
-    """Yield work of each task, in order, in num_workers processes (1: in this one).
+    """Yield work(task) for each task, in order, computed in num_workers processes (1: in this one).
 
     Raises: ConfigError for an impossible num_workers, at the call; DataError if a process dies.
     """
@@ -38,7 +38,7 @@ def _in_processes(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_
         try:
             yield from pool.map(_work_here, tasks)
         finally:
-            # map cancels on its own, but not where a Ctrl-C comes while it still hands the tasks over
+            # map cancels by itself, except if a Ctrl-C arrives while it still submits tasks
             pool.shutdown(cancel_futures=True)
     except BrokenProcessPool as error:
         hint = "out of memory? give fewer --workers; from a script of your own, guard it by if __name__ == '__main__'"
@@ -46,7 +46,7 @@ def _in_processes(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_
 
 
 def _start_worker(work: Callable[[Any], Any]) -> None:
-    """Leave Ctrl-C to the parent, which lets the tasks at work be finished; end with a parent that was killed."""
+    """Prepare a worker process: it ignores Ctrl-C, which the parent handles, and ends if the parent is killed."""
     _works[:] = [work]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

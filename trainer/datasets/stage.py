@@ -1,7 +1,7 @@
-"""A packed data set near the GPU: copied to a node's own disk or memory, with every byte checked on its way.
+"""Stage a packed data set: copy it to a node's own disk or memory, and verify every byte.
 
-One process of a node copies; those that come meanwhile wait for it. A split is whole when its index.json is there,
-which comes last.
+One process of a node copies, while others wait for it. A split is whole once it has its index.json, which is written
+last.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 
 LOCK, USERS = ".stage.lock", ".stage.users"
 CHECKED, IN_PART = b"checked and on disk\n", b"copied in part\n"
-"""Contents of the file STAGED beside a copy; one without it, by other means, is read once more."""
+"""Contents of the file STAGED beside a copy; a copy without it, made by other means, is verified first."""
 MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(STAGED)}|\..*{UNFINISHED}")
-"""Names of what stage writes into a split, beside index.json."""
+"""Names of the files that stage writes into a split, besides index.json."""
 CHUNK_BYTES = 8 << 20
 _ANOTHER = "delete its folder to stage again, or name another DST"
 
@@ -45,13 +45,13 @@ class StageSummary:
     num_shards: int
     bytes_copied: int
     bytes_kept: int
-    """Bytes of an earlier call that were verified by SHA-256 again; 0 if comparing the sizes was enough."""
+    """Bytes of an earlier call that were verified again by SHA-256; 0 if their sizes were enough."""
     seconds: float
-    """Seconds without the wait for another process."""
+    """Duration without the wait for another process."""
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate of checking, 1e9 bytes per second, whether copied or kept."""
+        """Return the rate of verification in 1e9 bytes per second, of copied and kept bytes."""
         return (self.bytes_copied + self.bytes_kept) / 1e9 / self.seconds
 
     def __str__(self) -> str:
@@ -83,10 +83,10 @@ def stage(
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
 ) -> StageSummary:
-    """Copy those of splits that the packed data set source has to target, or finish what an earlier call left.
+    """Copy those splits that the packed data set source has to target, or finish an earlier call.
 
-    num_workers threads copy. on_progress gets (bytes done, bytes in all); on_wait is called where another process
-    stages into target, before the wait for its end. Raises: ConfigError for an impossible num_workers; DataError
+    num_workers threads copy. on_progress gets (bytes done, bytes in all); on_wait is called before the wait for
+    another process that stages into target. Raises: ConfigError for an impossible num_workers; DataError
     for a source that is not packed, cut, edited or gone, and for a target that is another user's, holds something
     else, is too small or cannot be written.
     """
@@ -95,11 +95,11 @@ def stage(
     if find_shards(source):
         how = "copy the folder by other means, such as cp -r, and name the copy in data.root"
         raise DataError(f"{source}: holds WebDataset shards, which have no checksums: {how}")
-    # index.json alone: where all is staged already, a thousand nodes ask for it at once
+    # index.json alone: if all is staged already, a thousand nodes read nothing else from the source
     plans = [_plan(source / split, target / split) for split in splits if (source / split).is_dir()]
     if not plans:
         raise DataError(f"{source}: holds none of {', '.join(splits)}; name the DST of `bigbatch data pack`")
-    # the lock first, then the look: another process may have made it complete meanwhile
+    # lock before looking at the copy: another process may have completed it meanwhile
     with _only_process(target, on_wait) as was_private:
         start = time.monotonic()
         todo = [plan for plan in plans if not (was_private and _is_complete(plan))]
@@ -131,9 +131,9 @@ def stage(
 
 @contextmanager
 def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
-    """Register as a user of the copy, present or future, in target; without keep the last user removes it.
+    """Register for the block as a user of a copy, made now or later, in target; without keep the last user removes it.
 
-    What cannot be locked is left to stage to tell of. What else lies there stays, and so do two empty files.
+    Ignores a target that cannot be locked, which stage() reports. Other files there and two empty lock files stay.
     """
     users = None
     with suppress(OSError):
@@ -151,7 +151,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
 
 def _remove(target: Path, users: IO[bytes]) -> None:
     """Remove the copy, unless another process stages or uses it. Raises: OSError."""
-    # users first: of ranks that end at the same moment, which give up their shares by trying, one alone succeeds
+    # of ranks that end at the same moment one gets this lock: each gives up its share of it when it tries
     if not try_lock(users):
         return
     with open_lock(target / LOCK) as lock:
@@ -160,11 +160,11 @@ def _remove(target: Path, users: IO[bytes]) -> None:
         for split in (target / name for name in SPLITS):
             if split.is_symlink() or not split.is_dir():
                 continue
-            # index.json first: what is left of a split never looks whole
+            # index.json first, so that a partly removed split never looks whole
             made = [split / FACTS, *(path for path in split.iterdir() if MADE.fullmatch(path.name))]
             for path in made:
                 path.unlink(missing_ok=True)
-            with suppress(OSError):  # the folder holds something else
+            with suppress(OSError):  # the folder has other files
                 split.rmdir()
 
 
@@ -187,8 +187,8 @@ def _plan(source: Path, target: Path) -> _Split:
 def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[bool]:
     """Lock target for this process on this node; yield whether only this user could write there until now.
 
-    If not, sizes are not believed: others may have planted the bytes. The kernel frees the lock however its process
-    ends. The wait has no bound of its own: the process with the lock shows its progress.
+    If not, sizes are no proof: other users may have written the bytes. The kernel frees the lock however its process
+    ends. The wait has no time limit: the process with the lock shows its progress.
     """
     with _named(target):
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -219,14 +219,14 @@ def _is_complete(split: _Split) -> bool:
         if not is_ours or read_plain(split.target / STAGED) != CHECKED:
             return False
         read_packed(split.target)
-    except (OSError, DataError):  # what is missing or broken is made again
+    except (OSError, DataError):  # missing or broken files are copied again
         return False
     return True
 
 
 def _make_way(split: _Split) -> None:
     """Remove cut files in the target. Raises: DataError for files there that are not the source's."""
-    read_packed(split.source)  # a shard that is gone or cut is seen now, not after an hour
+    read_packed(split.source)  # to find a missing or cut shard now, not after an hour
     index, ours = split.target / FACTS, {STAGED, *(file.name for file in split.files)}
     with _named(split.target):
         split.target.mkdir(exist_ok=True)
@@ -249,7 +249,7 @@ def _require_room(target: Path, splits: Sequence[_Split]) -> None:
     free, advice = shutil.disk_usage(target).free, "make room, or name another DST"
     left = memory_left() if lies_in_memory(target) else None
     if left is not None and left < free:
-        # more would end the job, and not the copy
+        # the kernel would kill the job for more memory
         free, advice = left, "its files count as memory of this job: ask for more, or name a DST on a disk"
     if missing > free:
         numbers = f"{missing / 1e9:.4g} GB are to be copied, {free / 1e9:.4g} GB are free"
@@ -257,7 +257,7 @@ def _require_room(target: Path, splits: Sequence[_Split]) -> None:
 
 
 def _fetch_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool]]:
-    """Fetch all files; yield each, and if it was copied. An error or a Ctrl-C drops copies under way."""
+    """Fetch all files; yield each, and whether it was copied. An error or Ctrl-C cancels unfinished copies."""
     stop = threading.Event()
     with ThreadPoolExecutor(num_workers, thread_name_prefix="bigbatch-stage") as threads:
         futures = {threads.submit(_fetch, split, file, stop=stop): file for file in split.files}
@@ -265,7 +265,7 @@ def _fetch_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
-            # copies under way look at it between chunks; those that wait are cancelled
+            # running copies check it between chunks; waiting ones are cancelled
             stop.set()
             threads.shutdown(cancel_futures=True)
 
@@ -277,8 +277,8 @@ def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
         if target.exists():
             if sha256_of(target) == file.sha256:
                 return False
-            target.unlink()  # at once: where index.json is there already, the split must not look whole
-        # synced: a power cut must not leave the full size without the content
+            target.unlink()  # at once: if index.json exists already, the split must not look whole
+        # synced, so that a power cut does not leave the full size without the content
         with replacing(target, mark=UNFINISHED, sync=True) as copy:
             for chunk in _chunks(source):
                 if stop.is_set():
@@ -301,7 +301,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the target to system errors."""
+    """Turn system errors into a DataError naming the target."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Hugging Face's image data sets on disk, Arrow or Parquet, become class folders: read by pyarrow alone."""
+"""Unpack Hugging Face's image data sets on disk (Arrow or Parquet) into class folders, by pyarrow alone."""
 
 import os
 import tempfile
@@ -14,23 +14,23 @@ from bigbatch.trainer.datasets.check import ImageFinding
 from bigbatch.trainer.datasets.prepare import StoredImage, write_images
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
-"""Names of data sets for a run's two splits."""
+"""Data sets' name of a split -> split of a run."""
 IN_FOLDER = "dataset_dict.json"
 OF_SPLIT = "state.json"
 """Files that `datasets` writes into a folder of saved splits, and into that of a split."""
 MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 BATCH_ROWS = 64
-"""Images in memory at a time."""
+"""Rows, each with an image, in memory at a time."""
 NUM_THREADS = 4
-"""Writers: what takes time on a cluster's file system is waiting for it."""
+"""Writing threads: writing to a cluster's file system is mostly waiting."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Files of a folder to read, and splits to ignore."""
+    """Files of a folder to read, and the names of ignored splits."""
 
     files: Mapping[str, Sequence[Path]]
-    """Split, train or val, or "" where there is one for both -> its files."""
+    """Split (train or val; "" if the folder is not divided) -> its files."""
     others: Sequence[str] = ()
     """Names of splits that a run does not read, such as test."""
 
@@ -47,7 +47,7 @@ def find_tables(folder: Path) -> Tables | None:
     others = [name for name in found if name not in SPLIT_NAMES]
     if files.keys() == {"train", "val"}:
         return Tables(files, others)
-    if "train" in files:  # a test set is not a validation set: it would have chosen the model
+    if "train" in files:  # a test set is not used for validation: the choice of the model would depend on it
         return Tables({"": files["train"]}, others)
     if len(found) == 1:
         return Tables({"": next(iter(found.values()))})
@@ -63,11 +63,11 @@ def unpack_tables(
     on_progress: Callable[[int, int], None],
     leave_out: bool,
 ) -> list[ImageFinding]:
-    """Write target/<class>/<image>, below train/ and val/ where tables has both. target appears when it is whole.
+    """Write target/<class>/<image>, below train/ and val/ if tables has both; target appears once it is whole.
 
-    columns: those of image and label, where the files do not say which. on_progress gets bytes of all files. Rows that
-    lack an image or a label are found. Raises: DataError for a file that is damaged, a target that exists, and files
-    without an image.
+    columns: those of image and label, if the files do not state them. on_progress gets (bytes done, bytes in all).
+    Returns findings on rows without an image or a label. Raises: DataError for a damaged file, an existing target, and
+    files without an image.
     """
     if os.path.lexists(target):
         raise DataError(f"{target}: exists; remove it, or name another ROOT")
@@ -78,7 +78,7 @@ def unpack_tables(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as own:
-            hidden = Path(own, "pictures")  # own is its owner's alone, target takes the umask
+            hidden = Path(own, "pictures")  # own has mode 700, while target gets the mode by the umask
             for split, files in tables.files.items():
                 for number, path in enumerate(files):
                     images = _rows(path, number=number, columns=columns, lacking=lacking)
@@ -125,7 +125,7 @@ def _is_plain(name: object) -> bool:
 
 
 def _parquet(folder: Path) -> dict[str, list[Path]]:
-    """Find splits by folders, else by names such as train-00000-of-00002.parquet; data/ is not a split."""
+    """Return split -> files, by folders, else by names such as train-00000-of-00002.parquet; data/ is not a split."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted((*folder.glob("[!.]*.parquet"), *folder.glob("[!.]*/[!.]*.parquet"))):
         own = path.stem.partition("-")[0]
@@ -155,7 +155,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
                 for picture, value in zip(batch.column(image), batch.column(label), strict=True):
                     row += 1
                     cell, class_name = picture.as_py(), _class_of(value.as_py(), names)
-                    # bytes, or {"bytes": ..., "path": ...}; a path without bytes leads elsewhere
+                    # bytes, or {"bytes": ..., "path": ...}; a path without bytes is outside of the table
                     held = cell.get("bytes") if isinstance(cell, dict) else cell
                     data = held if isinstance(held, bytes) else b""
                     suffix = next((MAGIC[magic] for magic in MAGIC if data.startswith(magic)), None)
@@ -169,7 +169,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
 
 
 def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[str, str, Sequence[str] | None]:
-    """Return the columns of images and labels, and the names that whole numbers stand for. Raises: DataError."""
+    """Return the columns of images and labels, and the class names of integer labels. Raises: DataError."""
     try:
         features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
         features = {name: kind for name, kind in features.items() if isinstance(kind, dict)}
@@ -200,5 +200,5 @@ def _class_of(value: object, names: Sequence[str] | None) -> str:
 
 
 def is_folder_name(label: str) -> bool:
-    """Return whether a label can name a folder that lies below another, on any file system."""
+    """Return whether a label can name a subfolder on any file system."""
     return label.isprintable() and "/" not in label and not label.startswith(".") and 0 < len(label.encode()) < 200

@@ -17,19 +17,19 @@ from bigbatch.trainer.input.tar_headers import Window, read_members
 
 COLUMNS = ("offset", "length", "height", "width", "label")
 _ANY_PIXELS = 178_000_000
-"""Largest legal data.max_megapixels."""
+"""Largest legal data.max_megapixels, in pixels."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard, with (number in the split, *COLUMNS) of each of its images."""
+    """A shard, and for each image (number in the split, *COLUMNS)."""
 
     shard: Shard
     rows: Sequence[tuple[int, ...]]
 
 
 def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int], None] | None = None) -> int:
-    """Read all shards of all packed splits of root again; return the number of images.
+    """Read every byte of all packed splits of root again, and verify them; return the number of images.
 
     on_progress gets (shards done, shards in all). Raises: DataError naming what is missing, cut, edited or
     wrong; ConfigError for an impossible setting.
@@ -45,7 +45,7 @@ def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int]
 
 
 def _stated_shards(folder: Path) -> list[tuple[Path, ShardRecord]]:
-    """Return the shards as the index states them. Raises: DataError, as opening the split for training does."""
+    """Return the shards as the index states them. Raises: DataError, as when a run opens the split."""
     index, stated = read_packed(folder), []
     for number, shard in enumerate(index.facts.shards):
         positions_M = np.flatnonzero(index.entries_N["shard"] == number)
@@ -67,9 +67,9 @@ def _verify_shard(stated: tuple[Path, ShardRecord]) -> None:
 
 
 def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
-    """Return the facts that an index must state of a shard.
+    """Return the record that the index must have of a shard.
 
-    Raises: DataError if it is not a shard of ours, other than expected, or cannot be read.
+    Raises: DataError if `bigbatch data pack` did not write the shard, it differs from expected, or cannot be read.
     """
     try:
         shard = Shard(path.name, path.stat().st_size, sha256_of(path))
