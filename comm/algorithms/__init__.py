@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.auto import AUTO
-from bigbatch.comm.algorithms.hierarchical import doubling_allreduce_, hierarchical_allreduce_, sharded_allreduce_
+from bigbatch.comm.algorithms.doubling import doubling_allreduce_
+from bigbatch.comm.algorithms.hierarchical import hierarchical_allreduce_, sharded_allreduce_
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.ring import Announce, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Across, Owners, shared_allreduce_

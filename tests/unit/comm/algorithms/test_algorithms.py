@@ -13,7 +13,7 @@ from thread_ranks import Post, PostBackend, sum_by_threads
 from torch import Tensor
 
 from bigbatch.comm.algorithms import make_allreduce, ring
-from bigbatch.comm.algorithms.hierarchical import doubling_allreduce_
+from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import HOPS_AT_ONCE, SEGMENT_BYTES, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Owners, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire

@@ -10,7 +10,7 @@ import torch
 from replayed_sums import draw, lost, replay
 from thread_ranks import sum_by_threads
 
-from bigbatch.comm.algorithms.hierarchical import doubling_allreduce_
+from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import ring_allreduce_
 from bigbatch.comm.algorithms.wire import LOST, Wire, rounding_note
 from bigbatch.comm.backends.base import Capabilities
