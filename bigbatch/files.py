@@ -186,10 +186,11 @@ def write_own(path: Path, data: bytes) -> None:
 
 def open_plain(path: str | Path) -> BinaryIO:
     """Open a plain file to read. Raises: OSError, also for a pipe, a socket or a device, which may never end."""
-    return open(path, "rb", opener=lambda name, flags: _open_plain_sized(name, flags)[0])
+    return open(path, "rb", opener=lambda name, flags: open_plain_sized(name, flags)[0])
 
 
-def _open_plain_sized(name: str | Path, flags: int) -> tuple[int, int]:
+def open_plain_sized(name: str | Path, flags: int = os.O_RDONLY | os.O_CLOEXEC) -> tuple[int, int]:
+    """Open a plain file, as open_plain does; return its descriptor and its size in bytes. Raises: OSError."""
     # O_NONBLOCK: opening a pipe without a writer would not return
     descriptor = os.open(name, flags | os.O_NONBLOCK)
     facts = os.fstat(descriptor)
@@ -204,7 +205,7 @@ def read_plain(path: str | Path) -> bytes:
 
     It takes four system calls: after each a thread waits for the interpreter lock, and up to 64 threads read images.
     """
-    descriptor, size = _open_plain_sized(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor, size = open_plain_sized(path)
     try:
         data = os.read(descriptor, size + 1)
         # a network file system may hand over parts, and a file may have grown

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bigbatch.errors import StorageError
+from bigbatch.files import open_plain_sized
 from bigbatch.trainer.input.order import read_problem
 
 FACTS, SETTINGS, STAGED = "index.json", "pack.json", ".staged"
@@ -36,7 +37,7 @@ class _ShardFile:
     """File that closes after its last reader: no reader's descriptor is closed, or reused for another file."""
 
     def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
+        self._descriptor, _ = open_plain_sized(path)
 
     def stamp(self) -> Stamp:
         return stamp_of(os.fstat(self._descriptor))
