@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bigbatch.errors import ConfigError, SimulationError
-from bigbatch.experiments.engine.folder import DONE, SweepFolder
+from bigbatch.experiments.engine.folder import DONE, SweepFolder, rate_of
 from bigbatch.experiments.engine.points import Point
 from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.launch.simulate.scaling import Question, fit_to_step, simulate_point
@@ -20,8 +20,7 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
     """
     measured: dict[int, float] = {}
     for point in points:
-        summary = folder.read_summary(point.number) if folder.state_of(point.number) == DONE else None
-        if summary is not None and isinstance(rate := summary.get("images_per_second"), float) and rate > 0:
+        if folder.state_of(point.number) == DONE and (rate := rate_of(folder.read_summary(point.number))):
             measured[point.number] = rate
     base = min((point for point in points if point.number in measured), key=lambda point: point.ranks, default=None)
     fitted = None

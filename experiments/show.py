@@ -7,7 +7,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bigbatch.errors import print_line
-from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder
+from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder, rate_of
 from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import short, shown
@@ -59,10 +59,10 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
     if state["state"] != DONE:
         return f"{state['state']}: {state['reason']}" if state["reason"] else str(state["state"])
     summary = folder.read_summary(state["number"]) or {}
-    rate, top1 = summary.get("images_per_second"), summary.get("top1")
+    rate, top1 = rate_of(summary), summary.get("top1")
     is_trained = summary.get("loader") != "synthetic" and isinstance(top1, float)
     told = [f"top-1 {100 * (top1 or 0.0):.2f}%"] if is_trained else []
-    return ", ".join([*told, *([f"{rate:,.0f} images/s"] if isinstance(rate, float) and rate else [])]) or "done"
+    return ", ".join([*told, *([f"{rate:,.0f} images/s"] if rate else [])]) or "done"
 
 
 def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -> None:

@@ -1,7 +1,7 @@
 """The folder of a sweep or a search: its plan, and the state of each point. `bigbatch report` reads it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,3 +198,9 @@ def require_same_experiment(path: Path, now: Config, *, config: str, of_machine:
                 f"{config} or what overrides it is not as it was when this folder was begun: put it back, or "
                 "name another --folder"
             )
+
+
+def rate_of(summary: Mapping[str, Any] | None) -> float | None:
+    """Return the images per second of a finished run's summary; None if it states none above 0."""
+    rate = (summary or {}).get("images_per_second")
+    return rate if isinstance(rate, float) and rate > 0 else None
