@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from bigbatch.errors import tell
+from bigbatch.errors import first_line, tell
 from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.launch.jobs.foreground import shell_code
 from bigbatch.launch.jobs.together import how_it_ended
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         return FAILED  # its ranks have saved and stopped, or were ended
     except DistNetworkError as error:
         at = f"{arguments.master_addr}:{arguments.master_port}"
-        tell(f"no rendezvous at {at}: {str(error).splitlines()[0]}; --master states a free port of the first node")
+        tell(f"no rendezvous at {at}: {first_line(error)}; --master states a free port of the first node")
         return FAILED
     except ChildFailedError as error:
         # a rank that ends because another one was lost is not the cause
