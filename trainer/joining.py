@@ -176,8 +176,9 @@ def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
     told = admitted.told
     ownership.number, since = told["owner"], awake_seconds() - told["waited"]
     line = f"joined: {told['joined']}; "
-    go_on = partial(heal, config, job, kept=None, ownership=ownership, group=admitted.group, entered=entered)
-    return Arrived(go_on(told=line, since=since), splits, told["back_at"])
+    group = admitted.group
+    healed = heal(config, job, kept=None, ownership=ownership, group=group, entered=entered, told=line, since=since)
+    return Arrived(healed, splits, told["back_at"])
 
 
 def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Entered]:

@@ -11,7 +11,7 @@ from bigbatch.comm.measure.cost_model import Backward, SecondsOf
 NUM_BUFFER_SIZES = 64
 NUM_FIRST_SIZES = 16
 NUM_THRESHOLDS = 8
-"""Values of each size to try: some thousand plans, 0.2 seconds for ResNet-50's 161 gradients."""
+"""Values of each size to try: some thousand plans for ResNet-50's 161 gradients."""
 
 LEAST_GAIN = 0.002
 """Least saving, as a share of backward and exposed time, that is worth more buffers, as each costs the host some work.
