@@ -21,7 +21,7 @@ POSITIVE = Range("positive and at most 3.4e38", lambda v: 0 < v <= 3.4e38)  # fp
 NOT_NEGATIVE = Range("0 or more, and at most 1e9", lambda v: 0 <= v <= 1e9)
 DECAY = Range("0 or more, and at most 1000", lambda v: 0 <= v <= 1000)  # with a larger one no weight is learned
 COUNT = Range("positive and at most 1e9", lambda v: 0 < v <= 1e9)  # whole numbers, and seconds: more overflow clocks
-THREADS = Range("positive and at most 4096", lambda v: 0 < v <= 4096)  # libgomp crashes with some ten thousand
+UP_TO_4096 = Range("positive and at most 4096", lambda v: 0 < v <= 4096)  # libgomp crashes with some ten thousand
 SHARE = Range("at least 0 and at most 1", lambda v: 0 <= v <= 1)
 ABOVE_ZERO = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_ONE = Range("at least 0 and below 1", lambda v: 0 <= v < 1)

@@ -14,7 +14,7 @@ from bigbatch.trainer.config.fields import (
     PATH,
     POSITIVE,
     SHARE,
-    THREADS,
+    UP_TO_4096,
     OnlyFor,
 )
 
@@ -137,9 +137,9 @@ class DataConfig:
     """Most bad images to replace by others; the summary counts and lists them. null: end at the first one."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
     """Images with more million pixels, by their header, are bad: a megapixel takes 4 MB per decoding thread."""
-    num_threads: Annotated[int, COUNT] = 4
+    num_threads: Annotated[int, UP_TO_4096] = 4
     """Decoding threads per rank."""
-    prefetch_batches: Annotated[int, COUNT] = 2
+    prefetch_batches: Annotated[int, UP_TO_4096] = 2
     """Microbatches prepared ahead of use."""
     patience_seconds: Annotated[float, COUNT] = 20.0
     """How long to retry an image that cannot be read; then the run saves a checkpoint and ends."""
@@ -250,7 +250,7 @@ class ComputeConfig:
     """Keep images and weights in NHWC memory, which tensor cores and oneDNN read without a conversion."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms on each new shape and keep the fastest; no effect on a CPU."""
-    cpu_threads: Annotated[int | None, THREADS] = None
+    cpu_threads: Annotated[int | None, UP_TO_4096] = None
     """CPU threads per rank for computation; they determine how sums are rounded. null: the rank's share of the
     machine's cores, or 1 with run.reproducible."""
     recomputed_blocks: Annotated[int, NOT_NEGATIVE] = 0

@@ -139,6 +139,8 @@ def test_config_refuses_numbers_outside_of_the_range_of_each_key():
         ("run.target_top1", 76.1, "above 0 and at most 1"),
         ("optimizer.ema_decay", -0.1, "at least 0 and below 1"),
         ("compute.cpu_threads", 100_000, "positive and at most 4096"),
+        ("data.num_threads", 100_000, "positive and at most 4096"),
+        ("data.prefetch_batches", 100_000, "positive and at most 4096"),
         ("run.seed", 2**63, "0 or more, and below 2**63"),
     ],
 )
