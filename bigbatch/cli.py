@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
-from bigbatch.errors import FULL, UserError, notes_of, or_nearest, printable, tell
+from bigbatch.errors import DISK_FULL, UserError, notes_of, or_nearest, printable, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
 from bigbatch.groups import GROUPS, load_command
 from bigbatch.paths import work_folder
@@ -23,13 +23,13 @@ from bigbatch.paths import work_folder
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
 
-TURN_SECONDS = 0.3
+EXIT_SPACING_SECONDS = 0.3
 
 HELP, VERSION = ("-h", "--help"), "--version"
 NO_VALUE = re.compile("--[^=]+=--")
 """Matches words such as --name=--, on which argparse fails before Python 3.13."""
 
-NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
+UNUSABLE_PATH = (errno.EACCES, errno.ENAMETOOLONG)
 """Errors that pathlib raises when it tests whether a path exists; the user named the path, so main() reports it."""
 
 REMOVED = {
@@ -108,11 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A message may name a file that is not UTF-8; and Python -u would write a line in parts, with lines of
             # other ranks between them.
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
-    code = _write_out(_answer(arguments))
+    code = _flush_streams(_exit_code_of(arguments))
     _record_end(code)  # first: mpirun may end this rank while it waits for the others
     if code:
-        _tell_the_others(code)
-    worker = _worker()
+        _abort_peers(code)
+    worker = _rank_of_job()
     # a thread that still waits for a dead file system: the interpreter's teardown would wait for it
     is_held = any(thread.name.startswith("bigbatch-") and not thread.daemon for thread in threading.enumerate())
     if worker is not None or is_held:
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         if worker is not None and code and worker.launcher == "openmpi":
             # one after the other: mpirun may crash or hang if several exit at once (docs/decisions/039)
-            time.sleep(worker.rank % 10 * TURN_SECONDS)
+            time.sleep(worker.rank % 10 * EXIT_SPACING_SECONDS)
         # Skip the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort: a good run must
         # exit with 0, and a failed rank must not wait for its peers or for a dead file system. All files are closed.
         os._exit(code)
@@ -138,7 +138,7 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
-def _write_out(code: int) -> int:
+def _flush_streams(code: int) -> int:
     """Flush stdout and stderr; return code, or, if it is 0 and stdout cannot be written, that error's code.
 
     Unwritable output is dropped: the interpreter would try again when it ends, and exit with a code of its own.
@@ -149,11 +149,11 @@ def _write_out(code: int) -> int:
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             if number == 1 and not code:
-                code = _code_of(error)
+                code = _report_error(error)
     return code
 
 
-def _answer(arguments: list[str]) -> int:
+def _exit_code_of(arguments: list[str]) -> int:
     """Run the command line; return the exit code, also after an exception."""
     try:
         return _dispatch(arguments)
@@ -166,7 +166,7 @@ def _answer(arguments: list[str]) -> int:
             _record_end(0)
         raise
     except (KeyboardInterrupt, Exception) as error:
-        return _code_of(error)
+        return _report_error(error)
 
 
 def _is_pipe_closed() -> bool:
@@ -240,7 +240,7 @@ def _run(command: str, arguments: list[str]) -> int:
     return int(load_command(COMMANDS[command][0]).main(arguments))
 
 
-def _code_of(error: BaseException) -> int:
+def _report_error(error: BaseException) -> int:
     """Print the exception, in one line if the user can fix it, else with a traceback; return the exit code."""
     if isinstance(error, KeyboardInterrupt):  # a Ctrl-C may come while torch is imported
         tell("interrupted", *notes_of(error))
@@ -250,11 +250,11 @@ def _code_of(error: BaseException) -> int:
     if isinstance(error, UserError):
         tell(*error.args, *notes_of(error))
         return error.exit_code
-    if isinstance(error, OSError) and error.errno in NOT_LOOKED_AT and error.filename:
+    if isinstance(error, OSError) and error.errno in UNUSABLE_PATH and error.filename:
         path = printable(os.fsdecode(error.filename))
         tell(f"{path}: cannot be used ({error.strerror}); name another path, or check its permissions")
         return FAILED
-    if isinstance(error, OSError) and error.errno in FULL:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         where = printable(os.fsdecode(error.filename)) if error.filename else "a file, or the output,"
         tell(f"{where} cannot be written ({error.strerror}): free some disk")
         return FAILED
@@ -262,13 +262,13 @@ def _code_of(error: BaseException) -> int:
     return CRASHED
 
 
-def _tell_the_others(code: int) -> None:
+def _abort_peers(code: int) -> None:
     """Tell the connected ranks that this one fails, so that none waits until its time limit."""
     if communicator := sys.modules.get("bigbatch.comm.communicator"):
         communicator.abort_all(code)
 
 
-def _worker() -> "ProcessEnv | None":
+def _rank_of_job() -> "ProcessEnv | None":
     """Return this process's place in a job of several ranks, if it has read the environment to join one."""
     environ = sys.modules.get("bigbatch.comm.rendezvous.environ")
     if environ is None:

@@ -202,7 +202,7 @@ def tell(*lines: object) -> None:
 tell_once = cache(tell)
 """Like tell, but each text once per process: a launcher reads its job's config several times."""
 
-FOLLOWS = re.compile(r" ended with exit code \d+(; ending the others)?$")
+LAUNCHER_LINE = re.compile(r" ended with exit code \d+(; ending the others)?$")
 """Matches a launcher's line about a failed rank; any other line of the log, such as the rank's own, says more."""
 
 
@@ -221,7 +221,7 @@ def first_line(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk, and of a user's full quota."""
 
 
@@ -236,7 +236,7 @@ def why_unwritten(path: Path, error: Exception) -> str:
     """Return why path was not written: the system's reason if there is one; for a full disk also its free space."""
     system = find_os_error(error)
     reason = first_line(error) if system is None else system.strerror or str(system)
-    if system is not None and system.errno in FULL:
+    if system is not None and system.errno in DISK_FULL:
         with suppress(OSError):
             reason += f", {shutil.disk_usage(path.parent).free / 1e6:.3g} MB are free there"
     return reason

@@ -34,11 +34,11 @@ def spans(numbers: Iterable[int], *, between: str = ", ") -> str:
     return between.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def is_measure(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Check that a value read from a file is a finite number that a float holds exactly enough; False for a bool."""
     return type(value) in (int, float) and abs(value) < 1e15  # type: ignore[arg-type]
 
 
-def has_measures(record: Mapping[str, object], *names: str) -> bool:
-    """Return whether a record, perhaps damaged or of another release, has a number (is_measure) under each name."""
-    return all(is_measure(record.get(name)) for name in names)
+def has_numbers(record: Mapping[str, object], *names: str) -> bool:
+    """Return whether a record, perhaps damaged or of another release, has a number (is_number) under each name."""
+    return all(is_number(record.get(name)) for name in names)

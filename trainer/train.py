@@ -19,7 +19,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.healing import Ownership, can_heal, heal
 from bigbatch.trainer.joining import Facts, arrive, connect_alone, facts_of, failing_alone, find_waiting, take_in
-from bigbatch.trainer.machine.host import leave_compiler_out
+from bigbatch.trainer.machine.host import skip_compiler_import
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             data=replace(config.data, stage=None),
             comm=replace(config.comm, calibrate="never"),
         )
-    leave_compiler_out()  # only here: bigbatch.train does not change a script's process
+    skip_compiler_import()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
     gc.freeze()  # else each collection scans all objects of torch's imports, also while other ranks wait
     summary = lead(config, job, is_dry_run=is_dry_run, is_quiet="--quiet" in argv)

@@ -16,7 +16,7 @@ from bigbatch.trainer.build.plan import make_guess_watch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.reading import require_few
+from bigbatch.trainer.input.reading import require_few_bad_images
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
@@ -257,7 +257,7 @@ class TrainingLoop:
             self.output.say(f"skipped: {reason}")
         if new:
             self.output.log("skipped", {"step": done, "pictures": new})
-        require_few(list(self.skipped.values()), max_skipped=self.config.data.max_skipped)
+        require_few_bad_images(list(self.skipped.values()), max_skipped=self.config.data.max_skipped)
 
     @contextmanager
     def _saving_on_failure(self, done: int) -> Iterator[None]:

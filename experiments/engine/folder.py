@@ -13,7 +13,7 @@ from bigbatch.experiments.engine.points import Point
 from bigbatch.files import parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
-from bigbatch.trainer.config.names import renamed
+from bigbatch.trainer.config.names import rekeyed
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run import folder as run_folder
@@ -87,7 +87,7 @@ class SweepFolder:
             old = parse_yaml(read_plain(self.sweep))
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
-        old = renamed(old) if isinstance(old, dict) else {}
+        old = rekeyed(old) if isinstance(old, dict) else {}
         if "repeats" in old:
             reads = "bigbatch report reads it; "
             raise LaunchOptionError(f"{self.path} {EARLIER.format(what='a sweep', reads=reads)}")

@@ -15,7 +15,7 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.kinds import is_option
-from bigbatch.trainer.config.names import renamed
+from bigbatch.trainer.config.names import rekeyed
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known, typed
 from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
@@ -133,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: it holds no keys; see {PACKAGED / 'sweeps/scaling.yaml'}")
-    return dict(renamed(content))
+    return dict(rekeyed(content))
 
 
 def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
@@ -174,7 +174,7 @@ def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
         return f"{where}: unknown key {name}; {SUCCESSORS[name]}"
     refusals = Refusals()
     try:
-        with refusals.finally_of():
+        with refusals.raise_all():
             require_known(name, known=known, where=where, refusals=refusals, prog="bigbatch sweep")
     except ConfigError as error:
         return str(error)

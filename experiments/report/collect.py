@@ -19,7 +19,7 @@ from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import flatten
-from bigbatch.trainer.config.kinds import spread
+from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.cost import spent_by
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -239,7 +239,7 @@ def _trained(
     name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
 ) -> TrainedRun:
     """Compute a run's results from its records. Raises: errors of reading damaged files."""
-    flat = spread(flatten(config))
+    flat = flat_options(flatten(config))
     is_generated = flat["data.loader"] == "synthetic"
     size = flat["batch.global_batch_size"]
     figures = read_figures(records, global_batch_size=size, target=target, is_generated=is_generated)

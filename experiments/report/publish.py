@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.price is not None and not 0 < arguments.price < math.inf:
         raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
     by = tuple(filter(None, (arguments.by or "").split(",")))
-    with (refusals := Refusals()).finally_of():
+    with (refusals := Refusals()).raise_all():
         for key in (key for key in by if not is_option(key)):
             require_known(key, known=(*KEYS, RANKS, CASE), where="--by", refusals=refusals)
     report_on(arguments.folders, output=arguments.output, target=arguments.target, price=arguments.price, by=by)

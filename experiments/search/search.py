@@ -39,9 +39,9 @@ from bigbatch.experiments.show import Show
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, parse_overrides
-from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
+from bigbatch.trainer.config.range_test import RANGE_TEST
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.config.short_run import plain, shorten
+from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
 from bigbatch.trainer.run.folder import RunDir, read_records
 
 RATE = "schedule.base_lr"
@@ -84,7 +84,7 @@ class Search:
             config=self.config[1],
             options=parse_overrides(self.config[2:], prog="bigbatch tune search"),
             epochs=self.epochs,
-            search={name: plain(getattr(self, name)) for name in decides},
+            search={name: tuples_as_lists(getattr(self, name)) for name in decides},
             **self.launch.place,
         )
 
@@ -123,7 +123,7 @@ class Search:
         return shorten(config, epochs=self.epochs, evaluate_each=self.prune, directory=directory)
 
     def point(self, number: int, values: dict[str, str], config: Config) -> Point:
-        held = {key: plain(lookup(config, key)) for key in values}
+        held = {key: tuples_as_lists(lookup(config, key)) for key in values}
         ranks = self.launch.num_ranks
         return Point(number, held, config.run.seed, ranks, ranks, 1, config)
 

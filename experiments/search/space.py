@@ -109,7 +109,7 @@ def parse_axis(text: str) -> Axis:
     """Parse one --space option. Raises: ConfigError naming the option and a legal form."""
     key, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
-    with (refusals := Refusals()).finally_of():
+    with (refusals := Refusals()).raise_all():
         if not is_option(key):
             require_known(key, known=tuple(KEYS), where=f"--space {text}", refusals=refusals)
     if key in SET_BY_SEARCH:

@@ -11,7 +11,7 @@ from threading import Thread
 from bigbatch.comm.rendezvous.exit_record import has_recorded_failure, read_record
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
-from bigbatch.numbers import has_measures
+from bigbatch.numbers import has_numbers
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
@@ -185,7 +185,7 @@ def last_report(folder: Path) -> str | None:
     newest = deque(reports, maxlen=1)
     if not newest:
         return None
-    return ", ".join(f"{name} {newest[0][name]:.6g}" for name in SHOWN if has_measures(newest[0], name))
+    return ", ".join(f"{name} {newest[0][name]:.6g}" for name in SHOWN if has_numbers(newest[0], name))
 
 
 def _stated(words: Sequence[str], option: str) -> str | None:

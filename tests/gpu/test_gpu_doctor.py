@@ -16,7 +16,7 @@ from bigbatch.trainer.doctor.examine import TENSORS, Examination, ExaminationRes
 from bigbatch.trainer.doctor.exchange import Probes
 from bigbatch.trainer.doctor.probe import _Probe
 from bigbatch.trainer.doctor.profile import FindSyncs
-from bigbatch.trainer.doctor.speedups import change
+from bigbatch.trainer.doctor.speedups import try_values
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {
@@ -64,7 +64,7 @@ def test_examination_tells_how_long_the_gpu_works() -> None:
     findings = ExaminationResults()
 
     def start(values: Mapping[str, Any]) -> Any:
-        changed = change(config, values, world_size=1)
+        changed = try_values(config, values, world_size=1)
         assert isinstance(changed, Config)
         return InThisProcess(changed)
 

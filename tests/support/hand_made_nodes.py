@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bigbatch.trainer.preflight.meeting import Attendee
-from bigbatch.trainer.preflight.verdict import Node, judge
+from bigbatch.trainer.preflight.meeting import NodeAddress
+from bigbatch.trainer.preflight.verdict import Node, find_faults
 
 GBIT = 1e9 / 8
 
@@ -33,13 +33,13 @@ def cluster(count: int = 4, *, rate: Callable[[int, int], float] = lambda a, b: 
     return nodes
 
 
-def place(number: int, **changes: Any) -> Attendee:
-    return replace(Attendee(8 * number, f"n{number}", "10.0.0.1", 1, f"m{number}", 8, None), **changes)
+def place(number: int, **changes: Any) -> NodeAddress:
+    return replace(NodeAddress(8 * number, f"n{number}", "10.0.0.1", 1, f"m{number}", 8, None), **changes)
 
 
 def texts(nodes: list[Node]) -> list[str]:
-    return [finding.text for finding in judge(nodes)]
+    return [finding.text for finding in find_faults(nodes)]
 
 
 def blamed(nodes: list[Node]) -> list[str]:
-    return sorted({host for finding in judge(nodes) for host in finding.hosts})
+    return sorted({host for finding in find_faults(nodes) for host in finding.hosts})

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.twin.rows import read_given, read_questions
-from bigbatch.cli import NOT_LOOKED_AT
+from bigbatch.cli import UNUSABLE_PATH
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import read_process_env
@@ -33,9 +33,9 @@ from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.input.shard_files import FACTS
+from bigbatch.trainer.input.shard_files import INDEX
 from bigbatch.trainer.input.shards import ENTRIES, open_split, read_packed
-from bigbatch.trainer.input.webdataset import INDEX
+from bigbatch.trainer.input.webdataset import INDEX_FILE
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_curves
 
@@ -138,7 +138,7 @@ class Surface:
         except SystemExit:  # --help among the options
             pass
         except OSError as error:  # a name too long: the command line says it in a line of its own
-            if error.errno not in NOT_LOOKED_AT or not error.filename:
+            if error.errno not in UNUSABLE_PATH or not error.filename:
                 raise
         assert sorted(os.listdir(self.folder)) == before
 
@@ -236,13 +236,13 @@ def webdataset_of(folder: Path, name: str) -> Read:
     (root / "train").mkdir(parents=True)
     (folder / "packed/train/shard-000000.tar").rename(root / "train/0.tar")
     expected = len(open_split(root, "train"))
-    path = root / name if name == INDEX else root / "train" / name
+    path = root / name if name == INDEX_FILE else root / "train" / name
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
         with redirect_stderr(io.StringIO()):
             index = open_split(root, "train")
-        assert name != INDEX or len(index) == expected
+        assert name != INDEX_FILE or len(index) == expected
         for number in range(len(index)):
             index.read(number)
 
@@ -318,11 +318,11 @@ def surfaces(folder: Path) -> dict[str, Callable[[], Surface]]:
         "metrics": lambda: of(METRICS, metrics_of(folder)),
         "checkpoint": lambda: of_kept(checkpoint_of(folder / "checkpoints", "state.pt")),
         "manifest": lambda: of_kept(checkpoint_of(folder / "checkpoints", "manifest.json")),
-        "index": lambda: of_kept(packed_of(folder, FACTS)),
+        "index": lambda: of_kept(packed_of(folder, INDEX)),
         "entries": lambda: of_kept(packed_of(folder, ENTRIES)),
         "shard": lambda: of_kept(packed_of(folder, "shard-000000.tar")),
         "webdataset": lambda: of_kept(webdataset_of(folder, "0.tar")),
-        "webdataset index": lambda: of_kept(webdataset_of(folder, INDEX)),
+        "webdataset index": lambda: of_kept(webdataset_of(folder, INDEX_FILE)),
     }
 
 

@@ -16,7 +16,7 @@ from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
-from bigbatch.trainer.config.dotted import words_of
+from bigbatch.trainer.config.dotted import as_line
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.models import build_model
@@ -100,7 +100,7 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
                 raise
             count, _, height, width = images_BCHW.shape
             raise ConfigError(
-                f"model.name={name} cannot compute {count} images of {height} x {width}: {words_of(error)}; choose "
+                f"model.name={name} cannot compute {count} images of {height} x {width}: {as_line(error)}; choose "
                 "another data.image_size, batch.microbatch_size or batch.bn_span, or model.options that go with them"
             ) from error
         del model.forward

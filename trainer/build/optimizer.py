@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.kinds import complete
-from bigbatch.trainer.config.optimizer import WHOLE, is_foreign
+from bigbatch.trainer.config.kinds import with_default_options
+from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.foreign import find_optimizer, has_modes, start_training
 from bigbatch.trainer.optim.lamb import LAMB
@@ -45,10 +45,10 @@ def make_optimizer(
 
 def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torch.optim.Optimizer:
     """Return one of OPTIMIZERS, with the settings and options that it takes."""
-    stated = complete("optimizer", settings.name, settings.options)
+    stated = with_default_options("optimizer", settings.name, settings.options)
     if settings.momentum is not None:
         stated["momentum"] = settings.momentum
-    if settings.name in WHOLE:
+    if settings.name in WHOLE_MATRIX:
         # apart gives weights that are not matrices, or do not adapt, groups of their own
         factor = stated.pop("vector_lr_factor", 1.0)
         groups = [part for group in groups for part in apart(group, vector_lr_factor=factor)]

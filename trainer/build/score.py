@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, or_nearest
-from bigbatch.trainer.config.dotted import import_owner, is_of_library, words_of
+from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropies
@@ -71,7 +71,7 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
     try:
         metric.figure(sums_M, count=NUM_TRIED)
     except Exception as error:  # foreign code may raise anything
-        raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {words_of(error)}") from error
+        raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {as_line(error)}") from error
     return metric
 
 
@@ -97,7 +97,7 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
     try:
         own = found(**options)
     except Exception as error:  # foreign code may raise anything
-        raise ConfigError(f"{key} does not take the options {dict(options)}: {words_of(error)}") from error
+        raise ConfigError(f"{key} does not take the options {dict(options)}: {as_line(error)}") from error
     if isinstance(own, nn.Module):
         if any(True for _ in own.parameters()):
             raise ConfigError(f"{key} has its own weights, which are not trained: move them into the model")
@@ -129,7 +129,7 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
             whole = own(logits_BK, targets)
             halves = [own(*half) for half in zip(logits_BK.chunk(2), targets.chunk(2), strict=True)]
     except Exception as error:  # foreign code may raise anything
-        raise ConfigError(f"{key} fails on {shapes}: {words_of(error)}") from error
+        raise ConfigError(f"{key} fails on {shapes}: {as_line(error)}") from error
     if not isinstance(whole, Tensor) or not whole.ndim or len(whole) != len(logits_BK):
         given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"type {type(whole).__name__}"
         raise ConfigError(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from bigbatch.errors import or_nearest
 from bigbatch.trainer.config.batch import ranks_per_ghost
-from bigbatch.trainer.config.dotted import is_dotted
+from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.kinds import check_options
 from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.sections import (
@@ -324,7 +324,7 @@ def check_model_name(name: str) -> Iterator[str]:
             )
         return
     _, colon, of_library = name.partition(":")
-    if not (of_library and name.startswith(LIBRARIES) if colon else is_dotted(name)):
+    if not (of_library and name.startswith(LIBRARIES) if colon else is_import_path(name)):
         yield (
             f"model.name={name} is not a legal name: use a form such as timm:resnet18, torchvision:resnet18 or "
             "mypackage.models.Net"

@@ -14,7 +14,7 @@ LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
 """Packages with many callables besides models, losses and optimizers."""
 
 
-def is_dotted(name: str) -> bool:
+def is_import_path(name: str) -> bool:
     """Return whether name has the form of an import path, such as schedulefree.SGDScheduleFree; imports nothing."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
@@ -43,7 +43,7 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
             f"importing {module_name} ends Python: put its script code below if __name__ == '__main__'"
         ) from error
     except Exception as error:  # foreign code may raise anything
-        raise ValueError(f"importing {module_name} fails: {words_of(error)}") from error
+        raise ValueError(f"importing {module_name} fails: {as_line(error)}") from error
 
 
 def is_of_library(found: object, *, name: str) -> bool:
@@ -56,7 +56,7 @@ def is_of_library(found: object, *, name: str) -> bool:
     return not packages.isdisjoint((*LIBRARIES, *sys.stdlib_module_names))
 
 
-def words_of(error: Exception) -> str:
+def as_line(error: Exception) -> str:
     """Return one line: the error that foreign code raised, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames and frames[-1].lineno else ""

@@ -9,13 +9,12 @@ from typing import Any
 from bigbatch.errors import ConfigError, nearest, tell_once
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
-from bigbatch.trainer.config.kinds import fold, is_option, spread
+from bigbatch.trainer.config.kinds import flat_options, is_option, nest_options
 from bigbatch.trainer.config.names import modernize_
 from bigbatch.trainer.config.options import parse_options
-from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
-from bigbatch.trainer.config.range_test import suggested_rate
+from bigbatch.trainer.config.range_test import RANGE_TEST, suggested_rate
 from bigbatch.trainer.config.refusals import Refusals
-from bigbatch.trainer.config.schedule import in_proportion
+from bigbatch.trainer.config.schedule import shorter_schedule
 from bigbatch.trainer.config.schema import (
     KEYS,
     SECTIONS,
@@ -90,7 +89,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
     """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()
     names, overrides = _parse(argv, refusals, prog=prog)
-    with refusals.finally_of():
+    with refusals.raise_all():
         if not names:
             raise ConfigError("--config is missing: name a YAML file or one of " + ", ".join(packaged_configs()))
         if len(names) > 1:
@@ -103,7 +102,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
 def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:
     """Return key -> value of options such as --run.epochs=3. Raises: ConfigError."""
     refusals = Refusals()
-    with refusals.finally_of():
+    with refusals.raise_all():
         names, overrides = _parse(argv, refusals, prog=prog)
         if names:
             raise ConfigError(f"--config {names[0]}: the file states the experiment: leave it out")
@@ -114,7 +113,7 @@ def _parse(argv: Sequence[str], refusals: Refusals, *, prog: str) -> tuple[list[
     names, words = parse_options(argv, prog=prog, packaged=packaged_configs(), refusals=refusals)
     overrides = {}
     for key, word in words.items():
-        with refusals.of(key):
+        with refusals.collect(key):
             overrides[key] = typed(key, _value_of(key, word))
     return names, overrides
 
@@ -147,13 +146,13 @@ class Experiment:
             config = make_config(values)
         except ConfigError as error:
             epochs = self.stated.get("run.epochs", KEYS["run.epochs"].default)
-            shorter = in_proportion(spread(values), epochs=epochs, kept=spread(fold(overrides)))
+            shorter = shorter_schedule(flat_options(values), epochs=epochs, kept=flat_options(nest_options(overrides)))
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
-        origins |= dict.fromkeys(overrides := fold(overrides), "command line")
+        origins |= dict.fromkeys(overrides := nest_options(overrides), "command line")
         of_runs = {key: file for key, file in self.of_runs.items() if key not in overrides}
         if config.schedule.range_test is not None:  # the run states its number: a restart needs no file
             is_stated = "schedule.base_lr" in overrides
-            rate = suggested_rate(spread(values), read_recipe=read_dumped, is_rate_stated=is_stated)
+            rate = suggested_rate(flat_options(values), read_recipe=read_dumped, is_rate_stated=is_stated)
             stated["schedule.base_lr"] = rate
             origins["schedule.base_lr"] = f"range test {config.schedule.range_test}"
             schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
@@ -164,7 +163,7 @@ class Experiment:
 def read_experiment(name: str) -> Experiment:
     """Read a file, a packaged experiment or a run folder's. Raises: ConfigError, also for its import paths."""
     refusals = Refusals()
-    with refusals.finally_of():
+    with refusals.raise_all():
         path = find_config(name, what="config")
         found = read_stated(path, refusals, is_run=path == Path(name) / RUN_CONFIG)
     resolved = found.with_values({})
@@ -221,8 +220,8 @@ def read_dumped(text: str) -> dict[str, Any]:
     """
     content = parse_yaml(text)
     modernize_(content, is_run=True)
-    stated = fold(flatten(content))
-    values = spread(stated | with_defaults(stated))  # with the keys that this version does not know
+    stated = nest_options(flatten(content))
+    values = flat_options(stated | with_defaults(stated))  # with the keys that this version does not know
     sums_half = values["comm.wire_dtype"] in ("float16", "bfloat16") or values["optimizer.precision"] in (
         "bf16",
         "fp16",
@@ -268,7 +267,7 @@ def _flatten_checked(content: dict[str, Any], *, path: Path, refusals: Refusals)
             if not is_option(name):
                 require_known(name, known=tuple(KEYS), where=str(path), refusals=refusals)
             if name in KEYS or is_option(name):
-                with refusals.of(name):
+                with refusals.collect(name):
                     checked[name] = typed(name, value)
     return checked
 

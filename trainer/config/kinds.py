@@ -123,7 +123,7 @@ class CyclicOptions:
     """Height of each cycle relative to the one before, in (0, 1]."""
 
 
-HOLDERS: dict[str, dict[str, type]] = {
+OPTION_CLASSES: dict[str, dict[str, type]] = {
     "model": {"resnet9": ResNet9Options, **dict.fromkeys(RESNETS, ResNetOptions)},
     "optimizer": {
         "lars": LARSOptions,
@@ -137,26 +137,26 @@ HOLDERS: dict[str, dict[str, type]] = {
     "schedule": {"polynomial": PolynomialOptions, "step": StepOptions, "cyclic": CyclicOptions},
 }
 """Section -> name of a model, optimizer or schedule -> its options."""
-KINDS = {
+OPTIONS = {
     section: {name: {key.name: key for key in read_keys(f"{section}.options", holder)} for name, holder in own.items()}
-    for section, own in HOLDERS.items()
+    for section, own in OPTION_CLASSES.items()
 }
 """Section -> name of a model, optimizer or schedule -> name of an option -> its key."""
-OPTION_KEYS = {str(key): key for own in KINDS.values() for keys in own.values() for key in keys.values()}
+OPTION_KEYS = {str(key): key for own in OPTIONS.values() for keys in own.values() for key in keys.values()}
 """Dotted key -> key of every option above, such as model.options.width."""
 
 
-SPREAD = tuple(f"{section}.options" for section in KINDS)
-"""Keys that hold options, which spread() replaces by one key for each."""
-_BEFORE_OPTIONS = tuple(f"{key}." for key in SPREAD)
+OPTIONS_KEYS = tuple(f"{section}.options" for section in OPTIONS)
+"""Keys that hold options, which flat_options() replaces by one key for each."""
+_OPTION_PREFIXES = tuple(f"{key}." for key in OPTIONS_KEYS)
 
 
 def is_option(name: str) -> bool:
     """Return whether a dotted key is an option of a model, optimizer or schedule, of bigbatch or another package."""
-    return name.startswith(_BEFORE_OPTIONS)
+    return name.startswith(_OPTION_PREFIXES)
 
 
-def fold(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Collect options under their section: {'model.options.width': 4} -> {'model.options': {'width': 4}}."""
     folded = {name: value for name, value in values.items() if not is_option(name)}
     for name in filter(is_option, values):
@@ -165,20 +165,20 @@ def fold(values: Mapping[str, Any]) -> dict[str, Any]:
     return folded
 
 
-def spread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo fold: return each option under a dotted key, such as model.options.width."""
+def flat_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo nest_options: return each option under a dotted key, such as model.options.width."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if name in SPREAD and isinstance(value, Mapping):
+        if name in OPTIONS_KEYS and isinstance(value, Mapping):
             found |= {f"{name}.{option}": each for option, each in value.items()}
-        elif name not in SPREAD:
+        elif name not in OPTIONS_KEYS:
             found[name] = value
     return found
 
 
-def complete(section: str, name: str, stated: Any) -> Any:
+def with_default_options(section: str, name: str, stated: Any) -> Any:
     """Return all options of that model, optimizer or schedule, with defaults; unchanged for another package's."""
-    keys = KINDS[section].get(name)
+    keys = OPTIONS[section].get(name)
     if keys is None or not isinstance(stated, Mapping | None):
         return stated or None
     held = {option: key.default for option, key in keys.items()} | dict(stated or {})
@@ -190,7 +190,7 @@ def complete(section: str, name: str, stated: Any) -> Any:
 
 def check_options(section: str, name: str, stated: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield an error for each unknown option of that model, optimizer or schedule, and each illegal value."""
-    keys = KINDS[section].get(name, {})
+    keys = OPTIONS[section].get(name, {})
     for option, value in (stated or {}).items():
         named = f"{section}.options.{option}"
         if option not in keys:

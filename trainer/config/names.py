@@ -5,14 +5,14 @@ from types import NoneType
 from typing import Any, get_args
 
 from bigbatch.errors import nearest
-from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS
+from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS
 
-REPLACED = {
+REPLACED_VALUES = {
     ("comm", "wire_dtype", "int8"): "bfloat16",
     ("run", "loggers", "csv"): None,
 }
 """Section, key and value -> its replacement; None: remove it from a list."""
-DEFAULTS = (None, 0.65, 0)
+REMOVED_DEFAULTS = (None, 0.65, 0)
 """Defaults of removed keys, which older run folders state."""
 REMOVED = {
     "run.wandb_options": "wandb reads WANDB_PROJECT, WANDB_MODE and so on from the environment",
@@ -32,17 +32,17 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
     """
     lines = []
     sections = {section: values for section, values in content.items() if isinstance(values, dict)}
-    for (section, key, old), new in REPLACED.items() if is_run else ():
+    for (section, key, old), new in REPLACED_VALUES.items() if is_run else ():
         stated = sections.get(section, {}).get(key)
         if stated == old or (isinstance(stated, list) and old in stated):
             sections[section][key] = new if stated == old else [each for each in stated if each != old]
             lines.append(f"{section}.{key}={old} is there no more{f', and {new} takes its place' if new else ''}")
     for section, values in sections.items():
-        legal = KINDS.get(section, {}).get(str(values.get("name")), {})
+        legal = OPTIONS.get(section, {}).get(str(values.get("name")), {})
         for key in [key for key in values if f"{section}.{key}" in MOVED]:
             value, new = values.pop(key), MOVED[f"{section}.{key}"]
             is_foreign = "name" in values and key not in legal
-            if (value is None and says_nothing(new, name=values.get("name"))) or (is_run and is_foreign):
+            if (value is None and is_without_effect(new, name=values.get("name"))) or (is_run and is_foreign):
                 continue
             options = values.get("options")
             if options is None or isinstance(options, dict):
@@ -50,30 +50,30 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
             lines += [] if is_run else [f"{section}.{key} is {new} now"]
         for name in [f"{section}.{key}" for key in values if is_run and f"{section}.{key}" in REMOVED]:
             value = values.pop(name.partition(".")[2])
-            lines += [] if value in DEFAULTS else [f"{name}={value} has no effect: {REMOVED[name]}"]
+            lines += [] if value in REMOVED_DEFAULTS else [f"{name}={value} has no effect: {REMOVED[name]}"]
     if is_run and "compute" in sections:
         sections["compute"].setdefault("mode", "eager")  # a run from before the key was computed as it stated
     return lines
 
 
-def says_nothing(option: str, *, name: object) -> bool:
+def is_without_effect(option: str, *, name: object) -> bool:
     """Return whether null under an old key states nothing: the option cannot be null, or name does not have it.
 
     option: its new dotted key. name: the model, optimizer or schedule; None if it is not stated beside the key.
     """
     section, _, own = option.split(".")
-    is_missing = name is not None and own not in KINDS[section].get(str(name), {})
+    is_missing = name is not None and own not in OPTIONS[section].get(str(name), {})
     return is_missing or NoneType not in get_args(OPTION_KEYS[option].kind)
 
 
-def renamed(value: Any) -> Any:
+def rekeyed(value: Any) -> Any:
     """Return the content of a sweep's file, with moved keys renamed at any depth."""
     if isinstance(value, dict):
-        return {MOVED.get(name, name) if isinstance(name, str) else name: renamed(each) for name, each in value.items()}
-    return [renamed(each) for each in value] if isinstance(value, list) else value
+        return {MOVED.get(name, name) if isinstance(name, str) else name: rekeyed(each) for name, each in value.items()}
+    return [rekeyed(each) for each in value] if isinstance(value, list) else value
 
 
-_OF_OTHERS = {
+_OTHER_TRAINERS_OPTIONS = {
     "augment.cutmix_alpha": "cutmix",
     "augment.erasing_probability": "random_erase reprob",
     "augment.mixup_alpha": "mixup",
@@ -106,10 +106,10 @@ _OF_OTHERS = {
     "schedule.warmup_epochs": "lr_warmup_epochs",
 }
 """Key of bigbatch -> options of PyTorch's ImageNet example, timm's train.py and torchvision's references."""
-OTHERS_NAMES = {word: key for key, words in _OF_OTHERS.items() for word in words.split()}
+KEY_OF_OTHER_NAME = {word: key for key, words in _OTHER_TRAINERS_OPTIONS.items() for word in words.split()}
 
 _ACCUMULATION = "it follows from batch.global_batch_size, batch.microbatch_size and the number of ranks"
-ELSEWHERE = {
+SET_OUTSIDE_CONFIG = {
     "device": "bigbatch launch ... --device cpu trains on the CPU",
     "evaluate": "bigbatch evaluate RUN does that",
     "gpus": "bigbatch launch local --ranks N says how many",
@@ -123,12 +123,12 @@ ELSEWHERE = {
 """Options of these trainers that no key sets -> hint: what sets them in bigbatch."""
 
 
-def meant_name(name: str, known: Iterable[str]) -> str:
+def closest_key(name: str, known: Iterable[str]) -> str:
     """Return the known name that was meant, in any section; empty if none is similar."""
     known = list(known)
     last = name.rpartition(".")[2].replace("-", "_")
-    if OTHERS_NAMES.get(last) in known:
-        return OTHERS_NAMES[last]
+    if KEY_OF_OTHER_NAME.get(last) in known:
+        return KEY_OF_OTHER_NAME[last]
     # then without the section, which may be wrong or missing
     whole = {each: each for each in known} if "." in name else {}
     for words, word in ((whole, name.replace("-", "_")), ({each.rpartition(".")[2]: each for each in known}, last)):

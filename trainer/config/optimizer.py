@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bigbatch.errors import ConfigError, or_nearest
-from bigbatch.trainer.config.dotted import is_dotted
+from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.kinds import check_options
 from bigbatch.trainer.config.sections import OPTIMIZERS, CommConfig, OptimizerConfig, RunConfig
 
 STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_decay"}
 """Arguments of an optimizer -> the keys of the config that give them."""
-WHOLE = ("muon", "shampoo")
+WHOLE_MATRIX = ("muon", "shampoo")
 """Optimizers that need whole matrices; ranks divide their work."""
 CROSS_ENTROPY = "cross_entropy"
-ENTRY = ("name", "options")
+METRIC_FIELDS = ("name", "options")
 """Keys of a metric with options."""
 SMALLEST_SCALE = 1.0
 """The unscaled loss: a smaller scale cannot repair gradients that overflow fp16 (65504) even here."""
@@ -40,7 +40,7 @@ def check_optimizer_name(name: str) -> Iterator[str]:
             f"{or_nearest(name.lower(), OPTIMIZERS)}. Others need an import path, such as "
             "schedulefree.SGDScheduleFree"
         )
-    if is_foreign(name) and not is_dotted(name):
+    if is_foreign(name) and not is_import_path(name):
         yield f"optimizer.name={name} must be an import path such as schedulefree.SGDScheduleFree"
 
 
@@ -119,7 +119,7 @@ def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
         if options is not None:
             yield f"optimizer.loss_options={options} has no meaning with optimizer.loss={loss}: set it to null"
         return
-    if not is_dotted(loss):
+    if not is_import_path(loss):
         yield (
             f"optimizer.loss={loss} must be {CROSS_ENTROPY} or the import path of a loss, such as "
             "mypackage.losses.Focal"
@@ -143,8 +143,8 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> Iterator[str]:
             continue
         stated = entry if isinstance(entry, dict) else {"name": entry}
         options = stated.get("options")
-        is_known = set(stated) <= set(ENTRY) and (options is None or isinstance(options, dict))
-        if not (is_known and isinstance(stated.get("name"), str) and is_dotted(stated["name"])):
+        is_known = set(stated) <= set(METRIC_FIELDS) and (options is None or isinstance(options, dict))
+        if not (is_known and isinstance(stated.get("name"), str) and is_import_path(stated["name"])):
             yield (
                 f"run.metrics: {name} is {entry!r}: give an import path, such as mypackage.metrics.Balanced, or "
                 "{name: mypackage.metrics.Balanced, options: {...}}"

@@ -11,8 +11,8 @@ from bigbatch.errors import ConfigError, tell_once
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
-from bigbatch.trainer.config.kinds import HOLDERS, KINDS, OPTION_KEYS, is_option
-from bigbatch.trainer.config.names import MOVED, says_nothing
+from bigbatch.trainer.config.kinds import OPTION_CLASSES, OPTION_KEYS, OPTIONS, is_option
+from bigbatch.trainer.config.names import MOVED, is_without_effect
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -63,7 +63,7 @@ def parse_options(
         if hasattr(parsed, old):
             tell_once(f"{old} is {new} now")
             stated, owner = getattr(parsed, old), words.get(f"{old.partition('.')[0]}.name")
-            if stated != "null" or not says_nothing(new, name=owner):
+            if stated != "null" or not is_without_effect(new, name=owner):
                 words.setdefault(new, stated)
     return words.pop("config", []), words
 
@@ -110,15 +110,15 @@ def _make_parser(
     for section, holder in SECTIONS.items():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
         for key in (key for key in KEYS.values() if key.section == section):
-            text = f"{texts.get((holder.__name__, key.name), '')} ({_facts(key)})"
+            text = f"{texts.get((holder.__name__, key.name), '')} ({_describe_key(key)})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
         for key in (key for key in OPTION_KEYS.values() if key.section == f"{section}.options"):
-            owners = {name: own[key.name] for name, own in KINDS[section].items() if key.name in own}
-            classes = (each for name in owners for each in HOLDERS[section][name].__mro__)
+            owners = {name: own[key.name] for name, own in OPTIONS[section].items() if key.name in own}
+            classes = (each for name in owners for each in OPTION_CLASSES[section][name].__mro__)
             said = next((texts[found] for each in classes if (found := (each.__name__, key.name)) in texts), "")
             defaults = {name: json.dumps(own.default) for name, own in owners.items()}
             own = ", ".join(f"{each} with {name}" for name, each in defaults.items())
-            text = f"{' '.join(owners)}: {said} ({_facts(key, own if len(set(defaults.values())) > 1 else '')})"
+            text = f"{' '.join(owners)}: {said} ({_describe_key(key, own if len(set(defaults.values())) > 1 else '')})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
     for option in options:
         if option not in OPTION_KEYS:
@@ -130,7 +130,7 @@ def _make_parser(
     return parser
 
 
-def _facts(key: Key, default: str = "") -> str:
+def _describe_key(key: Key, default: str = "") -> str:
     default = default or (key.default if isinstance(key.default, str) else json.dumps(key.default))
     if key.only_for is not None and key.default is not None:
         default += f" with {key.decider} {' or '.join(key.only_for.values)}, else null"

@@ -10,12 +10,12 @@ from bigbatch.errors import ConfigError
 from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.config.kinds import is_option
 
-KEY = "schedule.range_test"
-FILE = "range.json"
+RANGE_TEST = "schedule.range_test"
+RANGE_FILE = "range.json"
 """File that `bigbatch tune range` writes into its folder."""
-OF_A_RECIPE = ("data.", "augment.", "model.", "batch.", "optimizer.")
+RECIPE_SECTIONS = ("data.", "augment.", "model.", "batch.", "optimizer.")
 """Sections with the keys that change the effect of a learning rate."""
-WHEREVER = (
+NEUTRAL_KEYS = (
     *("data.loader", "data.num_threads", "data.prefetch_batches", "data.patience_seconds"),
     *(
         "data.resident_on",
@@ -42,21 +42,21 @@ def suggested_rate(
     read_recipe: returns the values of a dumped config's text. is_rate_stated: the command line states a rate, too.
     Raises: ConfigError for two rates, and for a file that is no range test, found no rate or has another recipe.
     """
-    stated = f"{KEY}={values[KEY]}"
+    stated = f"{RANGE_TEST}={values[RANGE_TEST]}"
     if is_rate_stated:
         raise ConfigError(f"{stated} and schedule.base_lr both state the rate: leave one out")
-    path = Path(values[KEY])
-    path = path / FILE if path.is_dir() else path
+    path = Path(values[RANGE_TEST])
+    path = path / RANGE_FILE if path.is_dir() else path
     try:
         found = parse_json(read_plain(str(path)))
-        rate, recipe = found["suggested_lr"], _plain(read_recipe(found["config"]))
+        rate, recipe = found["suggested_lr"], _as_json(read_recipe(found["config"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is not a range test"
-        raise ConfigError(f"{stated}: {why}; name a {FILE} that bigbatch tune range has written") from error
+        raise ConfigError(f"{stated}: {why}; name a {RANGE_FILE} that bigbatch tune range has written") from error
     keys = dict.fromkeys((*values, *filter(is_option, recipe)))
-    deciding = [key for key in keys if key.startswith(OF_A_RECIPE) and key not in WHEREVER]
-    if others := [key for key in deciding if _plain(values.get(key)) != recipe.get(key)]:
-        named = ", ".join(f"{key}={recipe.get(key)} there and {_plain(values.get(key))} here" for key in others)
+    deciding = [key for key in keys if key.startswith(RECIPE_SECTIONS) and key not in NEUTRAL_KEYS]
+    if others := [key for key in deciding if _as_json(values.get(key)) != recipe.get(key)]:
+        named = ", ".join(f"{key}={recipe.get(key)} there and {_as_json(values.get(key))} here" for key in others)
         raise ConfigError(f"{stated} is of another recipe, with {named}: repeat bigbatch tune range with this one")
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= sys.float_info.max:
         raise ConfigError(
@@ -65,6 +65,6 @@ def suggested_rate(
     return float(rate)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return value as JSON reads it. Raises: TypeError, ValueError or RecursionError if JSON has no form for it."""
     return json.loads(json.dumps(value))

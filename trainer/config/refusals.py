@@ -15,7 +15,7 @@ class Refusals:
         self._doubtful: set[str] = set()
 
     @contextmanager
-    def of(self, key: str) -> Iterator[None]:
+    def collect(self, key: str) -> Iterator[None]:
         """Keep a ConfigError that the block raises; the value of key, if any, is then doubtful."""
         try:
             yield
@@ -25,7 +25,7 @@ class Refusals:
                 self._doubtful.add(key)
 
     @contextmanager
-    def finally_of(self) -> Iterator[None]:
+    def raise_all(self) -> Iterator[None]:
         """Raise all kept errors, and the lines of the block's ConfigError that name no doubtful key."""
         try:
             yield

@@ -15,7 +15,7 @@ def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
     return epochs - schedule.warmup_epochs if schedule.decay_epochs is None else schedule.decay_epochs
 
 
-def in_proportion(values: Mapping[str, Any], *, epochs: int, kept: Container[str]) -> Iterator[str]:
+def shorter_schedule(values: Mapping[str, Any], *, epochs: int, kept: Container[str]) -> Iterator[str]:
     """Yield the options that shorten a schedule of that many epochs to run.epochs, except for kept keys."""
     share = values["run.epochs"] / epochs
     if share >= 1:

@@ -27,8 +27,8 @@ from bigbatch.trainer.config.checks import (
     check_train_sizes,
 )
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
-from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, check_ranges, complete, fold
-from bigbatch.trainer.config.names import ELSEWHERE, MOVED, REMOVED, meant_name
+from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, check_ranges, nest_options, with_default_options
+from bigbatch.trainer.config.names import MOVED, REMOVED, SET_OUTSIDE_CONFIG, closest_key
 from bigbatch.trainer.config.optimizer import (
     check_loss,
     check_metrics,
@@ -105,11 +105,11 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
 
     A key that applies to some choices only is null with the others, unless it is stated.
     """
-    stated = fold(stated)
+    stated = nest_options(stated)
     values = {name: stated.get(name, key.default) for name, key in KEYS.items()}
-    for section in KINDS:
+    for section in OPTIONS:
         options = f"{section}.options"
-        values[options] = complete(section, values[f"{section}.name"], values[options])
+        values[options] = with_default_options(section, values[f"{section}.name"], values[options])
     return {name: None if name not in stated and _is_idle(key, values) else values[name] for name, key in KEYS.items()}
 
 
@@ -119,7 +119,7 @@ def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
     Options are merged. If later makes another choice, such as another optimizer, keys and options that apply to the
     former choice only are dropped.
     """
-    later = fold(later)
+    later = nest_options(later)
     values = with_defaults({**stated, **later})
     changed = {name for name, value in later.items() if value != stated.get(name, KEYS[name].default)}
     kept = {
@@ -127,10 +127,10 @@ def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
         for name, value in stated.items()
         if not (KEYS[name].decider in changed and _is_idle(KEYS[name], values))
     }
-    for section in KINDS:
+    for section in OPTIONS:
         options, name = f"{section}.options", f"{section}.name"
         if name in changed and (own := kept.pop(options, None)):
-            shared = own.keys() & KINDS[section].get(values[name], {}).keys()
+            shared = own.keys() & OPTIONS[section].get(values[name], {}).keys()
             kept |= {options: {option: own[option] for option in own if option in shared}} if shared else {}
         if kept.get(options) and later.get(options):
             later[options] = {**kept[options], **later[options]}
@@ -150,7 +150,7 @@ def typed(name: str, value: Any) -> Any:
         held = conform(value, kind)
     except TypeError:
         shown = value if isinstance(value, str) else as_yaml(value)
-        raise ConfigError(f"{name}={shown} must be {describe(kind)}{_or_plain(value, kind)}") from None
+        raise ConfigError(f"{name}={shown} must be {describe(kind)}{_plain_form_hint(value, kind)}") from None
     if key.is_path and isinstance(held, str):
         if not held:
             raise ConfigError(f"{name}='' is an empty path: a variable behind it may have no value")
@@ -168,11 +168,11 @@ def require_known(
 ) -> None:
     """Refuse an unknown name; the error gives the nearest known one, else the command that lists all."""
     if name not in known:
-        near = meant_name(name, (*known, *OPTION_KEYS) if "run.seed" in known else known)
+        near = closest_key(name, (*known, *OPTION_KEYS) if "run.seed" in known else known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
-        hint = ELSEWHERE.get(name.replace("-", "_"), hint)
+        hint = SET_OUTSIDE_CONFIG.get(name.replace("-", "_"), hint)
         hint = f"it is {MOVED[name]} now" if name in MOVED else REMOVED.get(name, hint)  # stated by a sweep or --by
-        with refusals.of(near):
+        with refusals.collect(near):
             raise ConfigError(f"{where}: unknown key {name}; {hint}")
 
 
@@ -181,7 +181,7 @@ def key_of(name: str) -> Key | None:
     return KEYS.get(name) or OPTION_KEYS.get(name)
 
 
-def _or_plain(value: Any, kind: Any) -> str:
+def _plain_form_hint(value: Any, kind: Any) -> str:
     """Return the end of an error, such as '; write 10 for 010'; empty if another form does not help."""
     if isinstance(value, dict) and (odd := next(ambiguous(value), None)):
         return f"; {odd} is text here but not in YAML 1.1: put text in quotes, or write the value that you mean"

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from bigbatch.trainer.config.kinds import spread
+from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.config.schema import KEYS, Config, lookup
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -65,13 +65,13 @@ def to_the_last_epoch(run: RunConfig) -> RunConfig:
 
 def differences(base: Config, other: Config) -> list[str]:
     """List the options of `bigbatch train` that turn base into other."""
-    before, after = (spread({key: lookup(config, key) for key in KEYS}) for config in (base, other))
+    before, after = (flat_options({key: lookup(config, key) for key in KEYS}) for config in (base, other))
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
     return [word for key, value in changed.items() for word in (f"--{key}", as_yaml(value))]
 
 
-def plain(value: Any) -> Any:
+def tuples_as_lists(value: Any) -> Any:
     """Return a value of a config as YAML holds it: tuples are lists."""
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, tuple) else value
+        return {name: tuples_as_lists(each) for name, each in value.items()}
+    return [tuples_as_lists(each) for each in value] if isinstance(value, tuple) else value

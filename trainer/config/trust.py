@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.dotted import is_dotted
+from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.optimizer import metric_entries
 from bigbatch.trainer.config.schema import Config
 
@@ -14,9 +14,9 @@ TRUST = "--trust-code"
 TRUST_HELP = "import and run code that the run folder names outside of torch, torchvision, timm and bigbatch"
 RUN_CONFIG = "config.yaml"
 """The complete config in a run folder."""
-BESIDE = ("checkpoints/step-*", "metrics.jsonl")
+RUN_FOLDER_MARKS = ("checkpoints/step-*", "metrics.jsonl")
 """Each of these files shows that a folder is a run folder, whatever the name of its config."""
-WEIGHTS = (".pt", ".pth", ".safetensors")
+WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Files of these suffixes beside a config.yaml show it too."""
 KNOWN_MODULES = (
     *("bigbatch.trainer.models", "bigbatch.trainer.optim", "torch.nn", "torch.optim"),
@@ -29,9 +29,9 @@ caller checks the kind of each object that it calls (docs/decisions/127)."""
 def is_of_run(path: Path) -> bool:
     """Return whether a file lies in or below a run folder, by its path or by the path that its links resolve to."""
     for place in (Path(os.path.abspath(path)), path.resolve()):
-        if any(any(folder.glob(name)) for folder in place.parents for name in BESIDE):
+        if any(any(folder.glob(name)) for folder in place.parents for name in RUN_FOLDER_MARKS):
             return True
-        if place.name == RUN_CONFIG and any(any(place.parent.glob(f"*{suffix}")) for suffix in WEIGHTS):
+        if place.name == RUN_CONFIG and any(any(place.parent.glob(f"*{suffix}")) for suffix in WEIGHT_SUFFIXES):
             return True
     return False
 
@@ -40,7 +40,7 @@ def import_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of an experiment that states an import path, and the path."""
     named = {"model.name": config.model.name, "optimizer.name": config.optimizer.name}
     for key, name in {**named, "optimizer.loss": config.optimizer.loss}.items():
-        if is_dotted(name):
+        if is_import_path(name):
             yield key, name
     for _, name, _ in metric_entries(config.run.metrics):
         yield "run.metrics", name

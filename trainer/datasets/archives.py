@@ -20,7 +20,7 @@ MAX_MEMBER_BYTES = 4 * MAX_PIXELS
 TIMEOUT_SECONDS = 60.0
 """Seconds without data from a server before a download fails."""
 
-_AGAIN = "download the archive again"
+_DOWNLOAD_AGAIN = "download the archive again"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_archive(folder: Path, archive: Archive) -> Path:
         raise DataError(f"{folder}: holds no {' or '.join(archive.names)}; download it there, or correct --archives")
     # the length is known at once, while an MD5 sum of ImageNet takes minutes
     if archive.num_bytes not in (None, found):
-        raise DataError(f"{path}: has {found:,} of {archive.num_bytes:,} bytes; {_AGAIN}")
+        raise DataError(f"{path}: has {found:,} of {archive.num_bytes:,} bytes; {_DOWNLOAD_AGAIN}")
     return path
 
 
@@ -88,7 +88,7 @@ def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
             digest.update(piece)
             on_progress(f"checking {path.name}", file.tell(), total)
     if digest.hexdigest() != archive.md5:
-        raise DataError(f"{path}: has MD5 {digest.hexdigest()}, not the published {archive.md5}; {_AGAIN}")
+        raise DataError(f"{path}: has MD5 {digest.hexdigest()}, not the published {archive.md5}; {_DOWNLOAD_AGAIN}")
 
 
 def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
@@ -176,4 +176,4 @@ def _named_errors(origin: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             reason = f"cannot be read ({error.strerror}); check its permissions and disk"
             raise StorageError(f"{origin}: {reason}") from error
-        raise DataError(f"{origin}: is cut off or damaged ({first_line(error)}); {_AGAIN}") from error
+        raise DataError(f"{origin}: is cut off or damaged ({first_line(error)}); {_DOWNLOAD_AGAIN}") from error

@@ -16,10 +16,10 @@ from bigbatch.trainer.datasets.examine import IMAGE, PART_IMAGES, TRAITS, examin
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
-from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, list_below, list_split, spelled_twice
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME_CLASS, list_below, list_split, spelling_variants
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
-from bigbatch.trainer.input.shard_files import FACTS, SETTINGS, is_packed
+from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, is_packed
 from bigbatch.trainer.input.shards import ENTRIES, DataRoot, read_packed
 from bigbatch.trainer.input.webdataset import WebDatasetSplit
 
@@ -183,7 +183,7 @@ def open_listing(data: DataRoot, split: str) -> Listing:
     folder = data.path / split
     if is_packed(folder):
         index = read_packed(folder)
-        expected = {FACTS, ENTRIES, SETTINGS, *(shard.name for shard in index.facts.shards)}
+        expected = {INDEX, ENTRIES, SETTINGS, *(shard.name for shard in index.facts.shards)}
         found = list_below(folder)
         beside = tuple(f"{folder}/{path}" for path in (*found.images, *found.unread))
         return Listing(
@@ -277,8 +277,8 @@ def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFi
 
 def spelling_finding(where: str, classes: Iterable[str]) -> ImageFinding:
     """Return the finding on classes with two spellings, in one split or across both."""
-    twice = tuple(spelled_twice(classes))
-    return ImageFinding("class with two spellings", where, twice, is_problem=True, meaning=RENAME)
+    twice = tuple(spelling_variants(classes))
+    return ImageFinding("class with two spellings", where, twice, is_problem=True, meaning=RENAME_CLASS)
 
 
 def unprintable_finding(where: str, classes: Sequence[str]) -> ImageFinding:

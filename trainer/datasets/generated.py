@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 JPEG_QUALITY = 90
 CHUNK_IMAGES = 50
 UNFINISHED = ".unfinished"
-_MEND = "delete the folder to generate it again, or name a new one"
+_REMEDY = "delete the folder to generate it again, or name a new one"
 LUMA_3 = np.array([0.299, 0.587, 0.114])
 
 Shape = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
@@ -196,7 +196,7 @@ def write_dataset(
     # a whole folder, which files.replacing cannot set aside
     unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}{UNFINISHED}")
     try:
-        with _sweeping_beside(root):
+        with _removing_leftovers(root):
             if _is_complete(root, recipe):
                 return False
             _write_all(unfinished, recipe=recipe, num_workers=num_workers, on_progress=on_progress)
@@ -211,7 +211,7 @@ def write_dataset(
 
 
 @contextmanager
-def _sweeping_beside(root: Path) -> Iterator[None]:
+def _removing_leftovers(root: Path) -> Iterator[None]:
     """After the block, remove unfinished folders that killed runs left beside root, unless another run writes there.
 
     Runs share a lock of root's parent folder; if its file system cannot lock, nothing is removed.
@@ -245,13 +245,13 @@ def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
             return False
         raise DataError(f"{root}: holds something else than a generated data set; name a new folder") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{root / MANIFEST}: cannot be read ({error}); {_MEND}") from error
+        raise DataError(f"{root / MANIFEST}: cannot be read ({error}); {_REMEDY}") from error
     if found != _manifest(recipe):
-        raise DataError(f"{root / MANIFEST}: states another data set than {recipe}; {_MEND}")
+        raise DataError(f"{root / MANIFEST}: states another data set than {recipe}; {_REMEDY}")
     for split, per_class in recipe.counts.items():
         expected, num_found = per_class * len(CLASSES), sum(1 for _ in (root / split).glob("*/[!.]*.JPEG"))
         if num_found != expected:
-            raise DataError(f"{root / split}: holds {num_found} of {expected} images; {_MEND}")
+            raise DataError(f"{root / split}: holds {num_found} of {expected} images; {_REMEDY}")
     return True
 
 

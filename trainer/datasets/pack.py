@@ -25,7 +25,7 @@ from bigbatch.trainer.datasets.verify_shards import COLUMNS, ShardRecord, read_s
 from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
 from bigbatch.trainer.input.listed import read_images
 from bigbatch.trainer.input.order import ImageIndex, describe_left_out, read_file
-from bigbatch.trainer.input.shard_files import FACTS, SETTINGS
+from bigbatch.trainer.input.shard_files import INDEX, SETTINGS
 from bigbatch.trainer.input.shards import (
     ENTRIES,
     ENTRY,
@@ -33,15 +33,15 @@ from bigbatch.trainer.input.shards import (
     Shard,
     SplitIndex,
     key_number,
-    read_facts,
     read_packed,
+    read_split_index,
     shard_name,
 )
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset import find_shards
 
 UNFINISHED = ".unfinished"
-_NEW = "delete its folder to pack again, or name another DST"
+_REMEDY = "delete its folder to pack again, or name another DST"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def pack(
     for plan in plans:
         stated: dict[str, Shard] = {}
         with suppress(DataError):  # an index that is missing or broken is made again
-            stated = {shard.name: shard for shard in read_facts(plan.folder).shards}
+            stated = {shard.name: shard for shard in read_split_index(plan.folder).shards}
             read_packed(plan.folder)
             num_done += len(plan.index)
             continue
@@ -167,7 +167,7 @@ def pack(
         num_packed=num_packed,
         num_shards=sum(len(plan.shards) for plan in plans),
         bytes_in=sum(plan.bytes_in for plan in plans),
-        bytes_out=sum(shard.num_bytes for plan in plans for shard in read_facts(plan.folder).shards),
+        bytes_out=sum(shard.num_bytes for plan in plans for shard in read_split_index(plan.folder).shards),
         seconds=time.monotonic() - start,
     )
 
@@ -180,16 +180,16 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
     plans: list[SplitPlan] = []
     for split in splits:
         index = read_images(source, split, classes=plans[0].index.classes if plans else None)
-        sizes_N, digest = _survey(index)
+        sizes_N, digest = _sizes_and_digest(index)
         shards = cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes)
         plans.append(SplitPlan(target / split, index, shards, sum(sizes_N), digest))
     # after all splits were listed, so that a bad split leaves no folder behind
     for plan in plans:
-        _claim(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "source": plan.source})
+        _prepare_folder(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "source": plan.source})
     return plans
 
 
-def _survey(index: ImageIndex) -> tuple[list[int], str]:
+def _sizes_and_digest(index: ImageIndex) -> tuple[list[int], str]:
     """Return the size of each image in bytes, and a digest of all paths, labels, sizes and modification times."""
 
     def look(position: int) -> tuple[int, int]:
@@ -227,7 +227,7 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _claim(folder: Path, settings: dict[str, Any]) -> None:
+def _prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Write the settings into folder, and remove unusable files of earlier calls.
 
     Raises: DataError.
@@ -246,13 +246,13 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
             apart = [key for key in settings if key != "source" and was.get(key) != settings[key]]
             if apart:
                 changes = ", ".join(f"{key} {was.get(key)} -> {settings[key]}" for key in apart)
-                raise DataError(f"{folder}: was packed with other settings ({changes}); {_NEW}")
-            if (folder / FACTS).exists():
-                raise DataError(f"{folder}: was packed from other images, or by an older version; {_NEW}")
+                raise DataError(f"{folder}: was packed with other settings ({changes}); {_REMEDY}")
+            if (folder / INDEX).exists():
+                raise DataError(f"{folder}: was packed from other images, or by an older version; {_REMEDY}")
             for shard in (*folder.glob("shard-*.tar"), *folder.glob(".shard-*.json")):
                 shard.unlink()
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read or made ({error}); {_NEW}") from error
+        raise DataError(f"{path}: cannot be read or made ({error}); {_REMEDY}") from error
     with new_shard_file(path) as file:
         file.write((json.dumps(settings, indent=1) + "\n").encode())
 
@@ -346,7 +346,7 @@ def _write_index(plan: SplitPlan, records: list[ShardRecord], *, recipe: PackRec
         shards=tuple(record.shard for record in records),
         made=recipe.made(),
     )
-    for name, data in ((ENTRIES, buffer.getvalue()), (FACTS, facts.to_json().encode())):
+    for name, data in ((ENTRIES, buffer.getvalue()), (INDEX, facts.to_json().encode())):
         with new_shard_file(plan.folder / name) as file:
             file.write(data)
     # opens the split as a run does, to raise its errors now

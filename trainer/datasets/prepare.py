@@ -77,7 +77,7 @@ def prepare(
     if not (missing := missing_splits(root, data_set)):
         return []
     parts = {"all": missing} if "all" in data_set.archives else {split: [split] for split in missing}
-    with _only_run(root, data_set) as unfinished:
+    with _locked_folder(root, data_set) as unfinished:
         paths = {}
         for key, archive in data_set.archives.items():
             if key in parts or key not in data_set.num_images:
@@ -95,7 +95,7 @@ def prepare(
                 for done in written:
                     on_progress(what, done, total)
             for split in splits:
-                _finish(root, data_set, split=split, unfinished=unfinished)
+                _publish(root, data_set, split=split, unfinished=unfinished)
     return missing
 
 
@@ -128,7 +128,7 @@ def _write_image(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _only_run(root: Path, data_set: DataSet) -> Iterator[Path]:
+def _locked_folder(root: Path, data_set: DataSet) -> Iterator[Path]:
     """Lock the folder of unfinished splits, which loaders ignore, for one run at a time; yield its path.
 
     The folder stays after an interrupted run, unless an archive was refused.
@@ -181,7 +181,7 @@ def missing_splits(root: Path, data_set: DataSet) -> list[str]:
     return missing
 
 
-def _finish(root: Path, data_set: DataSet, *, split: str, unfinished: Path) -> None:
+def _publish(root: Path, data_set: DataSet, *, split: str, unfinished: Path) -> None:
     """Count a split's images and rename it to its final name. Raises: DataError for wrong counts; OSError."""
     if (problem := _wrong_counts(unfinished / split, data_set, split=split)) is not None:
         raise DataError(f"{unfinished / split}: {problem}; it is deleted: download the archive again and repeat")
@@ -220,7 +220,7 @@ def _read_sources(root: Path) -> dict[str, Any]:
 def _read_imagenet(data_set: DataSet, paths: Mapping[str, Path], split: str) -> Iterator[StoredImage]:
     wnids, val_wnids = read_kit(paths["kit"], data_set)
     if split == "val":
-        for member in _flat(paths["val"], data_set):
+        for member in _top_images(paths["val"], data_set):
             match = _VAL_NAME.fullmatch(member.path.name)
             if match is None or not 1 <= int(match[1]) <= len(val_wnids):
                 raise DataError(f"{member}: has no number from 1 to {len(val_wnids)}; {_NOT_OFFICIAL}")
@@ -230,11 +230,11 @@ def _read_imagenet(data_set: DataSet, paths: Mapping[str, Path], split: str) -> 
         wnid = archive.path.stem
         if archive.path.suffix != ".tar" or len(archive.path.parts) != 1 or wnid not in wnids:
             raise DataError(f"{archive}: is not an archive of a class; {_NOT_OFFICIAL}")
-        for member in _flat(archive, data_set):
+        for member in _top_images(archive, data_set):
             yield f"train/{wnid}/{member.path.name}", member.read()
 
 
-def _flat(archive: Path | ArchiveMember, data_set: DataSet) -> Iterator[ArchiveMember]:
+def _top_images(archive: Path | ArchiveMember, data_set: DataSet) -> Iterator[ArchiveMember]:
     """Yield the images of an archive without folders. Raises: DataError for anything else in it."""
     for member in data_set.members(archive):
         if len(member.path.parts) != 1 or not is_image(member.path.name):

@@ -23,18 +23,18 @@ from bigbatch.files import read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.shard_files import FACTS, SETTINGS, STAGED, is_packed
-from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, SplitIndex, parse_facts, read_packed
+from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, STAGED, is_packed
+from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 
 LOCK, USERS = ".stage.lock", ".stage.users"
 CHECKED, IN_PART = b"checked and on disk\n", b"copied in part\n"
 """Contents of the file STAGED beside a copy; a copy without it, made by other means, is verified first."""
-MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(STAGED)}|\..*{UNFINISHED}")
+STAGED_NAMES = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(STAGED)}|\..*{UNFINISHED}")
 """Names of the files that stage writes into a split, besides index.json."""
 CHUNK_BYTES = 8 << 20
-_ANOTHER = "delete its folder to stage again, or name another DST"
+_REMEDY = "delete its folder to stage again, or name another DST"
 
 
 @dataclass(frozen=True)
@@ -104,21 +104,21 @@ def stage(
         start = time.monotonic()
         todo = [plan for plan in plans if not (was_private and _is_complete(plan))]
         for plan in todo:
-            _make_way(plan)
+            _remove_cut_files(plan)
         _require_room(target, todo)
         total = sum(file.num_bytes for plan in todo for file in plan.files)
         done = {True: 0, False: 0}
         if on_progress and total:
             on_progress(0, total)
         for plan in todo:
-            with _named(plan.target / STAGED):  # shards without an index would be taken for WebDataset's
+            with _naming_target(plan.target / STAGED):  # shards without an index would be taken for WebDataset's
                 write_whole(plan.target / STAGED, IN_PART, mark=UNFINISHED)
-            for file, is_copied in _fetch_all(plan, num_workers=num_workers):
+            for file, is_copied in _copy_all(plan, num_workers=num_workers):
                 done[is_copied] += file.num_bytes
                 if on_progress:
                     on_progress(sum(done.values()), total)
-            for name, data in ((FACTS, plan.index), (STAGED, CHECKED)):
-                with _named(plan.target / name):
+            for name, data in ((INDEX, plan.index), (STAGED, CHECKED)):
+                with _naming_target(plan.target / name):
                     write_whole(plan.target / name, data, mark=UNFINISHED, sync=True)
         return StageSummary(
             num_images=sum(plan.facts.num_images for plan in plans),
@@ -161,7 +161,7 @@ def _remove(target: Path, users: IO[bytes]) -> None:
             if split.is_symlink() or not split.is_dir():
                 continue
             # index.json first, so that a partly removed split never looks whole
-            made = [split / FACTS, *(path for path in split.iterdir() if MADE.fullmatch(path.name))]
+            made = [split / INDEX, *(path for path in split.iterdir() if STAGED_NAMES.fullmatch(path.name))]
             for path in made:
                 path.unlink(missing_ok=True)
             with suppress(OSError):  # the folder has other files
@@ -171,15 +171,15 @@ def _remove(target: Path, users: IO[bytes]) -> None:
 def _plan(source: Path, target: Path) -> _Split:
     if not is_packed(source):
         raise DataError(f"{source}: is not packed; run `bigbatch data pack SRC DST` first, then stage its DST")
-    path = source / FACTS
+    path = source / INDEX
     try:
         if target.exists() and target.samefile(source):
             raise DataError(f"{target}: is the folder to copy from; name another DST")
         index = read_plain(path)
-        facts = parse_facts(index.decode("utf-8", "replace"), path=path)
+        facts = parse_split_index(index.decode("utf-8", "replace"), path=path)
         entries = Shard(ENTRIES, (source / ENTRIES).stat().st_size, facts.entries_sha256)
     except OSError as error:
-        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror}); {AGAIN}") from error
+        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror}); {REPACK}") from error
     return _Split(source, target, index, facts, (*facts.shards, entries))
 
 
@@ -190,7 +190,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
     If not, sizes are no proof: other users may have written the bytes. The kernel frees the lock however its process
     ends. The wait has no time limit: the process with the lock shows its progress.
     """
-    with _named(target):
+    with _naming_target(target):
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open_lock(target / LOCK)
     with lock:
@@ -202,7 +202,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
         except OSError as error:
             advice = "name a folder on a disk, or in the memory, of this node"
             raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
-        with _named(target):
+        with _naming_target(target):
             facts = target.stat()
             if facts.st_uid != os.geteuid():
                 raise DataError(f"{target}: belongs to another user, so its images may change; name another DST")
@@ -215,7 +215,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
 def _is_complete(split: _Split) -> bool:
     """Return whether a split was staged from this source, by its index and the sizes of its files."""
     try:
-        is_ours = read_plain(split.target / FACTS) == split.index
+        is_ours = read_plain(split.target / INDEX) == split.index
         if not is_ours or read_plain(split.target / STAGED) != CHECKED:
             return False
         read_packed(split.target)
@@ -224,19 +224,19 @@ def _is_complete(split: _Split) -> bool:
     return True
 
 
-def _make_way(split: _Split) -> None:
+def _remove_cut_files(split: _Split) -> None:
     """Remove cut files in the target. Raises: DataError for files there that are not the source's."""
     read_packed(split.source)  # to find a missing or cut shard now, not after an hour
-    index, ours = split.target / FACTS, {STAGED, *(file.name for file in split.files)}
-    with _named(split.target):
+    index, ours = split.target / INDEX, {STAGED, *(file.name for file in split.files)}
+    with _naming_target(split.target):
         split.target.mkdir(exist_ok=True)
         if index.exists():
             if read_plain(index) != split.index:
-                raise DataError(f"{index}: is not that of {split.source}; {_ANOTHER}")
-            ours |= {FACTS, SETTINGS}  # a copy by other means brings pack.json
+                raise DataError(f"{index}: is not that of {split.source}; {_REMEDY}")
+            ours |= {INDEX, SETTINGS}  # a copy by other means brings pack.json
         foreign = sorted(p.name for p in split.target.iterdir() if p.name not in ours and p.suffix != UNFINISHED)
         if foreign:
-            raise DataError(f"{split.target}: holds {foreign[0]}, which does not come from {split.source}; {_ANOTHER}")
+            raise DataError(f"{split.target}: holds {foreign[0]}, which does not come from {split.source}; {_REMEDY}")
         sweep_unfinished(split.target)
         for file in split.files:
             path = split.target / file.name
@@ -256,11 +256,11 @@ def _require_room(target: Path, splits: Sequence[_Split]) -> None:
         raise DataError(f"{target}: {numbers}; {advice}")
 
 
-def _fetch_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool]]:
+def _copy_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool]]:
     """Fetch all files; yield each, and whether it was copied. An error or Ctrl-C cancels unfinished copies."""
     stop = threading.Event()
     with ThreadPoolExecutor(num_workers, thread_name_prefix="bigbatch-stage") as threads:
-        futures = {threads.submit(_fetch, split, file, stop=stop): file for file in split.files}
+        futures = {threads.submit(_copy, split, file, stop=stop): file for file in split.files}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -270,10 +270,10 @@ def _fetch_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool
             threads.shutdown(cancel_futures=True)
 
 
-def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
+def _copy(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
     """Copy a whole file and verify its SHA-256; return False if an earlier call left it intact."""
     source, target, digest = split.source / file.name, split.target / file.name, hashlib.sha256()
-    with _named(target):
+    with _naming_target(target):
         if target.exists():
             if sha256_of(target) == file.sha256:
                 return False
@@ -286,7 +286,7 @@ def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
                 digest.update(chunk)
                 copy.write(chunk)
             if digest.hexdigest() != file.sha256:
-                raise DataError(f"{source}: its bytes are not those that were packed; delete it and {AGAIN}")
+                raise DataError(f"{source}: its bytes are not those that were packed; delete it and {REPACK}")
     return True
 
 
@@ -300,7 +300,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _naming_target(path: Path) -> Iterator[None]:
     """Turn system errors into a DataError naming the target."""
     try:
         yield

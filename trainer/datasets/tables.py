@@ -15,8 +15,8 @@ from bigbatch.trainer.datasets.prepare import StoredImage, write_images
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 """Data sets' name of a split -> split of a run."""
-IN_FOLDER = "dataset_dict.json"
-OF_SPLIT = "state.json"
+SPLIT_LIST = "dataset_dict.json"
+SPLIT_STATE = "state.json"
 """Files that `datasets` writes into a folder of saved splits, and into that of a split."""
 MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 BATCH_ROWS = 64
@@ -101,13 +101,13 @@ def unpack_tables(
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
-    if (folder / IN_FOLDER).is_file():
-        return {name: _files_of(folder / name) for name in _read_json(folder / IN_FOLDER, "splits") if _is_plain(name)}
-    return {folder.name: _files_of(folder)} if (folder / OF_SPLIT).is_file() else {}
+    if (folder / SPLIT_LIST).is_file():
+        return {name: _files_of(folder / name) for name in _read_json(folder / SPLIT_LIST, "splits") if _is_plain(name)}
+    return {folder.name: _files_of(folder)} if (folder / SPLIT_STATE).is_file() else {}
 
 
 def _files_of(folder: Path) -> list[Path]:
-    files = (each for each in _read_json(folder / OF_SPLIT, "_data_files") if isinstance(each, dict))
+    files = (each for each in _read_json(folder / SPLIT_STATE, "_data_files") if isinstance(each, dict))
     return [folder / each["filename"] for each in files if _is_plain(each.get("filename"))]
 
 

@@ -12,7 +12,7 @@ from bigbatch.files import open_plain, sha256_of
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.shard_files import is_packed
-from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, read_packed
+from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, read_packed
 from bigbatch.trainer.input.tar_headers import Window, read_members
 
 COLUMNS = ("offset", "length", "height", "width", "label")
@@ -59,11 +59,11 @@ def _verify_shard(stated: tuple[Path, ShardRecord]) -> None:
     found = read_shard(path, expected=record.shard)
     if len(found.rows) != len(record.rows):
         problem = f"{len(found.rows)} images, {ENTRIES} states {len(record.rows)}"
-        raise DataError(f"{path}: the shard holds {problem}; delete the shard and {AGAIN}")
+        raise DataError(f"{path}: the shard holds {problem}; delete the shard and {REPACK}")
     for row, expected in zip(found.rows, record.rows, strict=True):
         if row != expected:
             problem = f"the shard holds {row} as (number, {', '.join(COLUMNS)}), {ENTRIES} states {expected}"
-            raise DataError(f"{path}: image {row[0]}: {problem}; delete the shard and {AGAIN}")
+            raise DataError(f"{path}: image {row[0]}: {problem}; delete the shard and {REPACK}")
 
 
 def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
@@ -75,9 +75,9 @@ def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
         shard = Shard(path.name, path.stat().st_size, sha256_of(path))
         rows = [] if expected not in (None, shard) else list(_read_rows(path, shard.num_bytes))
     except (OSError, ValueError, DataError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error
     if expected not in (None, shard):
-        raise DataError(f"{path}: its bytes are not those that were packed; delete it and {AGAIN}")
+        raise DataError(f"{path}: its bytes are not those that were packed; delete it and {REPACK}")
     return ShardRecord(shard, rows)
 
 

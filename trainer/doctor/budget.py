@@ -13,7 +13,7 @@ LEAST_SECONDS = 1.0
 """Least seconds for any part that has started."""
 STEPS_IN_BUDGET = 120
 """A step that takes more than a budget divided by this number is measured in part."""
-LOOK_SHARE = 1 / 3
+BASE_SHARE = 1 / 3
 """Most of the remaining time that the unchanged config may take in as many turns as its speedups; else it gets one."""
 WARM_STEPS = 3
 """Steps of each process before any is timed."""
@@ -102,10 +102,10 @@ class Pace:
         """Return whether a speedup fits after that many others and before the final comparison."""
         return others * self.trial("") + self.trial(name) + self.comparison <= budget.left()
 
-    def look_turns(self, budget: Budget) -> int:
+    def base_turns(self, budget: Budget) -> int:
         """Return the number of turns of the unchanged config: as many as its speedups get, or one."""
         once = 2 * self.warm + PROFILE_STEPS * self.step_seconds
-        return self.turns if once + self.comparison <= LOOK_SHARE * budget.left() else 1
+        return self.turns if once + self.comparison <= BASE_SHARE * budget.left() else 1
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,6 @@ def seconds_needed(mode: Mode) -> float:
     return EXTRA_SECONDS["compile" if mode.compile else "graph"]
 
 
-def limit_of(mode: Mode, *, left: float) -> float:
+def trial_limit(mode: Mode, *, left: float) -> float:
     """Return the seconds after which a trial is cut. A compilation gets all that is left."""
     return left if mode.compile else max(CUT_SHARE * left, seconds_needed(mode))

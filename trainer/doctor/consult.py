@@ -33,9 +33,9 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import own_records
 from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
 from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, ExaminationResults
-from bigbatch.trainer.doctor.exchange import Child, Probes
+from bigbatch.trainer.doctor.exchange import ProbeChild, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
-from bigbatch.trainer.doctor.speedups import SPEEDUPS, change, part_of_step
+from bigbatch.trainer.doctor.speedups import SPEEDUPS, part_of_step, try_values
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.run.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
     whole = load_config(["--config", arguments.config, *overrides], prog="bigbatch doctor")
-    if isinstance(why_not := change(whole, {}, world_size=arguments.ranks), str):
+    if isinstance(why_not := try_values(whole, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
     config = part_of_step(whole, world_size=arguments.ranks)
     for path in (arguments.json, arguments.out):
@@ -116,7 +116,7 @@ def _write(
 ) -> None:
     """Write --json and --out. Raises: RunFolderError."""
     if arguments.json:
-        measured = change(config, findings.part, world_size=arguments.ranks)
+        measured = try_values(config, findings.part, world_size=arguments.ranks)
         assert isinstance(measured, Config), "a part is legal"
         record = {
             "conditions": {
@@ -138,7 +138,7 @@ def _write(
         with writing(arguments.json):
             write_named(arguments.json, (json.dumps(record, indent=1) + "\n").encode())
     if arguments.out and findings.is_complete:
-        recommended = change(whole, findings.advice, world_size=arguments.ranks)
+        recommended = try_values(whole, findings.advice, world_size=arguments.ranks)
         assert isinstance(recommended, Config), "candidates are legal"
         with writing(arguments.out):
             write_named(arguments.out, dump_config(recommended).encode())
@@ -172,12 +172,12 @@ def _examine(
     limit_seconds = (lambda: limit) if arguments.only else partial(budget.limit, limit)
     with tempfile.TemporaryDirectory(prefix="bigbatch-doctor-") as place, _progress(console) as say:
 
-        def start(values: Mapping[str, Any]) -> Child:
-            changed = change(config, values, world_size=arguments.ranks)
+        def start(values: Mapping[str, Any]) -> ProbeChild:
+            changed = try_values(config, values, world_size=arguments.ranks)
             if isinstance(changed, str):  # illegal together with speedups that were taken
                 raise DoctorError(changed)
             folder = Path(place) / str(next(numbers))
-            return Child(changed, folder, num_ranks=arguments.ranks, start_seconds=limit_seconds())
+            return ProbeChild(changed, folder, num_ranks=arguments.ranks, start_seconds=limit_seconds())
 
         probes = Probes(start, limit_seconds=limit_seconds)
         try:

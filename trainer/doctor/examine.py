@@ -10,7 +10,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
 from bigbatch.trainer.doctor.exchange import Probe, Probes
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
-from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, change, find_candidates, part_of_images
+from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_images, try_values
 from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 
 IMAGES, TENSORS = "pictures", "tensors"
@@ -78,11 +78,11 @@ class Examination:
             # the most images per rank and step for which an examination's many steps fit
             num_images = budget.seconds / STEPS_IN_BUDGET / glance["seconds_per_image"]
             part = part_of_images(self.config, num_images, world_size=ranks)
-            findings.part = part if isinstance(change(self.config, part, world_size=ranks), Config) else {}
+            findings.part = part if isinstance(try_values(self.config, part, world_size=ranks), Config) else {}
         if findings.part:
             base.ask("cut", values=findings.part)
             probes.part = findings.part
-        measured = change(self.config, findings.part, world_size=ranks)
+        measured = try_values(self.config, findings.part, world_size=ranks)
         assert isinstance(measured, Config), "a part is legal"
         pace = Pace(
             start_seconds=start_seconds,
@@ -122,7 +122,7 @@ class Examination:
             turns.append([findings.steps, base.ask("steps", batches=TENSORS, flushes=True)])
             if len(turns) == 1:
                 pace = replace(pace, step_seconds=findings.steps["seconds"])
-                planned = pace.look_turns(self.budget)
+                planned = pace.base_turns(self.budget)
         # all figures of the turn of median length: medians of single figures would not belong together
         steps, alone = (
             sorted(each, key=lambda turn: float(turn["seconds"]))[len(turns) // 2] for each in zip(*turns, strict=True)

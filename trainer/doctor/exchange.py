@@ -20,14 +20,14 @@ from bigbatch.trainer.run.child import ChildProcess
 
 CONFIG, ORDERS, ANSWERS = "config.yaml", "orders", "answers"
 """Files in the folder of a probe: the config that it measures, the doctor's orders, and its answers."""
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 END_SECONDS = 10.0
 """Seconds for a probe to exit by itself: its ranks leave the job together."""
-NO_ROOM = ("OutOfMemoryError", "busy or unavailable")
+GPU_TAKEN = ("OutOfMemoryError", "busy or unavailable")
 """Words in a GPU error that another process causes."""
 
 
-class Child:
+class ProbeChild:
     """Process of a probe of one config, from its start to close(); idle while another one measures."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Child:
             if time.monotonic() > deadline:
                 self.kill()
                 return
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
         """End the process at once, with the ranks that a failed launcher has left."""
@@ -79,7 +79,7 @@ class Child:
                 raise DoctorError(self._process.reason())
             if time.monotonic() > deadline:
                 raise DoctorError(f"took longer than {limit_seconds:.0f} s, and was ended")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         self._num_answers += 1
         return found[self._num_answers - 1]
 
@@ -91,12 +91,12 @@ class Turn:
 
 
 class Probes:
-    """Opens probes of configs. All stay in memory between turns, until one fails by NO_ROOM but works alone.
+    """Opens probes of configs. All stay in memory between turns, until one fails by GPU_TAKEN but works alone.
 
     From then on each probe is started again and alone for its turn.
     """
 
-    def __init__(self, start: Callable[[Mapping[str, Any]], Child], *, limit_seconds: Callable[[], float]) -> None:
+    def __init__(self, start: Callable[[Mapping[str, Any]], ProbeChild], *, limit_seconds: Callable[[], float]) -> None:
         """start: values by dotted key -> a process (raises DoctorError). limit_seconds: returns an answer's limit."""
         self._start = start
         self._limit_seconds = limit_seconds
@@ -104,7 +104,7 @@ class Probes:
         """Values that cut the step of every config opened from now on."""
         self.flushes = True
         """Whether each turn first uses up the batches that were prefetched during another probe's turn."""
-        self._running: dict[Probe, Child] = {}
+        self._running: dict[Probe, ProbeChild] = {}
         self.is_alone = False
 
     def open(self, values: Mapping[str, Any], *, batches: str, seconds: float) -> "Probe":
@@ -118,7 +118,7 @@ class Probes:
         try:
             return self._ask(probe, what, details)
         except DoctorError as error:
-            if self.is_alone or not self._running or not any(words in str(error) for words in NO_ROOM):
+            if self.is_alone or not self._running or not any(words in str(error) for words in GPU_TAKEN):
                 raise
         self.is_alone = True
         try:
@@ -178,7 +178,7 @@ def orders(folder: Path, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, A
             yield found[num_seen]
             num_seen += 1
         elif goes_on():
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         else:
             return
 

@@ -20,11 +20,11 @@ from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 LEAST_PAIRS = 3
-RATE = 1e-6
+TINY_LR = 1e-6
 """Learning rate at which weights hardly move: arithmetic with very large or small numbers may take another time."""
-GRADIENT = 1e-3
+TINY_GRADIENT = 1e-3
 """Gradient of each weight that has none yet."""
-OF_TORCH = ("sgd", "adamw")
+WITH_LOOPS = ("sgd", "adamw")
 """Values of optimizer.name for which torch also has a loop over tensors."""
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
 """A 3 x 3 convolution with many operations per byte."""
@@ -34,7 +34,7 @@ Step = Callable[[], object]
 
 def measure_update(settings: OptimizerConfig, parts: Parts, *, seconds: float) -> dict[str, Any]:
     """Return the times of fused and unfused updates of copies; or why there are none. Not collective."""
-    if settings.sharded or settings.name not in OF_TORCH:
+    if settings.sharded or settings.name not in WITH_LOOPS:
         what = "sharded=True" if settings.sharded else f"name={settings.name}"
         return {"why": f"torch has no form of optimizer.{what} that works tensor by tensor"}
     device = parts.communicator.device
@@ -46,7 +46,7 @@ def measure_update(settings: OptimizerConfig, parts: Parts, *, seconds: float) -
         wait_for(device)
         return time.perf_counter() - start
 
-    steps = [make_step(settings, parts, is_fused=is_fused, lr=RATE)[0] for is_fused in (True, False)]
+    steps = [make_step(settings, parts, is_fused=is_fused, lr=TINY_LR)[0] for is_fused in (True, False)]
     for step in steps:
         step()  # allocates momenta
     pairs: list[list[float]] = []
@@ -69,7 +69,7 @@ def make_step(
     copies = {}
     for name, master in parts.precision.masters.items():
         copied = copies[name] = master.detach().clone()
-        copied.grad = torch.full_like(copied, GRADIENT) if master.grad is None else master.grad.detach().clone()
+        copied.grad = torch.full_like(copied, TINY_GRADIENT) if master.grad is None else master.grad.detach().clone()
     optimizer = make_optimizer(settings, parts.model, copies, lr=lr)
     if not is_fused:
         for group in optimizer.param_groups:

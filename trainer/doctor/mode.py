@@ -25,8 +25,8 @@ from bigbatch.trainer.doctor.budget import (
     MOST_SECONDS,
     SHARE_OF_RUN,
     TrialTime,
-    limit_of,
     seconds_needed,
+    trial_limit,
 )
 from bigbatch.trainer.doctor.mode_trials import ModeTrials
 from bigbatch.trainer.doctor.modes import (
@@ -256,7 +256,7 @@ def _try_all(
         if tried and left < needed:
             reason = f"it needs {needed:g} s, and {left:.0f} s are left of {allowed:.0f} s, {why}"
             return best, {**tried, mode: Trial(refusal=reason, needs_seconds=used + needed)}, used
-        limit = limit_of(mode, left=left) if tried else trial_time.first_limit(mode)
+        limit = trial_limit(mode, left=left) if tried else trial_time.first_limit(mode)
         mine = trials(mode, limit_seconds=limit, meet=partial(communicator.gather_text, ""))
         texts = communicator.gather_text(json.dumps([clock() - start, asdict(mine)]))
         answers = [json.loads(text) for text in texts]

@@ -19,7 +19,7 @@ from bigbatch.errors import UserError, first_line
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, with_values
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, Child, append, orders
+from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, ProbeChild, append, orders
 from bigbatch.trainer.doctor.modes import Mode, Modes, Trial, disagreement
 from bigbatch.trainer.machine.host import set_up_process
 from bigbatch.trainer.machine.memory import is_out_of_memory
@@ -41,12 +41,12 @@ class ModeTrials:
     """Tries modes in a process, which it starts at the first trial, and again after a failure in it."""
 
     def __init__(
-        self, config: Config, *, modes: Modes, device: torch.device, start: Callable[..., Child] = Child
+        self, config: Config, *, modes: Modes, device: torch.device, start: Callable[..., ProbeChild] = ProbeChild
     ) -> None:
         self._config, self._modes, self._device, self._start = config, modes, device, start
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._numbers = count()
-        self._child: Child | None = None
+        self._child: ProbeChild | None = None
 
     def __call__(self, mode: Mode, *, limit_seconds: float, meet: Callable[[], object]) -> Trial:
         """Time a mode within limit_seconds, and compare it with the stated one, which must be tried first.

@@ -6,7 +6,7 @@ from typing import Any
 
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor.speedups import change
+from bigbatch.trainer.doctor.speedups import try_values
 
 MOST_IMAGES = 512
 """Largest microbatch that is tried, unless the config's own is larger. A tried step has at most two of that size."""
@@ -97,7 +97,7 @@ def find_modes(config: Config, *, world_size: int) -> Modes:
     most = largest_divisor(steps, max(1, MOST_IMAGES // batch.microbatch_size))
 
     def is_legal(**changed: Any) -> bool:
-        return isinstance(change(config, replace(stated, **changed).values(), world_size=world_size), Config)
+        return isinstance(try_values(config, replace(stated, **changed).values(), world_size=world_size), Config)
 
     sizes = [batch.microbatch_size]
     is_measured = bool(config.run.digest_every_steps or config.run.noise_scale_every_steps)  # by microbatch
@@ -184,7 +184,7 @@ def with_mode(config: Config, mode: Mode, *, world_size: int) -> Config:
     values = {**mode.values(), "compute.mode": "eager"}
     if config.compute.compile is None and mode.compile is not None:
         values["compute.compile_fallback"] = True  # a failure of auto's choice must not end the run
-    changed = change(config, values, world_size=world_size)
+    changed = try_values(config, values, world_size=world_size)
     assert isinstance(changed, Config), changed
     return changed
 

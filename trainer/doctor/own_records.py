@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigbatch.errors import ConfigError, RunFolderError, print_line, print_lines
-from bigbatch.numbers import is_measure
+from bigbatch.numbers import is_number
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
@@ -179,7 +179,7 @@ def _table(times: RunTimes) -> Table:
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:
     value = record.get(name)
-    return float(value) if is_measure(value) else None  # type: ignore[arg-type]
+    return float(value) if is_number(value) else None  # type: ignore[arg-type]
 
 
 def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

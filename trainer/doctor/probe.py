@@ -31,7 +31,7 @@ from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, append, orders
 from bigbatch.trainer.doctor.measure import backward_of, flops_per_image, measure_pinning, measure_update, peak_flops
 from bigbatch.trainer.doctor.profile import profile_step
-from bigbatch.trainer.doctor.speedups import change
+from bigbatch.trainer.doctor.speedups import try_values
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.report import describe_input, input_record
@@ -45,7 +45,7 @@ ENDLESS = 2**40
 """More steps than any measurement takes."""
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
-FIRST_IMAGES, FOURFOLD, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
+FIRST_IMAGES, GROWTH, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
 """For glance: first number of images and its growth; seconds that suffice for a pass, and for a first pass."""
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 Splits = tuple[build_input.Split, build_input.Split]
 
 
-def splits_again(splits: Splits, config: Config, communicator: Communicator) -> Splits:
+def remake_splits(splits: Splits, config: Config, communicator: Communicator) -> Splits:
     """Return both splits in microbatches of another size; images in memory are not read again."""
     if all(isinstance(split.loader, ResidentLoader) for split in splits):
         first, second = (
@@ -118,7 +118,7 @@ class _Probe:
         # rate 0, so that weights stay: an exploding loss would change the time of a step
         self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)
         self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)
-        self._generated_split, _ = build_input.make_splits(with_generated(config), communicator)
+        self._generated_split, _ = build_input.make_splits(with_synthetic(config), communicator)
         self._streams = {"pictures": self._open(), "tensors": InputStream(self._generated())}
         self._num_cores = cores_per_rank(communicator)
         self.train_step = TrainStep(self.plan, self.parts)
@@ -142,12 +142,12 @@ class _Probe:
 
     def cut(self, *, values: Mapping[str, Any], **_: object) -> dict[str, Any]:
         """Measure the config with these values from now on, in this process. Collective."""
-        changed = change(self.config, values, world_size=self.communicator.world_size)
+        changed = try_values(self.config, values, world_size=self.communicator.world_size)
         assert isinstance(changed, Config), "the doctor has tried it"
         self._streams = {}
         splits = self.split, self._eval_split
         if changed.batch.microbatch_size != self.config.batch.microbatch_size:
-            splits = splits_again(splits, changed, self.communicator)
+            splits = remake_splits(splits, changed, self.communicator)
         self.parts.close()
         self._build(changed, splits)
         return {}
@@ -170,7 +170,7 @@ class _Probe:
                 backward_of(self.parts, prepared, num_images=number)
                 wait_for(device)
             taken, counted = self._agreed(time.perf_counter() - start), number
-            number = min(size, FOURFOLD * number)
+            number = min(size, GROWTH * number)
         return {"flops_per_image": flops, "seconds_per_image": taken / counted}
 
     def steps(self, *, batches: str, seconds: float, flushes: bool) -> dict[str, Any]:
@@ -292,7 +292,7 @@ class _Probe:
         return time.perf_counter() - start
 
 
-def with_generated(config: Config) -> Config:
+def with_synthetic(config: Config) -> Config:
     """Return the config with tensors that are generated once instead of images."""
     data = dataclasses.replace(
         config.data,

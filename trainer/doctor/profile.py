@@ -127,7 +127,7 @@ class FindSyncs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reason := self._reason(func, args, kwargs):
-            self.found[f"{place()}: {reason}"] += 1
+            self.found[f"{find_caller()}: {reason}"] += 1
         return func(*args, **kwargs)
 
     def _reason(self, func: Any, args: Any, kwargs: Any) -> str | None:
@@ -154,7 +154,7 @@ class FindSyncs(TorchDispatchMode):
         return "copies from the host, as x[0] = 1.0 and .to() without non_blocking do"
 
 
-def place() -> str:
+def find_caller() -> str:
     """Find the innermost line outside of torch and of this file, such as 'trainer/step/loop.py:123 (run)'."""
     foreign = (__file__, TORCH, "<")
     frames = [each for each in traceback.extract_stack() if not each.filename.startswith(foreign)]

@@ -15,7 +15,7 @@ from bigbatch.trainer.doctor import verdict
 from bigbatch.trainer.doctor.examine import ExaminationResults, describe
 from bigbatch.trainer.doctor.recommend import SpeedComparison
 from bigbatch.trainer.input.remedies import InputSettings
-from bigbatch.trainer.input.report import MeasuredInput, Waited, hints
+from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints
 
 WIDTH = 100
 """Width of a report that goes to a file."""
@@ -59,7 +59,7 @@ def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Co
     yield from verdict.explain(rates)
     if found := findings.input:  # the same hints as in a run's summary
         settings = InputSettings(**{**found["settings"], "augmentations": tuple(found["settings"]["augmentations"])})
-        waited = Waited(
+        waited = InputWait(
             wait_fraction=rates.wait_share,
             compute_images_per_second=rates.together / max(1e-9, 1 - rates.wait_share),
             steps=findings.steps["steps"],

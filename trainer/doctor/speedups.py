@@ -33,13 +33,13 @@ HALF = ("bf16", "fp16")
 LOSS_SCALE = {"optimizer.loss_scale": 1024.0, "optimizer.loss_scale_growth_steps": 2000}
 RECOMPUTED_BLOCKS = 4
 SWITCHES = ("layout", "cudnn")
-WORTH: Mapping[bool, Mapping[str, float]] = {
+ASSUMED_GAIN: Mapping[bool, Mapping[str, float]] = {
     # on a CPU, where compiled models of the recipes were slower, and on a GPU
     False: {"precision": 0.4, "layout": 0.3, "microbatch": 0.05, "compile": 0.02},
     True: {"precision": 0.8, "layout": 0.3, "graph": 0.15, "cudnn": 0.1, "microbatch": 0.1, "compile": 0.1},
 }
 """Whether the device is a GPU -> speedup -> its assumed gain, as a fraction."""
-PART = "a part of the step is measured, in which no other size than its own fits"
+MEASURED_IN_PART = "a part of the step is measured, in which no other size than its own fits"
 BUCKET_FACTOR = 4
 
 
@@ -120,7 +120,7 @@ class Unmeasured:
     why: str
 
 
-def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
+def try_values(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
     """Return the config with these values by dotted key; or the reason why it is not legal."""
     try:
         changed = with_values(config, values)
@@ -130,7 +130,7 @@ def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Con
     return changed
 
 
-Tried = Iterator[Candidate | Unmeasured]
+Candidates = Iterator[Candidate | Unmeasured]
 
 
 def find_candidates(
@@ -148,30 +148,30 @@ def find_candidates(
                 unmeasured.append(found)
                 continue
             # legal in the part that is measured, and in the whole config that the advice is for
-            changed = [change(each, found.values, world_size=machine.world_size) for each in (config, whole)]
+            changed = [try_values(each, found.values, world_size=machine.world_size) for each in (config, whole)]
             if illegal := [each for each in changed if isinstance(each, str)]:
                 unmeasured.append(Unmeasured(name, illegal[0]))
             else:
                 candidates.append(found)
     if config.batch != whole.batch:
-        unmeasured = [replace(each, why=PART) if each.name == "microbatch" else each for each in unmeasured]
+        unmeasured = [replace(each, why=MEASURED_IN_PART) if each.name == "microbatch" else each for each in unmeasured]
     if config.batch.microbatch_size != whole.batch.microbatch_size:
         cut = [each for each in candidates if "batch.microbatch_size" in each.values]
         candidates = [each for each in candidates if each not in cut]
-        unmeasured += [Unmeasured(name, PART) for name in dict.fromkeys(each.name for each in cut)]
+        unmeasured += [Unmeasured(name, MEASURED_IN_PART) for name in dict.fromkeys(each.name for each in cut)]
 
     def worth(candidate: Candidate) -> float:
         """Return the assumed gain, used only to try the likeliest first."""
         if candidate.name in SWITCHES and not all(candidate.values.values()):
             return 0.0  # it turns off what the user has on, perhaps for a reason
-        return WORTH[machine.is_gpu].get(candidate.name, 0.0)
+        return ASSUMED_GAIN[machine.is_gpu].get(candidate.name, 0.0)
 
     first = {"input": INPUT, "network": NETWORK, "cores": ("threads", *INPUT)}.get(limit, COMPUTE)
     # stable, so that those of equal worth stay in order
     return sorted(candidates, key=lambda each: (each.name not in first, -worth(each))), unmeasured
 
 
-def _workers(config: Config, machine: Machine) -> Tried:
+def _workers(config: Config, machine: Machine) -> Candidates:
     threads, cores = config.data.num_threads, machine.num_cores
     if config.data.loader not in READERS:
         yield Unmeasured("workers", f"data.loader={config.data.loader} reads no images while training")
@@ -183,12 +183,12 @@ def _workers(config: Config, machine: Machine) -> Tried:
         yield Unmeasured("workers", f"data.num_threads={threads}, and a rank may use {cores} core(s)")
 
 
-def _prefetch(config: Config, machine: Machine) -> Tried:
+def _prefetch(config: Config, machine: Machine) -> Candidates:
     if config.data.loader in READERS:
         yield Candidate("prefetch", {"data.prefetch_batches": 2 * config.data.prefetch_batches})
 
 
-def _loader(config: Config, machine: Machine) -> Tried:
+def _loader(config: Config, machine: Machine) -> Candidates:
     if config.data.loader != "torchvision":
         return
     if not machine.is_gpu:
@@ -199,18 +199,18 @@ def _loader(config: Config, machine: Machine) -> Tried:
         yield Candidate("loader", {"data.loader": "dali"}, RESIZES)
 
 
-def _binding(config: Config, machine: Machine) -> Tried:
+def _binding(config: Config, machine: Machine) -> Candidates:
     if not config.data.bind_numa:
         yield Candidate("binding", {"data.bind_numa": True})
 
 
-def _threads(config: Config, machine: Machine) -> Tried:
+def _threads(config: Config, machine: Machine) -> Candidates:
     """Try one thread, which is faster if other ranks, input threads or other processes use the cores."""
     if not machine.is_gpu and machine.num_threads > 1:
         yield Candidate("threads", {"compute.cpu_threads": 1}, ROUNDS)
 
 
-def _precision(config: Config, machine: Machine) -> Tried:
+def _precision(config: Config, machine: Machine) -> Candidates:
     precision = config.optimizer.precision
     if machine.capability is None:
         faster = FASTER_ON_CPU.get(precision, ())
@@ -231,31 +231,31 @@ def _precision(config: Config, machine: Machine) -> Tried:
         yield Unmeasured("precision", f"{machine.device} has none that is faster than {precision}")
 
 
-def _layout(config: Config, machine: Machine) -> Tried:
+def _layout(config: Config, machine: Machine) -> Candidates:
     yield Candidate("layout", {"compute.channels_last": not config.compute.channels_last}, ROUNDS)
 
 
-def _cudnn(config: Config, machine: Machine) -> Tried:
+def _cudnn(config: Config, machine: Machine) -> Candidates:
     if machine.is_gpu:
         yield Candidate("cudnn", {"compute.cudnn_benchmark": not config.compute.cudnn_benchmark}, ROUNDS)
     else:
         yield Unmeasured("cudnn", "its search for kernels needs a GPU")
 
 
-def _compile(config: Config, machine: Machine) -> Tried:
+def _compile(config: Config, machine: Machine) -> Candidates:
     now, names = config.compute.compile, ("default", "max-autotune") if machine.is_gpu else ("default",)
     for name in names[names.index(now) + 1 if now in names else 0 :]:
         yield Candidate("compile", {"compute.compile": name}, ROUNDS)
 
 
-def _graph(config: Config, machine: Machine) -> Tried:
+def _graph(config: Config, machine: Machine) -> Candidates:
     if not machine.is_gpu:
         yield Unmeasured("graph", "CUDA graphs need a GPU")
     elif not config.compute.cuda_graph:
         yield Candidate("graph", {"compute.cuda_graph": True})
 
 
-def _microbatch(config: Config, machine: Machine) -> Tried:
+def _microbatch(config: Config, machine: Machine) -> Candidates:
     """Try sizes that leave the global batch and its ghost batches as they are."""
     size, span = config.batch.microbatch_size, config.batch.bn_span
     share = size * accumulation_steps(config.batch, world_size=machine.world_size)
@@ -268,7 +268,7 @@ def _microbatch(config: Config, machine: Machine) -> Tried:
         yield Unmeasured("microbatch", f"batch.microbatch_size={size} is the largest that leaves the update as it is")
 
 
-def _recompute(config: Config, machine: Machine) -> Tried:
+def _recompute(config: Config, machine: Machine) -> Candidates:
     """Try recomputing: it costs time and saves memory, which a larger microbatch may turn into speed."""
     num_blocks = min(RECOMPUTED_BLOCKS, RESIDUAL_BLOCKS.get(config.model.name, 0))
     if not num_blocks or config.compute.recomputed_blocks:
@@ -276,11 +276,11 @@ def _recompute(config: Config, machine: Machine) -> Tried:
     recomputed = {"compute.recomputed_blocks": num_blocks}
     yield Candidate("recompute", recomputed)
     size = 2 * config.batch.microbatch_size
-    if isinstance(change(config, {"batch.microbatch_size": size}, world_size=machine.world_size), Config):
+    if isinstance(try_values(config, {"batch.microbatch_size": size}, world_size=machine.world_size), Config):
         yield Candidate("recompute", {**recomputed, "batch.microbatch_size": size}, ROUNDS)
 
 
-def _buckets(config: Config, machine: Machine) -> Tried:
+def _buckets(config: Config, machine: Machine) -> Candidates:
     comm = config.comm
     if machine.world_size == 1:
         yield Unmeasured("buckets", "one rank sums nothing: give --ranks; `bigbatch comm tune` finds the best plan")
@@ -294,7 +294,7 @@ def _buckets(config: Config, machine: Machine) -> Tried:
             )
 
 
-def _algorithm(config: Config, machine: Machine) -> Tried:
+def _algorithm(config: Config, machine: Machine) -> Candidates:
     if machine.world_size == 1:
         yield Unmeasured("algorithm", "one rank sums nothing: give --ranks")
     elif config.comm.algorithm == "auto" and machine.is_gpu:
@@ -303,7 +303,7 @@ def _algorithm(config: Config, machine: Machine) -> Tried:
         yield Candidate("algorithm", {"comm.algorithm": "native"}, ROUNDS)
 
 
-def _wire(config: Config, machine: Machine) -> Tried:
+def _wire(config: Config, machine: Machine) -> Candidates:
     if machine.world_size > 1 and config.comm.wire_dtype is None and config.optimizer.precision not in HALF:
         yield Candidate("wire", {"comm.wire_dtype": "bfloat16"}, ROUNDS)
 
@@ -320,5 +320,5 @@ COMPUTE = {
     "recompute": _recompute,
 }
 NETWORK = {"buckets": _buckets, "algorithm": _algorithm, "wire": _wire}
-SPEEDUPS: dict[str, Callable[[Config, Machine], Tried]] = {**INPUT, **COMPUTE, **NETWORK}
+SPEEDUPS: dict[str, Callable[[Config, Machine], Candidates]] = {**INPUT, **COMPUTE, **NETWORK}
 """Name for --only -> speedup."""

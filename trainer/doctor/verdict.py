@@ -8,7 +8,7 @@ LARGE_SHARE = 0.05
 """Share of a step: a shorter wait is not a limit."""
 BUSY = 0.85
 """Share of the time in which a GPU works; with a lower share the host launches kernels too slowly."""
-FAST = 2.0
+FAST_INPUT = 2.0
 """Multiple of the model's rate: an input that alone is faster than this is not the limit, even if steps wait for it."""
 CONTENDED = 0.9
 """Input and model compete for cores if together they reach less than this share of the slower one's rate."""
@@ -50,7 +50,7 @@ def limiting_wait(
         return None
     if exposed_share > wait_share:
         return "network"
-    return "cores" if input_alone and model_alone and input_alone > FAST * model_alone else "input"
+    return "cores" if input_alone and model_alone and input_alone > FAST_INPUT * model_alone else "input"
 
 
 def find_limit(rates: DoctorRates) -> str:

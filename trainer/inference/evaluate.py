@@ -22,7 +22,7 @@ from bigbatch.trainer.inference.accuracy import evaluate, predict
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.input.order import describe_left_out
-from bigbatch.trainer.input.reading import require_few
+from bigbatch.trainer.input.reading import require_few_bad_images
 from bigbatch.trainer.run.class_names import describe
 from bigbatch.trainer.run.progress import describe_evaluation
 from bigbatch.trainer.run.weights import digest
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         skipped=skipped.update,
     )
     split.loader.close()
-    require_few(list(skipped.values()), max_skipped=config.data.max_skipped)
+    require_few_bad_images(list(skipped.values()), max_skipped=config.data.max_skipped)
     if communicator.rank == 0:
         for reason in skipped.values():
             print_line(f"skipped: {reason}")

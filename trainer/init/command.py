@@ -17,7 +17,7 @@ from bigbatch.trainer.datasets.check import ImageFinding, spelling_finding, unpr
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.datasets.subcommands import add_max_megapixels
-from bigbatch.trainer.init.layout import look, split_classes
+from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
 from bigbatch.trainer.input.base import ImageSource
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, columns = _options(argv)
     folder: Path = arguments.folder
     recipe: Path = arguments.out
-    found = look(folder, labels=arguments.labels, columns=columns, leave_out=arguments.leave_out)
+    found = find_layout(folder, labels=arguments.labels, columns=columns, leave_out=arguments.leave_out)
     splits, listed = found.splits, None
     if splits is None:
         listed = split_classes(found.by_class, val_share=arguments.val_share, seed=arguments.seed)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         print_line(f"nothing written: {num_problems:,} problem(s)")
         return FAILED
     _write(recipe, splits, listed, measured, arguments=arguments)
-    for line in _next(recipe, splits, is_listed=listed is not None):
+    for line in _next_commands(recipe, splits, is_listed=listed is not None):
         print_line(line)
     return 0
 
@@ -182,7 +182,7 @@ def _write(
         raise DataError(f"{recipe}: cannot be written ({error.strerror}); name another --out") from error
 
 
-def _next(recipe: Path, splits: Splits, *, is_listed: bool) -> Iterator[str]:
+def _next_commands(recipe: Path, splits: Splits, *, is_listed: bool) -> Iterator[str]:
     config = load_config(["--config", str(recipe)])
     also = f" and {config.data.root}" if is_listed else ""
     yield printable(f"written: {recipe}{also}; next:")
@@ -192,11 +192,11 @@ def _next(recipe: Path, splits: Splits, *, is_listed: bool) -> Iterator[str]:
     paths = (config.data.root, str(recipe), config.run.directory, example)
     root, config_file, run, picture = (f"./{path}" if path.startswith("-") else path for path in paths)
     for words in (["data", "check", root], ["train", "--config", config_file], ["predict", run, picture]):
-        yield f"  bigbatch {' '.join(map(_typed, words))}"
+        yield f"  bigbatch {' '.join(map(_shell_quoted, words))}"
     yield "on several GPUs put `launch local --` before train, on several machines see `bigbatch launch --help`"
 
 
-def _typed(word: str) -> str:
+def _shell_quoted(word: str) -> str:
     """Return a word quoted for a shell; unprintable characters as byte escapes of bash and zsh."""
     if word.isprintable():
         return shlex.quote(word)

@@ -31,7 +31,7 @@ def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] |
     """
     known = _names(images)
     rows = _read(path)
-    file_at, label_at = _places(path, rows, columns)
+    file_at, label_at = _positions(path, rows, columns)
     is_header = columns is not None or not (_find(rows[0][1][0], known) or is_image(rows[0][1][0].strip()))
     labels: dict[str, str] = {}
     lost, blank, twice = [], [], {}
@@ -78,7 +78,7 @@ def _read(path: Path) -> list[tuple[int, list[str]]]:
     return rows
 
 
-def _places(path: Path, rows: Sequence[tuple[int, list[str]]], columns: tuple[str, str] | None) -> tuple[int, int]:
+def _positions(path: Path, rows: Sequence[tuple[int, list[str]]], columns: tuple[str, str] | None) -> tuple[int, int]:
     first = [name.strip() for name in rows[0][1]]
     if columns is None and len(first) < 2:
         raise DataError(f"{path}: has one column, {first[0]!r}; give it two: the image's name and its class")

@@ -44,7 +44,7 @@ class DatasetLayout:
     """Otherwise class -> images, as paths below the folder."""
 
 
-def look(
+def find_layout(
     folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool
 ) -> DatasetLayout:
     """Return the layout of folder, without reading any image. labels: the CSV of labels; None: the only one in folder.
@@ -84,7 +84,7 @@ def look(
             )
     num_loose = sum(map(is_image, top.loose))
     if tables and (labels or num_loose or len(folders) < 2):
-        return _flat(folder, tables, columns=columns, leave_out=leave_out)
+        return _by_csv(folder, tables, columns=columns, leave_out=leave_out)
     if num_loose > 0:
         raise DataError(
             f"{folder}: holds {num_loose:,} images that are in no class folder, and no CSV: give --labels FILE, "
@@ -135,7 +135,7 @@ def _class_folders(folder: Path, *, leave_out: bool) -> DatasetLayout:
     return DatasetLayout("class folders", tuple(findings), by_class=by_class)
 
 
-def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | None, leave_out: bool) -> DatasetLayout:
+def _by_csv(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | None, leave_out: bool) -> DatasetLayout:
     if len(tables) > 1:
         names = ", ".join(path.name for path in tables[:5])
         raise DataError(f"{folder}: holds {len(tables)} CSV files ({names}): name that of the labels by --labels")

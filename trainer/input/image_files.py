@@ -124,7 +124,7 @@ def _scan(root: str, below: str, above: tuple[str, ...], found: Contents) -> Ite
         for entry in rest:
             path = prefix + entry.name
             if is_hidden(entry.name):
-                (found.concealed if _conceals(entry) else found.hidden).append(path)
+                (found.concealed if _hides_images(entry) else found.hidden).append(path)
             elif entry.is_dir(follow_symlinks=False):
                 yield path, above
             elif entry.is_symlink() and not os.path.isfile(entry.path):
@@ -140,7 +140,7 @@ def _scan(root: str, below: str, above: tuple[str, ...], found: Contents) -> Ite
         found.unlisted.append(f"{folder}: cannot be listed ({error.strerror}); check its permissions")
 
 
-def _conceals(entry: os.DirEntry[str]) -> bool:
+def _hides_images(entry: os.DirEntry[str]) -> bool:
     if entry.is_dir(follow_symlinks=False):
         return any(is_image(name) for _, _, names in os.walk(entry.path) for name in names)
     return is_image(entry.name[1:]) and not entry.name.startswith("._")
@@ -157,35 +157,35 @@ def _sorted(found: Contents) -> Contents:
     return found
 
 
-RENAME = "rename one, so that both splits have one spelling of each class"
+RENAME_CLASS = "rename one, so that both splits have one spelling of each class"
 
 
-def spelled_twice(names: Iterable[str]) -> list[str]:
+def spelling_variants(names: Iterable[str]) -> list[str]:
     """Return a line per class that names spell in several ways, which differ in Unicode, width, case, spaces or zeros.
 
     A single letter and its capital are two classes: data sets of handwriting have both on purpose.
     """
     classes = defaultdict(set)
     for name in names:
-        classes[_plain(name)].add(name)
-    return [_and(sorted(spellings)) for spellings in classes.values() if len(spellings) > 1]
+        classes[_canonical(name)].add(name)
+    return [_quoted(sorted(spellings)) for spellings in classes.values() if len(spellings) > 1]
 
 
 def require_one_spelling(where: Path, names: Sequence[str]) -> None:
     """Raise DataError if names hold two spellings of one class."""
-    if twice := spelled_twice(names):
+    if twice := spelling_variants(names):
         more = f" (and {len(twice) - 1:,} more such classes)" if len(twice) > 1 else ""
-        raise DataError(f"{where}: {twice[0]} are spellings of one class{more}; {RENAME}")
+        raise DataError(f"{where}: {twice[0]} are spellings of one class{more}; {RENAME_CLASS}")
 
 
-def _plain(name: str) -> str:
+def _canonical(name: str) -> str:
     text = " ".join(unicodedata.normalize("NFKC", name).split())
     text = text if len(text) == 1 else unicodedata.normalize("NFKC", text.lower())
     number = re.fullmatch(r"0*(\d+)(\.0*)?", text)  # spreadsheets export 1 as 1.0
     return number[1] if number else text
 
 
-def _and(spellings: Sequence[str]) -> str:
+def _quoted(spellings: Sequence[str]) -> str:
     named = " and ".join(map(repr, spellings))
     looks_alike = len({unicodedata.normalize("NFC", each) for each in spellings}) < len(spellings)
     return f"{named} ({' and '.join(map(ascii, spellings))})" if looks_alike else named

@@ -20,7 +20,7 @@ from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_cl
 
 VERSION = 1
 SPLITS = ("train", "val")
-_ANEW = "let `bigbatch init --force` write it again"
+_REDO = "let `bigbatch init --force` write it again"
 
 ByClass = Mapping[str, Sequence[str]]
 """Class -> paths of its images relative to the folder, with / as separator."""
@@ -46,9 +46,9 @@ def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None)
     if classes is not None:
         require_same_classes(Path(root), found=index.classes, expected=classes)
     if not os.path.isdir(folder):
-        raise DataError(f"{root}: its images are not there: {folder} is not a folder; bring it back, or {_ANEW}")
+        raise DataError(f"{root}: its images are not there: {folder} is not a folder; bring it back, or {_REDO}")
     if not index.paths:
-        raise DataError(f"{root}: lists no image for {split}; {_ANEW}")
+        raise DataError(f"{root}: lists no image for {split}; {_REDO}")
     return index
 
 
@@ -86,25 +86,25 @@ def _classes(splits: Mapping[str, ByClass]) -> tuple[str, ...]:
 
 def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
     try:
-        content = parse_json(path.read_bytes(), object_pairs_hook=_once_each)
+        content = parse_json(path.read_bytes(), object_pairs_hook=_without_repeats)
         if (type(content["version"]), content["version"]) != (int, VERSION):  # True == 1
-            raise DataError(f"{path}: has version {content['version']}, this bigbatch reads {VERSION}; {_ANEW}")
+            raise DataError(f"{path}: has version {content['version']}, this bigbatch reads {VERSION}; {_REDO}")
         folder, splits = content["folder"], {split: content[split] for split in SPLITS}
         for paths in (paths for by_class in splits.values() for paths in by_class.values()):
             if not isinstance(paths, list):
                 raise TypeError("the images of a class are not a list")
             for each in paths:
                 if not isinstance(each, str) or _leads_out(each):
-                    raise DataError(f"{path}: lists {shortened(each)}, which is not an image below its folder; {_ANEW}")
+                    raise DataError(f"{path}: lists {shortened(each)}, which is not an image below its folder; {_REDO}")
         require_one_spelling(path, _classes(splits))
         return os.path.normpath(path.parent / folder), splits
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: is not a list of images ({shortened(error)}); name a folder, or {_ANEW}") from error
+        raise DataError(f"{path}: is not a list of images ({shortened(error)}); name a folder, or {_REDO}") from error
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; refuse repeated keys, which json would drop silently. Raises: ValueError."""
     content = dict(pairs)
     if len(content) < len(pairs):

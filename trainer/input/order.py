@@ -14,11 +14,11 @@ from bigbatch.files import read_plain
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.image_files import (
     IMAGE_SUFFIXES,
-    RENAME,
+    RENAME_CLASS,
     list_below,
     list_split,
     require_one_spelling,
-    spelled_twice,
+    spelling_variants,
 )
 
 
@@ -124,8 +124,8 @@ def require_same_classes(folder: Path | str, *, found: Sequence[str], expected: 
         if names
     ]
     if problems:
-        if twice := spelled_twice({*found, *expected}):
-            raise DataError(f"{folder}: {'; '.join(problems)}; {twice[0]} are spellings of one class: {RENAME}")
+        if twice := spelling_variants({*found, *expected}):
+            raise DataError(f"{folder}: {'; '.join(problems)}; {twice[0]} are spellings of one class: {RENAME_CLASS}")
         raise DataError(f"{folder}: {'; '.join(problems)}; give it the same classes as the training split")
 
 

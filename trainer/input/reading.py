@@ -14,7 +14,7 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
-from bigbatch.trainer.input.retry import Draw, PatientReads
+from bigbatch.trainer.input.retry import BatchWait, PatientReads
 
 T = TypeVar("T")
 
@@ -71,19 +71,19 @@ class BadImages:
             number = len(self.reasons.keys() | {position})
             # the image that is one too many is not recorded, so that it ends the next load, too
             if number > self._max_skipped:
-                raise too_many(number, max_skipped=self._max_skipped, last=str(error)) from error
+                raise too_many_bad_images(number, max_skipped=self._max_skipped, last=str(error)) from error
             if number == self._num_images:
                 raise DataError(f"all {number} images of the split are bad; the last is {error}") from error
             self.reasons[position] = str(error)
 
 
-def require_few(reasons: Sequence[str], *, max_skipped: int | None) -> None:
+def require_few_bad_images(reasons: Sequence[str], *, max_skipped: int | None) -> None:
     """Raise DataError if all ranks together met more bad images than may be skipped."""
     if len(reasons) > (max_skipped or 0):
-        raise too_many(len(reasons), max_skipped=max_skipped or 0, last=reasons[-1])
+        raise too_many_bad_images(len(reasons), max_skipped=max_skipped or 0, last=reasons[-1])
 
 
-def too_many(number: int, *, max_skipped: int, last: str) -> DataError:
+def too_many_bad_images(number: int, *, max_skipped: int, last: str) -> DataError:
     """Return the error that ends a run with more bad images than it may skip."""
     return DataError(
         f"{number} images are bad, and data.max_skipped={max_skipped}: see all by `bigbatch data check`; the last is "
@@ -113,7 +113,7 @@ class EncodedBatch:
     """Largest image that may be decoded."""
 
 
-Found = tuple[int, bytes, Sequence[int]]
+UsableImage = tuple[int, bytes, Sequence[int]]
 """Position, content, (height, width)."""
 
 IMAGES_PER_SECOND = 12_000
@@ -167,7 +167,7 @@ class EncodedReader:
     """Maximum number of bad images to replace by others, or None to end at the first one."""
     max_pixels: int = MAX_PIXELS
     """An image whose header or index states more is bad."""
-    draw: Draw | None = field(default=None, init=False)
+    draw: BatchWait | None = field(default=None, init=False)
     """Draw that a consumer waits for now; the consumer of batches sets it."""
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class EncodedReader:
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
         """Yield one batch per request, in order. Raises: DataError naming the image."""
         reads = self._reads = PatientReads(
-            self.source, patience_seconds=self.patience_seconds, current_draw=lambda: self.draw
+            self.source, patience_seconds=self.patience_seconds, awaited=lambda: self.draw
         )
 
         def batches() -> Iterator[EncodedBatch]:
@@ -212,7 +212,7 @@ class EncodedReader:
             reads.latencies.clear()
         return self._encoded(request, asked, found)
 
-    def _encoded(self, request: Request, asked: list[int], found: list[Found]) -> EncodedBatch:
+    def _encoded(self, request: Request, asked: list[int], found: list[UsableImage]) -> EncodedBatch:
         positions = [position for position, _, _ in found]
         boxes_B4, flips_B = self.crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
         valid_B = request.valid_B
@@ -239,7 +239,7 @@ class EncodedReader:
             max_pixels=self.max_pixels,
         )
 
-    def _read_usable(self, position: int, size: Sequence[int] | None, reads: PatientReads) -> Found:
+    def _read_usable(self, position: int, size: Sequence[int] | None, reads: PatientReads) -> UsableImage:
         """Read the image at position, or the next one after it that is not bad.
 
         size: (height, width) from the source; None: take it from the image's header.

@@ -18,7 +18,7 @@ STAGES = {
     "copy": "copying to the GPU",
     "augment": "augmentation on the device",
 }
-AHEAD, IN_STEP = ("read", "decode"), ("copy", "augment")
+PREFETCHED, IN_STEP = ("read", "decode"), ("copy", "augment")
 """Stages that work ahead (steps wait if they are slow), and stages that are part of the step."""
 SLOW_RANK = 0.7
 """Share of the median rank's rate, below which a rank is named."""
@@ -28,7 +28,7 @@ LARGE_SHARE = 0.5
 """Share of a step's own work that a stage takes, above which there is a hint."""
 
 
-def over_ranks(ranks: Sequence[Rates]) -> Rates:
+def merge_ranks(ranks: Sequence[Rates]) -> Rates:
     """Return the rates over all ranks: in lock-step the slowest rank limits all."""
     found: dict[str, float | None] = {}
     for part in PARTS:
@@ -51,7 +51,7 @@ def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
 
 def describe_input(ranks: Sequence[Rates]) -> str:
     """Return a line with all rates, and the slowest rank if it is below SLOW_RANK of the median."""
-    rates = over_ranks(ranks)
+    rates = merge_ranks(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
     return together + _slow_rank(ranks)
@@ -66,7 +66,7 @@ def _slow_rank(ranks: Sequence[Rates]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waited:
+class InputWait:
     """Waits of a run for images: those of the rank with the longest, since the other ranks wait for it."""
 
     wait_fraction: float
@@ -85,10 +85,10 @@ class MeasuredInput:
     @property
     def rates(self) -> Rates:
         """Return the rates over all ranks."""
-        return over_ranks(self.ranks)
+        return merge_ranks(self.ranks)
 
 
-def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool, is_healed: bool = False) -> list[str]:
+def hints(waited: InputWait, measured: MeasuredInput | None, *, was_probed: bool, is_healed: bool = False) -> list[str]:
     """Return hints for a run with steps that wait for images, or spend most time copying and augmenting them.
 
     was_probed: the config asked for a measurement, even if it failed. is_healed: the job has lost a rank since then.
@@ -110,14 +110,14 @@ def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool, i
     return [text for text in found if text]
 
 
-def _on_waiting(waits: str, waited: Waited, measured: MeasuredInput) -> str | None:
+def _on_waiting(waits: str, waited: InputWait, measured: MeasuredInput) -> str | None:
     rates, settings = measured.rates, measured.settings
     alone = f"alone the input delivers {rates['loader']:,.0f} images/s, the model takes "
     alone += f"{waited.compute_images_per_second:,.0f}"
     if settings.loader not in READERS:
         return f"{waits}: data.loader={settings.loader} makes each batch within its step ({alone})"
-    stage = slowest_stage(rates, among=AHEAD)
-    if min(rates[part] or 0.0 for part in ("loader", *AHEAD)) < waited.compute_images_per_second:
+    stage = slowest_stage(rates, among=PREFETCHED)
+    if min(rates[part] or 0.0 for part in ("loader", *PREFETCHED)) < waited.compute_images_per_second:
         slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){_slow_rank(measured.ranks)}"
         return _advised(f"the input limits this run, {waits}: {alone}; {slow}", remedies(stage, settings))
     if waited.wait_fraction <= LARGE_WAIT + 1 / waited.steps:
@@ -131,7 +131,7 @@ def _on_waiting(waits: str, waited: Waited, measured: MeasuredInput) -> str | No
     return _advised(f"{finding}: {why}", remedies("read", settings))
 
 
-def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
+def _on_work(stage: str, waited: InputWait, measured: MeasuredInput) -> str | None:
     """Return a hint on a stage that is part of the step, if it takes a large share of the step's own work."""
     rate = measured.rates[stage]
     if rate is None or waited.compute_images_per_second <= LARGE_SHARE * rate:

@@ -22,7 +22,7 @@ CHECK_SECONDS = 0.5
 """Seconds between two checks of reads that have not returned."""
 GRACE_SECONDS = 1.0
 """Additional seconds for reads that succeed at the last moment."""
-CALM_SECONDS = 60.0
+OUTAGE_GAP_SECONDS = 60.0
 """Failures less than this many seconds apart belong to one outage."""
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Outage:
         """Print text, unless one was printed in the same outage."""
         with self._lock:
             now = awake_seconds()
-            is_new, self._calm_from = now >= self._calm_from, now + CALM_SECONDS
+            is_new, self._calm_from = now >= self._calm_from, now + OUTAGE_GAP_SECONDS
         if is_new:
             print_line(text, file=sys.stderr)
 
@@ -52,7 +52,7 @@ OUTAGE = Outage()
 """One for the process: training and evaluation read from the same storage."""
 
 
-class Draw:
+class BatchWait:
     """Read time of the batch that the step waits for; shared by all reads during that wait."""
 
     def __init__(self) -> None:
@@ -64,16 +64,16 @@ class PatientReads:
     """Runs the reads of one stream of batches in threads."""
 
     def __init__(
-        self, source: ImageSource, *, patience_seconds: float, current_draw: Callable[[], Draw | None] = lambda: None
+        self, source: ImageSource, *, patience_seconds: float, awaited: Callable[[], BatchWait | None] = lambda: None
     ) -> None:
         """Start no thread yet. A failed read is tried again for patience_seconds; one attempt may take that long plus
         GRACE_SECONDS.
 
-        current_draw: returns the Draw that the step waits for, or None; reads may delay it by twice the patience.
+        awaited: returns the BatchWait, or None; reads may delay it by twice the patience.
         """
         self._source = source
         self._patience_seconds = patience_seconds
-        self._current_draw = current_draw
+        self._awaited = awaited
         self._stop = Event()
         self._threads: ThreadPoolExecutor | None = None
         self._num_threads = 0  # of the pool
@@ -165,7 +165,7 @@ class PatientReads:
         is_done, last = False, awake_seconds()
         while not is_done:
             is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
-            draw, before, last = self._current_draw(), last, awake_seconds()
+            draw, before, last = self._awaited(), last, awake_seconds()
             if draw is not None:
                 draw.read_seconds += last - before
             if not is_done and self._stop.is_set():
@@ -185,7 +185,7 @@ class PatientReads:
                     f"(data.patience_seconds={self._patience_seconds:g}); does its file system still answer?"
                 )
 
-    def _require_pace(self, draw: Draw | None, asked: Sequence[int], found: Sequence[object]) -> None:
+    def _require_pace(self, draw: BatchWait | None, asked: Sequence[int], found: Sequence[object]) -> None:
         if draw is None or draw.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
             return
         # the first missing image is being read, since the threads take the positions in order

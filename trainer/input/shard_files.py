@@ -13,7 +13,7 @@ from bigbatch.errors import StorageError
 from bigbatch.files import open_plain_sized
 from bigbatch.trainer.input.order import read_problem
 
-FACTS, SETTINGS, STAGED = "index.json", "pack.json", ".staged"
+INDEX, SETTINGS, STAGED = "index.json", "pack.json", ".staged"
 """Files of a packed split: its index, the settings of the packer, and the state of a staged copy."""
 
 Stamp = tuple[int, int]
@@ -96,7 +96,7 @@ class ShardFiles:
     def _new(self, shard: int) -> _ShardFile:
         file = _ShardFile(self._paths[shard])
         if self._stamps is not None and file.stamp() != self._stamps[shard]:
-            raise replaced(self._paths[shard])
+            raise shard_replaced(self._paths[shard])
         return file
 
     def close(self) -> None:
@@ -106,10 +106,10 @@ class ShardFiles:
 
 def is_packed(folder: Path) -> bool:
     """Return whether a split holds shards of `bigbatch data pack`, perhaps unfinished."""
-    return any((folder / name).exists() for name in (FACTS, SETTINGS, STAGED))
+    return any((folder / name).exists() for name in (INDEX, SETTINGS, STAGED))
 
 
-def replaced(name: str) -> StorageError:
+def shard_replaced(name: str) -> StorageError:
     """Return the error for a shard that has changed since it was indexed."""
     remedy = "run the same command, which indexes it, or put the index of the new shards beside them"
     return StorageError(f"{name}: the shard was replaced since it was indexed; {remedy}")

@@ -21,7 +21,7 @@ from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.image_files import list_split
 from bigbatch.trainer.input.listed import SPLITS, listed_classes, read_images
 from bigbatch.trainer.input.order import require_same_classes
-from bigbatch.trainer.input.shard_files import FACTS, ShardFiles, ShardReader, is_packed
+from bigbatch.trainer.input.shard_files import INDEX, ShardFiles, ShardReader, is_packed
 from bigbatch.trainer.input.storage import Cache, RemoteShards, Storage, url_of
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset import WebDatasetSplit, find_shards, read_remote_webdataset, read_webdataset
@@ -34,7 +34,7 @@ ENTRY = np.dtype(
 )
 """Index entry: offset and length of an image in bytes, its size in pixels (EXIF orientation ignored)."""
 
-AGAIN = "run `bigbatch data pack` again"
+REPACK = "run `bigbatch data pack` again"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}.tar"
 
 
-def parse_facts(text: str, *, path: Path | str) -> SplitIndex:
+def parse_split_index(text: str, *, path: Path | str) -> SplitIndex:
     """Parse the output of to_json. Raises: DataError for another version, or other content.
 
     Refuses shard names that packing does not make: staging would write or remove files under such a path elsewhere.
@@ -90,7 +90,7 @@ def parse_facts(text: str, *, path: Path | str) -> SplitIndex:
             made=dict(found["made"]),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}: is not an index of packed shards ({error!r}); delete it and {AGAIN}") from error
+        raise DataError(f"{path}: is not an index of packed shards ({error!r}); delete it and {REPACK}") from error
 
 
 def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "PackedIndex":
@@ -98,11 +98,11 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
 
     Raises: DataError naming the file that is missing, cut, edited or does not match the others.
     """
-    facts, path = read_facts(folder), folder / ENTRIES
+    facts, path = read_split_index(folder), folder / ENTRIES
     try:
         entries_N = parse_entries(read_plain(path), facts, path=path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error
     if classes is not None:
         require_same_classes(folder, found=facts.classes, expected=classes)
     for shard in facts.shards:
@@ -110,35 +110,35 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
         try:
             found = path.stat().st_size
         except OSError as error:
-            raise DataError(f"{path}: cannot be found ({error.strerror}); {AGAIN}") from error
+            raise DataError(f"{path}: cannot be found ({error.strerror}); {REPACK}") from error
         if found != shard.num_bytes:
-            raise DataError(f"{path}: has {found} bytes, {FACTS} states {shard.num_bytes}: cut or edited; {AGAIN}")
+            raise DataError(f"{path}: has {found} bytes, {INDEX} states {shard.num_bytes}: cut or edited; {REPACK}")
     return PackedIndex(folder, facts=facts, entries_N=entries_N)
 
 
 def parse_entries(data: bytes, facts: SplitIndex, *, path: Path | str) -> np.ndarray:
     """Parse index.npy, and check it against facts. Raises: DataError."""
     if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
-        raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
+        raise DataError(f"{path}: has another SHA-256 than {INDEX} states: cut or edited; delete it and {REPACK}")
     try:
         # in memory, not mapped: a file cut later would end the process by SIGBUS
         entries_N = np.load(io.BytesIO(data), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error
     if misfit := _misfit(facts, entries_N):
-        raise DataError(f"{path}: does not fit {FACTS} ({misfit}); delete it and {AGAIN}")
+        raise DataError(f"{path}: does not fit {INDEX} ({misfit}); delete it and {REPACK}")
     return np.asarray(entries_N)
 
 
-def read_facts(folder: Path) -> SplitIndex:
+def read_split_index(folder: Path) -> SplitIndex:
     """Read a packed split's index.json. Raises: DataError."""
-    path = folder / FACTS
+    path = folder / INDEX
     try:
-        return parse_facts(read_plain(path).decode(), path=path)
+        return parse_split_index(read_plain(path).decode(), path=path)
     except FileNotFoundError as error:
-        raise DataError(f"{folder}: packing has not finished, {FACTS} is missing; {AGAIN}") from error
+        raise DataError(f"{folder}: packing has not finished, {INDEX} is missing; {REPACK}") from error
     except (OSError, UnicodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error
 
 
 def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
@@ -220,7 +220,7 @@ class DataRoot:
             return listed_classes(self.path)
         folder = self.path / split
         if is_packed(folder):
-            return read_facts(folder).classes
+            return read_split_index(folder).classes
         if split in self.shards:
             return self._index.classes
         return tuple(list_split(folder).folders) if folder.is_dir() else None
@@ -231,14 +231,14 @@ class DataRoot:
 
     def _remote_facts(self, split: str) -> SplitIndex | None:
         """Return the index.json of a packed split in an object store; None if there is none."""
-        path = f"{self.name}/{split}/{FACTS}"
+        path = f"{self.name}/{split}/{INDEX}"
         try:
-            text = self._storage.fetch(f"{split}/{FACTS}").decode("utf-8", "replace") if self._storage else None
+            text = self._storage.fetch(f"{split}/{INDEX}").decode("utf-8", "replace") if self._storage else None
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-        return None if text is None else parse_facts(text, path=path)
+        return None if text is None else parse_split_index(text, path=path)
 
     def _remote_entries(self, split: str, facts: SplitIndex) -> np.ndarray:
         assert self._storage is not None
@@ -291,7 +291,7 @@ class PackedIndex:
     def read(self, position: int) -> bytes:
         """Read an image. Raises: StorageError if the shard is gone or cut, or has other data at that place."""
         shard, offset, length, height, width, _ = self.entries_N[position].item()
-        data = self._files.read(shard, length, offset, name=lambda: self.name(position), again=AGAIN)
+        data = self._files.read(shard, length, offset, name=lambda: self.name(position), again=REPACK)
         try:  # the same check as for an image from a class folder: a few microseconds for a JPEG
             is_same = encoded_size(data, path="", max_pixels=height * width) == (height, width)
         except DataError:
@@ -299,7 +299,7 @@ class PackedIndex:
         if not is_same:
             raise StorageError(
                 f"{self.name(position)}: is not the image that {ENTRIES} describes, so one of the two was edited; "
-                f"delete the shard and {AGAIN}"
+                f"delete the shard and {REPACK}"
             )
         return data
 

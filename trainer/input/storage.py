@@ -24,18 +24,18 @@ from bigbatch.errors import ConfigError, DataError, StorageError, print_line
 from bigbatch.files import open_sparse
 
 SCHEMES = ("s3", "gs", "https", "http")
-EXTRA = "pip install 'bigbatch[storage]'"
+INSTALL = "pip install 'bigbatch[storage]'"
 BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
 """Bytes per block, each with a CRC-32, and blocks per request: its latency is that of a megabyte's transfer."""
 MAX_INDEX_BYTES = 1 << 30
 """Limit of an index: that of ImageNet-21k's 14 million images has some 900 MB."""
 VAL_SHARE = 0.1
 """Part of the cache for the validation split."""
-PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+RETRY_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to read an index."""
-MOST_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 """No further attempt begins later than this."""
-REFUSED = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
+NO_ACCESS = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
 """Names of errors on credentials, which are not retried."""
 
 
@@ -81,7 +81,7 @@ class Storage:
             self._fs: Any = fsspec.filesystem(scheme)
         except ImportError as error:
             also = f" {package}" if scheme != "s3" else ""
-            raise ConfigError(f"data.root={url}: needs {package}: {EXTRA}{also}") from error
+            raise ConfigError(f"data.root={url}: needs {package}: {INSTALL}{also}") from error
         self.url = url
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
@@ -97,7 +97,7 @@ class Storage:
             else:
                 data = bytes(self._fs.cat_file(url, start=start, end=stop))
         except Exception as error:
-            raise _plain(error) from None  # its text may hold secrets of the request
+            raise _without_secrets(error) from None  # its text may hold secrets of the request
         if end is None and len(data) > MAX_INDEX_BYTES:
             raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is not an index; remove it")
         if len(data) > stop - start:
@@ -124,14 +124,14 @@ class Storage:
 
     def fetch(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read like read(), and retry for a while: nothing else retries the reads before a run."""
-        return _patiently(lambda: self.read(name, start, end))
+        return _with_retries(lambda: self.read(name, start, end))
 
     def shards(self, below: str) -> list[tuple[str, int, int]]:
         """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
 
         Raises: as read.
         """
-        found = _patiently(lambda: self._list(f"{self.url}/{below}".rstrip("/")))
+        found = _with_retries(lambda: self._list(f"{self.url}/{below}".rstrip("/")))
         names = {facts["name"].rpartition("/")[2]: facts for facts in found}
         return [
             (f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name]))
@@ -143,18 +143,18 @@ class Storage:
         try:
             return list(self._fs.ls(url, detail=True, refresh=True))
         except Exception as error:
-            raise _plain(error) from None
+            raise _without_secrets(error) from None
 
 
-def _patiently(call: Callable[[], T]) -> T:
+def _with_retries(call: Callable[[], T]) -> T:
     since = time.monotonic()
-    for seconds in PAUSES:
+    for seconds in RETRY_PAUSES:
         try:
             return call()
         except (FileNotFoundError, PermissionError):
             raise
         except OSError:
-            if time.monotonic() - since > MOST_SECONDS:  # without an answer of the server one attempt takes minutes
+            if time.monotonic() - since > RETRY_SECONDS:  # without an answer of the server one attempt takes minutes
                 raise
             time.sleep(seconds)
     return call()
@@ -165,7 +165,7 @@ def _version(facts: Mapping[str, Any]) -> int:
     return zlib.crc32(" ".join(stated).encode())
 
 
-def _plain(error: Exception) -> OSError:
+def _without_secrets(error: Exception) -> OSError:
     """Return an error without the library's text, which may contain keys, signed addresses or tokens."""
     kind = type(error).__name__
     if isinstance(error, FileNotFoundError):
@@ -175,7 +175,7 @@ def _plain(error: Exception) -> OSError:
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
     if isinstance(getattr(error, "certificate_error", None), ssl.SSLCertVerificationError):  # of aiohttp
         return PermissionError(errno.EACCES, f"the server's certificate is not trusted; {CERTIFICATES}")
-    if kind in REFUSED or status in (401, 403):
+    if kind in NO_ACCESS or status in (401, 403):
         return PermissionError(errno.EACCES, f"the storage refuses access, {kind}; {CREDENTIALS}")
     return OSError(errno.EIO, " ".join((kind, code if code.isalnum() else "")).strip())
 
@@ -195,13 +195,13 @@ class RemoteShards:
         self._storage, self._shards = storage, shards
         groups = [-(-num_bytes // (BLOCK_BYTES * FETCH_BLOCKS)) for _, num_bytes, _ in shards]
         self._first_blocks = (FETCH_BLOCKS * np.cumsum([0, *groups])).tolist()
-        self._kept: KeptBlocks | None = None
+        self._kept: BlockCache | None = None
         if cache is not None and shards:
             share = VAL_SHARE if split == "val" else 1 - VAL_SHARE
             most = int(share * cache.num_bytes) // (BLOCK_BYTES * FETCH_BLOCKS) * FETCH_BLOCKS
             owner = hashlib.sha256(f"{storage.url} {split}".encode()).hexdigest()[:16]
             content = hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
-            self._kept = KeptBlocks(cache.folder, owner, content, num_blocks=min(most, self._first_blocks[-1]))
+            self._kept = BlockCache(cache.folder, owner, content, num_blocks=min(most, self._first_blocks[-1]))
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
         """Do the same as ShardReader's method."""
@@ -245,7 +245,7 @@ class RemoteShards:
         """Do nothing: the library keeps its connections, and the cache its one file."""
 
 
-class KeptBlocks:
+class BlockCache:
     """Cache of a split's first blocks in a sparse local file: the CRC-32 of each, then the blocks fetched so far."""
 
     def __init__(self, folder: Path, owner: str, content: str, *, num_blocks: int) -> None:

@@ -22,15 +22,15 @@ from bigbatch.locks import try_lock, wait_lock
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import list_split, require_one_spelling
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.shard_files import ShardFiles, ShardReader, Stamp, is_packed, replaced, stamp_of
+from bigbatch.trainer.input.shard_files import ShardFiles, ShardReader, Stamp, is_packed, shard_replaced, stamp_of
 from bigbatch.trainer.input.storage import Storage
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset_index import Index, make_index, parse_index
 
-INDEX, NAMES = "webdataset.index", "classnames.txt"
+INDEX_FILE, CLASS_NAMES = "webdataset.index", "classnames.txt"
 """Files beside the shards: the index, and one line per class for shards that number their classes."""
-REMOTE = f"if files cannot be listed, as over https, put the {INDEX} of a local copy beside the shards"
-AGAIN = "run the same command, which indexes the shards again"
+REMOTE_ADVICE = f"if files cannot be listed, as over https, put the {INDEX_FILE} of a local copy beside the shards"
+REINDEX = "run the same command, which indexes the shards again"
 
 
 def find_shards(root: Path) -> dict[str, list[Path]]:
@@ -67,12 +67,12 @@ def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
     stamped = {
         split: [(os.path.relpath(path, root), _stamp(path)) for path in paths] for split, paths in shards.items()
     }
-    places = [root / INDEX, *_own_place(root)]
-    index = _kept(places, stamped)
+    places = [root / INDEX_FILE, *_cache_place(root)]
+    index = _stored(places, stamped)
     if index is None:
         with _only_process(root):
-            index = _kept(places, stamped) or _keep(make_index(root, stamped), root, places)
-    return _named(index, lambda: read_plain(root / NAMES), f"{root / NAMES}")
+            index = _stored(places, stamped) or _store(make_index(root, stamped), root, places)
+    return _with_names(index, lambda: read_plain(root / CLASS_NAMES), f"{root / CLASS_NAMES}")
 
 
 def read_remote_webdataset(storage: Storage) -> Index:
@@ -81,7 +81,7 @@ def read_remote_webdataset(storage: Storage) -> Index:
     Raises: DataError; StorageError.
     """
     try:
-        return _named(_remote_index(storage), lambda: storage.fetch(NAMES), f"{storage.url}/{NAMES}")
+        return _with_names(_remote_index(storage), lambda: storage.fetch(CLASS_NAMES), f"{storage.url}/{CLASS_NAMES}")
     except OSError as error:
         raise StorageError(f"{storage.url}: cannot be read ({error.strerror})") from error
 
@@ -89,7 +89,7 @@ def read_remote_webdataset(storage: Storage) -> Index:
 def _remote_index(storage: Storage) -> Index:
     try:
         with suppress(FileNotFoundError):
-            return parse_index(storage.fetch(INDEX))
+            return parse_index(storage.fetch(INDEX_FILE))
         shards: dict[str, list[tuple[str, Stamp]]] = {}
         for below in (*SPLITS, ""):
             with suppress(FileNotFoundError):
@@ -97,13 +97,13 @@ def _remote_index(storage: Storage) -> Index:
                     if split := below or next((each for each in SPLITS if each in name), ""):
                         shards.setdefault(split, []).append((name, (size, version)))
         if not shards:
-            raise DataError(f"{storage.url}: holds neither packed shards nor *train*.tar; {REMOTE}")
+            raise DataError(f"{storage.url}: holds neither packed shards nor *train*.tar; {REMOTE_ADVICE}")
         shards = {split: shards[split] for split in SPLITS if split in shards}
-        places = _own_place(storage.url)
-        return _kept(places, shards) or _keep(make_index(storage.url, shards, storage=storage), storage.url, places)
+        places = _cache_place(storage.url)
+        return _stored(places, shards) or _store(make_index(storage.url, shards, storage=storage), storage.url, places)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{storage.url}/{INDEX}: is damaged ({shortened(error)}); remove it, or put it there again"
+            f"{storage.url}/{INDEX_FILE}: is damaged ({shortened(error)}); remove it, or put it there again"
         ) from error
 
 
@@ -114,7 +114,7 @@ def _stamp(path: Path) -> Stamp:
         raise DataError(f"{path}: cannot be read ({error.strerror}); fix the link, or remove it") from error
 
 
-def _own_place(root: Path | str) -> list[Path]:
+def _cache_place(root: Path | str) -> list[Path]:
     folder, path = measured_folder("webdataset"), root.resolve() if isinstance(root, Path) else root
     name = f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.index"
     return [] if folder is None else [folder / name]
@@ -134,7 +134,7 @@ def _only_process(root: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _kept(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, Stamp]]]) -> Index | None:
+def _stored(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, Stamp]]]) -> Index | None:
     """Return the stored index of exactly these shards; None if there is none."""
     for place in places:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -144,7 +144,7 @@ def _kept(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, Stam
     return None
 
 
-def _keep(index: Index, root: Path | str, places: Sequence[Path]) -> Index:
+def _store(index: Index, root: Path | str, places: Sequence[Path]) -> Index:
     """Write the index to the first writable place; return it."""
     for place in places:
         with suppress(OSError):
@@ -156,7 +156,7 @@ def _keep(index: Index, root: Path | str, places: Sequence[Path]) -> Index:
     return index
 
 
-def _named(index: Index, read: Callable[[], bytes], path: str) -> Index:
+def _with_names(index: Index, read: Callable[[], bytes], path: str) -> Index:
     """Return the index, with numbered classes named by the file that read returns, if any. Raises: DataError."""
     if not index.are_numbers:
         return index
@@ -224,10 +224,10 @@ class WebDatasetSplit:
             BLOCK_BYTES + length,
             offset - BLOCK_BYTES,
             name=lambda: self.name(position),
-            again=AGAIN,
+            again=REINDEX,
         )
         if zlib.crc32(data[:BLOCK_BYTES]) != header:
-            raise replaced(self.name(position))
+            raise shard_replaced(self.name(position))
         return data[BLOCK_BYTES:]
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ def make_index(
             contents = list(threads.map(partial(index_shard, storage=storage), paths, sizes))
         finally:
             threads.shutdown(cancel_futures=True)
-    return _joined(stamped, paths, contents)
+    return _join_shards(stamped, paths, contents)
 
 
 @contextmanager
@@ -173,25 +173,25 @@ def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) ->
                 if is_hidden(name) or not dot or _is_meta(member.name):
                     continue
                 if (this := folder + slash + stem) != key:
-                    _finish(path, key, sample, window, found)
+                    _add_sample(path, key, sample, window, found)
                     if this in seen:
-                        raise DataError(f"{path}: member {shortened(member.name)}: its sample comes twice; {_GET}")
+                        raise DataError(f"{path}: member {shortened(member.name)}: its sample comes twice; {_REMEDY}")
                     key, sample = this, {}
                     seen.add(key)
                 if (suffix := suffix.lower()) in sample:
-                    raise DataError(f"{path}: member {shortened(member.name)} comes twice; {_GET}")
+                    raise DataError(f"{path}: member {shortened(member.name)} comes twice; {_REMEDY}")
                 sample[suffix] = member
-            _finish(path, key, sample, window, found)
+            _add_sample(path, key, sample, window, found)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read ({error.strerror}); check its permissions and disk") from error
     return found
 
 
-_GET = "get another shard, or remove it"
+_REMEDY = "get another shard, or remove it"
 _is_meta = re.compile(r"(^|/)__[^/]*__($|/|\.)").search
 
 
-def _finish(path: str, key: str, sample: Mapping[str, Member], window: Window, found: ShardContents) -> None:
+def _add_sample(path: str, key: str, sample: Mapping[str, Member], window: Window, found: ShardContents) -> None:
     """Add a whole sample to found. Raises: DataError."""
     images = [member for suffix, member in sample.items() if f".{suffix}" in IMAGE_SUFFIXES]
     if not images:
@@ -201,10 +201,10 @@ def _finish(path: str, key: str, sample: Mapping[str, Member], window: Window, f
         return
     image = images[0]
     if len(images) > 1:
-        raise DataError(f"{path}: members {' and '.join(m.name for m in images)}: two images in one sample; {_GET}")
+        raise DataError(f"{path}: members {' and '.join(m.name for m in images)}: two images in one sample; {_REMEDY}")
     if image.num_bytes > MAX_MEMBER_BYTES:
         most = f"more than an image of {MAX_PIXELS / 1e6:g} megapixels takes ({MAX_MEMBER_BYTES:,})"
-        raise DataError(f"{path}: member {shortened(image.name)}: claims {image.num_bytes:,} bytes, {most}; {_GET}")
+        raise DataError(f"{path}: member {shortened(image.name)}: claims {image.num_bytes:,} bytes, {most}; {_REMEDY}")
     found.labels.append(_label(path, image, sample, window))
     found.rows.append((image.offset, image.num_bytes, image.header))
     found.names.append(image.name)
@@ -215,10 +215,10 @@ def _label(path: str, image: Member, sample: Mapping[str, Member], window: Windo
     member = sample.get(LABEL) or sample.get(JSON_LABEL)
     if member is None:
         beside = f"no .{LABEL} and no .{JSON_LABEL} beside it"
-        raise DataError(f"{path}: member {shortened(image.name)} has no class: {beside}; {_GET}")
+        raise DataError(f"{path}: member {shortened(image.name)} has no class: {beside}; {_REMEDY}")
     where = f"{path}: member {shortened(member.name)}"
     if member.num_bytes > MAX_LABEL_BYTES:
-        raise DataError(f"{where}: claims {member.num_bytes:,} bytes, more than a class takes; {_GET}")
+        raise DataError(f"{where}: claims {member.num_bytes:,} bytes, more than a class takes; {_REMEDY}")
     data = window.at(member.offset, member.num_bytes)
     try:
         label: object = data.decode().strip()
@@ -229,13 +229,13 @@ def _label(path: str, image: Member, sample: Mapping[str, Member], window: Windo
     except ValueError:
         label = data
     if isinstance(label, bool) or not isinstance(label, str | int):
-        raise DataError(f"{where}: states no class, such as {{'label': 3}}, but {shortened(label)}; {_GET}")
+        raise DataError(f"{where}: states no class, such as {{'label': 3}}, but {shortened(label)}; {_REMEDY}")
     if not (text := str(label)).isprintable() or not 0 < len(text.encode()) < 200:
-        raise DataError(f"{where}: {shortened(text)} is not a name of a class; {_GET}")
+        raise DataError(f"{where}: {shortened(text)} is not a name of a class; {_REMEDY}")
     return text
 
 
-def _joined(
+def _join_shards(
     stamped: Mapping[str, Sequence[tuple[str, Stamp]]], paths: Sequence[str], contents: Sequence[ShardContents]
 ) -> Index:
     """Return the index of all splits' shards; labels are those of the training split. Raises: DataError."""
@@ -261,7 +261,7 @@ def _joined(
             if number is None:
                 known = f"0 to {len(classes) - 1}" if are_numbers else f"{len(classes)} names, such as {classes[0]!r}"
                 what = f"has the class {shortened(text)}, those of the {splits[0]} shards are {known}"
-                raise DataError(f"{paths[shard]}: member {shortened(name)} {what}; {_GET}")
+                raise DataError(f"{paths[shard]}: member {shortened(name)} {what}; {_REMEDY}")
             ends += len(os.fsencode(name))
             entries_N[row] = (shard, offset, length, number, header, ends)
             row += 1

@@ -25,7 +25,7 @@ def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
         return None
 
 
-def _ask(found: tuple[Any, Any] | None, question: Callable[[Any, Any], T]) -> T | None:
+def _query(found: tuple[Any, Any] | None, question: Callable[[Any, Any], T]) -> T | None:
     """Return question(NVML, handle); None without NVML, or if the driver does not answer it."""
     if found is None:
         return None
@@ -42,7 +42,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 def driver_version(device: torch.device) -> str:
     """Return the version of a GPU's driver; "" if unknown."""
-    return str(_ask(find_gpu(device), lambda nvml, handle: nvml.nvmlSystemGetDriverVersion()) or "")
+    return str(_query(find_gpu(device), lambda nvml, handle: nvml.nvmlSystemGetDriverVersion()) or "")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_clock(device: torch.device) -> Clock | None:
         slowed_by = tuple(name for bit, name in SLOWDOWNS.items() if reasons & bit)
         return Clock(float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), slowed_by)
 
-    return _ask(find_gpu(device), read)
+    return _query(find_gpu(device), read)
 
 
 class EnergyMeter:
@@ -81,5 +81,5 @@ class EnergyMeter:
 
     def _read(self) -> float:
         """Return millijoules since the driver was loaded; NaN if unknown: a silent driver must not end the training."""
-        told = _ask(self._found, lambda nvml, handle: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))
+        told = _query(self._found, lambda nvml, handle: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))
         return float("nan") if told is None else told

@@ -94,14 +94,14 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Return the memory that glibc keeps to the system. Does nothing with another C library."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def leave_compiler_out() -> None:
+def skip_compiler_import() -> None:
     """Keep bigbatch's optimizers from importing torch's compiler, a slow import, in this whole process.
 
     torch excludes four methods of all optimizers from compilation, and imports the compiler for that at their first

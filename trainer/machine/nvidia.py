@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bigbatch.trainer.machine.kernel_files import read_text
 
-ASK_SECONDS = 8
+QUERY_SECONDS = 8
 END_SECONDS = 1
 """Seconds to wait for a killed process: a hanging driver keeps it alive for ever."""
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
@@ -53,9 +53,9 @@ class Driver:
     """Number of the GPU -> its NVLinks."""
 
 
-def ask_driver() -> Driver:
-    """Return the output of all queries of nvidia-smi, in at most twice ASK_SECONDS + END_SECONDS."""
-    listed, complaint = _ask(f"--query-gpu={GPU_QUERY}")
+def query_driver() -> Driver:
+    """Return the output of all queries of nvidia-smi, in at most twice QUERY_SECONDS + END_SECONDS."""
+    listed, complaint = _query(f"--query-gpu={GPU_QUERY}")
     gpus = tuple(line.strip() for line in listed if line.count(",") == GPU_QUERY.count(","))
     if complaint or not gpus:
         return Driver(gpus, complaint)
@@ -66,7 +66,7 @@ def ask_driver() -> Driver:
         ("nvlink", "-s"),
     )
     with ThreadPoolExecutor(len(questions)) as pool:
-        answers = list(pool.map(lambda words: _ask(*words), questions))
+        answers = list(pool.map(lambda words: _query(*words), questions))
     health, remaps, processes, links = (lines for lines, _ in answers)
     # other complaints do not count: an older driver refuses queries that it does not know
     late = next((said for _, said in answers if said and said.startswith(NO_ANSWER)), None)
@@ -83,11 +83,11 @@ def ask_driver() -> Driver:
 
 def list_gpus() -> tuple[int, str | None]:
     """Return the number of GPUs that the driver lists, and its complaint; 0 and None without a driver."""
-    listed, complaint = _ask("-L")
+    listed, complaint = _query("-L")
     return sum(line.startswith("GPU ") for line in listed), complaint
 
 
-def _ask(*words: str) -> tuple[list[str], str | None]:
+def _query(*words: str) -> tuple[list[str], str | None]:
     """Return the output of nvidia-smi, and its complaint."""
     table = ["--format=csv,noheader"] if words[0].startswith("--query") else []
     argv, pipe = ["nvidia-smi", *words, *table], subprocess.PIPE
@@ -96,14 +96,14 @@ def _ask(*words: str) -> tuple[list[str], str | None]:
     except OSError:
         return [], None
     try:
-        stdout, stderr = program.communicate(timeout=ASK_SECONDS)
+        stdout, stderr = program.communicate(timeout=QUERY_SECONDS)
     except subprocess.TimeoutExpired:
         program.kill()
         with suppress(subprocess.TimeoutExpired):
             program.wait(END_SECONDS)
         for stream in filter(None, (program.stdout, program.stderr)):
             stream.close()
-        return [], f"{NO_ANSWER} {ASK_SECONDS} s"
+        return [], f"{NO_ANSWER} {QUERY_SECONDS} s"
     # complaints come on either stream; if there are rows, on stderr
     lines = [line for line in (stderr + "\n" + stdout).splitlines() if line.strip()]
     if any(NO_GPUS in line for line in lines):
@@ -135,7 +135,7 @@ def parse_links(lines: Sequence[str]) -> dict[int, NvLinks]:
     return found
 
 
-def count_on_bus(root: Path = Path("/")) -> int:
+def count_gpus_on_bus(root: Path = Path("/")) -> int:
     """Count NVIDIA's GPUs on the PCI bus, including those that a driver or a container hides."""
     vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
     # 03: a display controller, which data-centre GPUs are, too
@@ -144,7 +144,7 @@ def count_on_bus(root: Path = Path("/")) -> int:
     )
 
 
-def may_reach_memory(root: Path = Path("/")) -> bool:
+def has_gpudirect(root: Path = Path("/")) -> bool:
     """Return whether a network card may access GPUs' memory (GPUDirect): by a kernel module, or by dmabuf.
 
     dmabuf needs Linux 5.12, the driver's open kernel modules, and support by the card's driver, which is not checked.

@@ -17,7 +17,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.machine.host import give_back_freed_memory, wait_for
+from bigbatch.trainer.machine.host import return_freed_memory, wait_for
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
@@ -135,7 +135,7 @@ def free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
-        give_back_freed_memory()
+        return_freed_memory()
 
 
 def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:

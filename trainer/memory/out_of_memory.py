@@ -11,7 +11,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
-from bigbatch.trainer.config.optimizer import WHOLE
+from bigbatch.trainer.config.optimizer import WHOLE_MATRIX
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, free_memory, largest_fitting, sizes_within
 from bigbatch.trainer.run.folder import RunDir
@@ -69,7 +69,7 @@ def _remedy(config: Config, found: SizeSearch, *, world_size: int, at_least: str
         return "there was no time to try smaller ones; halve it and batch.bn_span"
     if found.size is None:
         ways = ["a smaller model.name or data.image_size", "optimizer.precision bf16"]
-        if config.optimizer.name not in WHOLE:  # their fp32 matrices take what sharded state saves
+        if config.optimizer.name not in WHOLE_MATRIX:  # their fp32 matrices take what sharded state saves
             ways.append("optimizer.sharded on more ranks")
         return f"nor does any smaller one; choose {', '.join(ways[:-1])}, or {ways[-1]}"
     words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.errors import RunFolderError
-from bigbatch.numbers import has_measures
+from bigbatch.numbers import has_numbers
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
@@ -40,10 +40,10 @@ def read_run(rundir: RunDir) -> FinishedRun:
     evaluations = tuple(
         record
         for record in records
-        if record["kind"] == "eval" and has_measures(record, "step", "epoch", "top1", "seconds")
+        if record["kind"] == "eval" and has_numbers(record, "step", "epoch", "top1", "seconds")
     )
     job = starts[0].get("job") if starts else None
-    if not (isinstance(job, dict) and has_measures(job, *NUMBERS_OF_JOB)):
+    if not (isinstance(job, dict) and has_numbers(job, *NUMBERS_OF_JOB)):
         raise RunFolderError(f"{rundir.metrics} does not say when and how the run started: train it with this version")
     if not evaluations:
         raise RunFolderError(f"{rundir.metrics} holds no evaluation yet: train on, at least for one")

@@ -16,7 +16,7 @@ from bigbatch.trainer.mlperf.rules import TARGET_TOP1, Verdict, check_rules
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import changes
 
-OF_THE_WIRE = ("comm.wire_dtype", "comm.predivide", "comm.reduce_dtype")
+WIRE_KEYS = ("comm.wire_dtype", "comm.predivide", "comm.reduce_dtype")
 MAY_DIFFER = (
     "run.seed",
     "run.log_every_steps",
@@ -43,7 +43,7 @@ MAY_DIFFER = (
     "data.bind_numa",
     "data.probe_seconds",
     "batch.microbatch_size",
-    *(key for key in KEYS if key.startswith(("comm.", "compute.")) and key not in OF_THE_WIRE),
+    *(key for key in KEYS if key.startswith(("comm.", "compute.")) and key not in WIRE_KEYS),
 )
 """Keys in which the runs of one recipe may differ, besides run.directory and run.resume: they state where and how it
 runs, and change numbers only by the order of sums."""

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.checks import LIBRARIES
-from bigbatch.trainer.config.dotted import import_owner, is_of_library, words_of
+from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
 from bigbatch.trainer.models.libraries import is_library_builder, library_model
 from bigbatch.trainer.models.norm import NormFactory
 
@@ -32,7 +32,7 @@ def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Map
             f"model.name={name} does not take num_classes={num_classes} with model.options={dict(options)}: {error}"
         ) from error
     except Exception as error:  # foreign code may raise anything
-        raise ConfigError(f"model.name={name} fails in its constructor: {words_of(error)}") from error
+        raise ConfigError(f"model.name={name} fails in its constructor: {as_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name={name} makes a {type(model).__name__} and no torch.nn.Module")
     if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:

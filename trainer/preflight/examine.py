@@ -28,15 +28,22 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.checks import Host, links_are_broken
-from bigbatch.trainer.preflight.facts import Seat, gather_facts, machine_id, report, start_looking
+from bigbatch.trainer.preflight.facts import RankGpu, gather_facts, host_fields, machine_id, query_host
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
-from bigbatch.trainer.preflight.meeting import MEET_SECONDS, Attendee, absent_ranks, leave_together, misfits, silent
+from bigbatch.trainer.preflight.meeting import (
+    MEET_SECONDS,
+    NodeAddress,
+    absence_findings,
+    absent_ranks,
+    host_faults,
+    wait_for_report,
+)
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
-from bigbatch.trainer.preflight.verdict import Node, NodeFinding, bits, judge, remarks
+from bigbatch.trainer.preflight.verdict import Node, NodeFinding, find_faults, gbit, remarks
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
-LOOKS = 2
+NUM_MEASUREMENTS = 2
 WORK_SECONDS = 30.0
 """Seconds to wait for a rank while others measure."""
 
@@ -54,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
     absent = absent_ranks(control)
     nodes: list[Node] = []
     if absent:
-        findings = silent(absent, control)
+        findings = absence_findings(absent, control)
     else:
         nodes, findings = examine(config, env, control, address=address)
     if env.rank == 0:
-        _tell_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
+        _print_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
     if absent:
-        leave_together(control)
+        wait_for_report(control)
         return UNFIT
     # no rank exits before rank 0 has reported: a launcher that sees code 4 ends the others
     verdicts = control.gather_text("unfit" if findings else "", what="verdict of the preflight")
@@ -91,22 +98,22 @@ def examine(
     device, num_gpus, complaint = _own_device(config, env)
     is_leader = env.local_rank == 0
     with listening(address) as port:
-        mine = Attendee(env.rank, env.host, address, port, machine_id(), num_gpus, complaint) if is_leader else None
+        mine = NodeAddress(env.rank, env.host, address, port, machine_id(), num_gpus, complaint) if is_leader else None
         texts = control.gather_text(json.dumps(mine and asdict(mine)), what="meeting of every node")
-        places = [Attendee(**each) for each in map(json.loads, texts) if each]
-        if early := misfits(places):
+        places = [NodeAddress(**each) for each in map(json.loads, texts) if each]
+        if early := host_faults(places):
             return [], early
         if device is None:
             raise CommError(str(complaint))
-        seat = Seat(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
+        seat = RankGpu(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
         texts = control.gather_text(json.dumps(asdict(seat)), what="comparison of GPUs")
-        seats = [Seat(**each) for each in map(json.loads, texts)]
+        seats = [RankGpu(**each) for each in map(json.loads, texts)]
         try:
             require_own_gpus([(seat.host, seat.only_gpu) for seat in seats])
         except CommError as error:  # all ranks find the same
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage
-        looking = _start_looking(config, env, places, seats, device=device, address=address) if is_leader else Host
+        looking = _query_host(config, env, places, seats, device=device, address=address) if is_leader else Host
         said: dict[str, Any] = {"host": env.host}
         said["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         if is_leader:
@@ -123,18 +130,18 @@ def examine(
         links = _measure_links(places, env, device=device)
     said |= {"rates": asdict(rates), "links": links}
     if is_leader:
-        said["node"] |= report(own, links=links)
+        said["node"] |= host_fields(own, links=links)
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
     # collect_text returns the texts on rank 0 only
     nodes = [_node(place, everyone, reached) for place in places] if everyone else []
-    return nodes, judge(nodes) if nodes else []
+    return nodes, find_faults(nodes) if nodes else []
 
 
-def _start_looking(
+def _query_host(
     config: Config | None,
     env: ProcessEnv,
-    places: Sequence[Attendee],
-    seats: Sequence[Seat],
+    places: Sequence[NodeAddress],
+    seats: Sequence[RankGpu],
     *,
     device: torch.device,
     address: str,
@@ -150,7 +157,7 @@ def _start_looking(
         own_gpus=tuple(seat.gpu for seat in own),
         is_interface_stated=env.interface is not None,
     )
-    return start_looking(host, seats=[seat for seat in seats if seat.host in beside], address=address)
+    return query_host(host, seats=[seat for seat in seats if seat.host in beside], address=address)
 
 
 def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:
@@ -163,7 +170,7 @@ def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | 
     return device, count if device.type == "cuda" else 0, None
 
 
-def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> Rates:
+def _take_turns(control: Control, places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> Rates:
     """Return the better of two measurements of this rank: short disturbances do not count, lasting ones do. Collective.
 
     Nodes of one machine share its cores, so they take turns; nodes of different machines measure at the same time.
@@ -174,10 +181,10 @@ def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *
     num_turns = max(map(len, machines.values()))
     found = []
     # the two measurements are far apart: all nodes take their turn in between
-    for turn in [*range(num_turns)] * LOOKS:
+    for turn in [*range(num_turns)] * NUM_MEASUREMENTS:
         # a slice, since a machine with fewer nodes has none for this turn
         if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
-            found.append(measure_rates(device, seconds=RATE_SECONDS / num_turns / LOOKS))
+            found.append(measure_rates(device, seconds=RATE_SECONDS / num_turns / NUM_MEASUREMENTS))
         control.gather_text("", what="measuring of rates")
     return Rates(
         max(each.multiply_gflops for each in found),
@@ -186,7 +193,7 @@ def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *
     )
 
 
-def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
+def _measure_links(places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
     """Return host -> bytes per second to it, if this rank is the first of its host; else {}. Collective."""
     communicator = connect(
         backend="nccl" if device.type == "cuda" else "tcp",
@@ -201,7 +208,7 @@ def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch
     return {places[index].host: rate for index, rate in rates.items()}
 
 
-def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
+def _node(place: NodeAddress, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
     own = {rank: each for rank, each in enumerate(everyone) if each["host"] == place.host}
     leader = everyone[place.rank]
     return Node(
@@ -218,7 +225,7 @@ def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str
     )
 
 
-def _tell_findings(
+def _print_findings(
     nodes: Sequence[Node],
     findings: Sequence[NodeFinding],
     arguments: argparse.Namespace,
@@ -265,7 +272,7 @@ def _table(nodes: Sequence[Node]) -> Table:
             Text(printable(f"{node.num_ranks} x {node.device}")),
             f"{node.multiply_gflops:,.1f} GFLOP/s",
             f"{node.copy_gb_per_second:.1f} GB/s",
-            bits(node.best_link) if node.best_link else "none measured",
+            gbit(node.best_link) if node.best_link else "none measured",
             Text(printable(f"{node.free_gb[folder]:g} GB, {folder}") if folder else ""),
             f"{node.images['training']:,} + {node.images['validation']:,}" if node.images else "",
         )

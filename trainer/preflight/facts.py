@@ -24,7 +24,7 @@ from bigbatch.trainer.input.shards import DataRoot
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
 from bigbatch.trainer.machine.limits import read_limits
 from bigbatch.trainer.machine.network import read_cards, read_errors, read_ports
-from bigbatch.trainer.machine.nvidia import Driver, ask_driver, count_on_bus, may_reach_memory, read_xids
+from bigbatch.trainer.machine.nvidia import Driver, count_gpus_on_bus, has_gpudirect, query_driver, read_xids
 from bigbatch.trainer.preflight.checks import Host, describe_hardware, find_troubles
 
 STORAGE_SECONDS = 8.0
@@ -73,7 +73,7 @@ def versions(device: torch.device, gpus: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def in_time(ask: Callable[[], T], *, late: T, seconds: float | None = None) -> Callable[[], T]:
+def start_query(ask: Callable[[], T], *, late: T, seconds: float | None = None) -> Callable[[], T]:
     """Start a query that may hang; return a function that returns its answer, or late after seconds.
 
     seconds: from now on; None for STORAGE_SECONDS.
@@ -97,7 +97,7 @@ def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
         folders += [config.run.directory, *([config.data.stage] if config.data.stage else [])]
     late = f"no answer within {STORAGE_SECONDS:g} s: see whether df hangs there, too"
     answers: dict[str, Callable[[], float | str]] = {
-        folder: in_time(partial(free_gb, folder), late=late) for folder in folders
+        folder: start_query(partial(free_gb, folder), late=late) for folder in folders
     }
     found = {folder: answer() for folder, answer in answers.items()}
     numbers = {folder: told for folder, told in found.items() if isinstance(told, float)}
@@ -119,7 +119,7 @@ def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], 
     if config is None:
         return lambda: ({}, None)
     late = f"{config.data.root} was not read within {STORAGE_SECONDS:g} s: slow storage; bigbatch data pack helps"
-    return in_time(partial(count_images, config), late=({}, late))
+    return start_query(partial(count_images, config), late=({}, late))
 
 
 def count_images(config: Config) -> tuple[dict[str, int], str | None]:
@@ -139,7 +139,7 @@ def machine_id() -> str:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankGpu:
     """Host, process and GPU of a rank. Every rank knows those of all ranks."""
 
     host: str
@@ -150,14 +150,14 @@ class Seat:
     """The same if the rank sees no other GPU, else ""."""
 
 
-def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path = Path("/")) -> Callable[[], Host]:
+def query_host(host: Host, *, seats: Sequence[RankGpu], address: str, root: Path = Path("/")) -> Callable[[], Host]:
     """Start to query kernel and driver; the returned function waits for the answers and returns host with them.
 
     seats: those of this machine's ranks.
     """
     late = Driver(complaint=f"no answer within {DRIVER_SECONDS:g} s")
-    asking = in_time(ask_driver if host.wants_gpus else Driver, late=late, seconds=DRIVER_SECONDS)
-    reading = in_time(partial(read_host, host, address=address, root=root), late=host)
+    asking = start_query(query_driver if host.wants_gpus else Driver, late=late, seconds=DRIVER_SECONDS)
+    reading = start_query(partial(read_host, host, address=address, root=root), late=host)
 
     def answer() -> Host:
         driver = asking()
@@ -173,15 +173,15 @@ def read_host(host: Host, *, address: str, root: Path) -> Host:
         cards=() if host.shares_machine else tuple(read_cards(root)),
         ports=() if host.shares_machine else tuple(read_ports(root)),
         interface=interface_of(address),
-        gpus_on_bus=count_on_bus(root),
-        has_gpudirect=may_reach_memory(root),
+        gpus_on_bus=count_gpus_on_bus(root),
+        has_gpudirect=has_gpudirect(root),
         xids=read_xids(root),
         errors=read_errors(root),
     )
 
 
 def foreign_processes(
-    processes: Sequence[Mapping[str, str]], seats: Sequence[Seat], *, root: Path = Path("/")
+    processes: Sequence[Mapping[str, str]], seats: Sequence[RankGpu], *, root: Path = Path("/")
 ) -> dict[int, str]:
     """Return process id -> GPU of seats, for other jobs' processes; {} in a container, where process ids differ."""
     own, gpus = {seat.process for seat in seats}, {seat.gpu for seat in seats}
@@ -194,14 +194,14 @@ def foreign_processes(
     return found
 
 
-def report(host: Host, *, links: Mapping[str, float], root: Path = Path("/")) -> dict[str, Any]:
+def host_fields(host: Host, *, links: Mapping[str, float], root: Path = Path("/")) -> dict[str, Any]:
     """Return Node's fields troubles, hardware and network; call it after links were measured.
 
     links: bytes per second to other hosts.
     """
     host = replace(
         host,
-        errors_after=in_time(partial(read_errors, root), late=dict[str, float]())(),
+        errors_after=start_query(partial(read_errors, root), late=dict[str, float]())(),
         link_gbit_per_second=8 * max(links.values()) / 1e9 if links else None,
     )
     cards = {card.name: f"{card.gbit_per_second:g} Gbit/s, MTU {card.mtu}" for card in host.cards}

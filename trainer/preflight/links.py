@@ -31,7 +31,7 @@ def listening(address: str) -> Iterator[int]:
     with socket.create_server((address, 0), backlog=1024) as server:
         server.settimeout(0.1)
         end = threading.Event()
-        thread = threading.Thread(target=_let_in, args=(server, end), daemon=True)
+        thread = threading.Thread(target=_accept_connections, args=(server, end), daemon=True)
         thread.start()
         try:
             yield server.getsockname()[1]
@@ -40,7 +40,7 @@ def listening(address: str) -> Iterator[int]:
             thread.join()
 
 
-def _let_in(server: socket.socket, end: threading.Event) -> None:
+def _accept_connections(server: socket.socket, end: threading.Event) -> None:
     """Accept connections until end is set: they would fill the kernel's queue, which may be as short as 128."""
     while not end.is_set():
         with suppress(OSError):

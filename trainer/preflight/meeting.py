@@ -12,14 +12,14 @@ from bigbatch.trainer.preflight.verdict import NodeFinding
 
 MEET_SECONDS = 12.0
 """Seconds to wait for ranks at first."""
-ROLL_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """Further seconds that present ranks wait for rank 0's report of absent ones."""
 LEAVE_SECONDS = 2.0
 _ABSENT = "preflight/absent"
 
 
 @dataclass(frozen=True)
-class Attendee:
+class NodeAddress:
     """Address of a node, and the devices of its ranks. All ranks gather it from all nodes, so it is short."""
 
     rank: int
@@ -46,11 +46,11 @@ def absent_ranks(control: Control) -> list[int]:
             time.sleep(0.05)
         # through the store: a gather would wait for the absent ranks
         control.store.set(_ABSENT, json.dumps(missing))
-    control.timeout_seconds = MEET_SECONDS + ROLL_SECONDS
+    control.timeout_seconds = MEET_SECONDS + REPORT_SECONDS
     return list(json.loads(control.read(_ABSENT, what="meeting of every node")))
 
 
-def silent(absent: Sequence[int], control: Control) -> list[NodeFinding]:
+def absence_findings(absent: Sequence[int], control: Control) -> list[NodeFinding]:
     """Return a finding on absent ranks, with their nodes if Slurm knows these; [] without absent ranks."""
     if not absent:
         return []
@@ -62,7 +62,7 @@ def silent(absent: Sequence[int], control: Control) -> list[NodeFinding]:
     return [NodeFinding(f"no answer from {ranks}{where} within {MEET_SECONDS:g} s: {remedy}", hosts)]
 
 
-def leave_together(control: Control) -> None:
+def wait_for_report(control: Control) -> None:
     """Wait until rank 0 has reported absent ranks: a launcher ends all ranks when the first one exits."""
     if control.rank == 0:
         control.store.set(f"{_ABSENT}/told", "1")
@@ -71,7 +71,7 @@ def leave_together(control: Control) -> None:
         control.read(f"{_ABSENT}/told", what="verdict of the preflight")
 
 
-def misfits(places: Sequence[Attendee]) -> list[NodeFinding]:
+def host_faults(places: Sequence[NodeAddress]) -> list[NodeFinding]:
     """Return findings on illegal host names, and on nodes without the GPUs that the others have. Pure."""
     found = []
     for host, count in Counter(place.host for place in places).items():

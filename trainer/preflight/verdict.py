@@ -69,10 +69,10 @@ class NodeFinding:
         return cls(f"{host}: {text}", (host,))
 
 
-def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
+def find_faults(nodes: Sequence[Node]) -> list[NodeFinding]:
     """List all findings; empty if all nodes are fit."""
     return [
-        *shared(_addresses(nodes), nodes),
+        *clear_common(_addresses(nodes), nodes),
         *_reachability(nodes),
         *_troubles(nodes),
         *_differences(nodes),
@@ -80,12 +80,12 @@ def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
         *_data(nodes),
         *slow_nodes(nodes),
         # not shared: a clock that is slower than the others without a stated reason is its own host's fault
-        *(each for why, slow in slow_clocks(nodes).items() for each in (shared(slow, nodes) if why else slow)),
+        *(each for why, slow in slow_clocks(nodes).items() for each in (clear_common(slow, nodes) if why else slow)),
         *slow_links(nodes),
     ]
 
 
-def shared(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
+def clear_common(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
     """Clear hosts in findings of one kind if they concern all of several nodes: then no single node is at fault."""
     if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
@@ -113,7 +113,7 @@ def _troubles(nodes: Sequence[Node]) -> list[NodeFinding]:
     for check in CHECKS:
         if check.is_finding:
             told = [(node.host, text) for node in nodes for text in node.troubles.get(check.name, ())]
-            found += shared([NodeFinding.at(host, f"{text}: {check.remedy}") for host, text in told], nodes)
+            found += clear_common([NodeFinding.at(host, f"{text}: {check.remedy}") for host, text in told], nodes)
     return found
 
 
@@ -151,11 +151,11 @@ def _differences(nodes: Sequence[Node]) -> list[NodeFinding]:
     return [
         NodeFinding.at(host, f"{name} {values[host]}, elsewhere {usual}: all nodes need the same")
         for name, values in each.items()
-        for host, usual in odd_ones(values)
+        for host, usual in find_minority(values)
     ]
 
 
-def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def find_minority(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """List (host, value of the majority) of hosts that differ; in a tie the first host's value counts."""
     counts = Counter(map(str, values.values()))
     usual = max(counts, key=lambda value: counts[value])
@@ -179,7 +179,7 @@ def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
             for node in nodes
             if (left := node.free_gb.get(folder, least)) < least
         ]
-        found += [*shared(silent, nodes), *shared(full, nodes)]
+        found += [*clear_common(silent, nodes), *clear_common(full, nodes)]
     return found
 
 
@@ -188,7 +188,7 @@ def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
     if len(bad) == len(nodes):  # no node's fault
         return [NodeFinding(str(nodes[0].complaint))]
     counts = {node.host: dict(node.images) for node in nodes if not node.complaint}
-    odd = odd_ones(counts)
+    odd = find_minority(counts)
     return bad + [NodeFinding.at(host, f"sees other data, {counts[host]} instead of {usual}") for host, usual in odd]
 
 
@@ -228,16 +228,16 @@ def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
         return []
     usual = median_high(rates.values())
     slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
-    told = f"the median node's {bits(usual)}: look at cable, port and interface"
-    found = [NodeFinding.at(host, f"its link carries {bits(rates[host])}, {told}") for host in rates if host in slow]
+    told = f"the median node's {gbit(usual)}: look at cable, port and interface"
+    found = [NodeFinding.at(host, f"its link carries {gbit(rates[host])}, {told}") for host in rates if host in slow]
     for node in nodes:
         for other, rate in node.link_bytes_per_second.items():
             # each pair once, from the host that sorts first
             if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
-                found.append(NodeFinding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
+                found.append(NodeFinding(f"{node.host} to {other}: {gbit(rate)}, the median node's link {gbit(usual)}"))
     return found
 
 
-def bits(bytes_per_second: float) -> str:
+def gbit(bytes_per_second: float) -> str:
     """Show 1.25e8 as '1.00 Gbit/s'."""
     return f"{8 * bytes_per_second / 1e9:.2f} Gbit/s"

@@ -12,7 +12,7 @@ from signal import SIGTERM
 import psutil
 
 from bigbatch.comm.rendezvous.environ import without_identity
-from bigbatch.errors import FOLLOWS, printable
+from bigbatch.errors import LAUNCHER_LINE, printable
 from bigbatch.files import make_folder, open_to_append, read_plain
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.run.folder import writing
@@ -41,7 +41,7 @@ def find_reason(text: str, *, exit_code: int | None) -> str:
         return "killed, most likely by the kernel, out of memory"
     ours = [line.partition("bigbatch: ")[2] for line in lines if "bigbatch: " in line and not DATED.match(line)]
     if ours:
-        causes = [line for line in ours if not FOLLOWS.search(line)]
+        causes = [line for line in ours if not LAUNCHER_LINE.search(line)]
         return _shorten((causes or ours)[-1])
     ended = "the job ended" if exit_code is None else f"exit code {exit_code}"
     return f"{ended}: {_shorten(lines[-1])}" if lines else f"{ended}, and printed nothing"

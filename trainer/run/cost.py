@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.numbers import is_measure
+from bigbatch.numbers import is_number
 
 ELAPSED = "elapsed_seconds"
 """Key in metrics.jsonl: seconds since this start of the run, by a monotonic clock."""
@@ -29,7 +29,7 @@ def durations(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any
     """
     before: dict[str, Any] = {}
     for record in records:
-        if not all(is_measure(record.get(name, 0.0)) for name in (ELAPSED, "time")) or "time" not in record:
+        if not all(is_number(record.get(name, 0.0)) for name in (ELAPSED, "time")) or "time" not in record:
             continue
         is_timed = record["kind"] != "start" and ELAPSED in record and ELAPSED in before
         name = ELAPSED if is_timed else "time"

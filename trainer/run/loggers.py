@@ -13,7 +13,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import mlflow_settings, wandb_settings
 from bigbatch.errors import first_line
 from bigbatch.trainer.config.file import flatten
-from bigbatch.trainer.config.kinds import spread
+from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir
@@ -172,7 +172,7 @@ class _MlflowRun:
             experiment = found.experiment_id if found else client.create_experiment(name)
             kept = client.create_run(experiment, run_name=settings.get("run_name", rundir.path.name)).info.run_id
             rundir.write_text(rundir.mlflow_id, f"{kept}\n")
-            params = [Param(key, str(value)) for key, value in spread(flatten(stated)).items()]
+            params = [Param(key, str(value)) for key, value in flat_options(flatten(stated)).items()]
             for first in range(0, len(params), MOST_PARAMS):
                 client.log_batch(kept, params=params[first : first + MOST_PARAMS])
         self._run = kept

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bigbatch.colours import COLOURS
 from bigbatch.files import open_to_append
-from bigbatch.numbers import has_measures
+from bigbatch.numbers import has_numbers
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 from bigbatch.trainer.run.loggers import Guarded, figures_of
@@ -113,9 +113,9 @@ def draw_run(
     """
     from matplotlib.figure import Figure
 
-    train = [r for r in records if r["kind"] == "train" and has_measures(r, "step", "epoch", "loss", "lr")]
-    evals = [r for r in records if r["kind"] == "eval" and has_measures(r, "epoch", "loss", "top1")]
-    noisy = [r for r in train if has_measures(r, "noise_scale", "noise_scale_low")]
+    train = [r for r in records if r["kind"] == "train" and has_numbers(r, "step", "epoch", "loss", "lr")]
+    evals = [r for r in records if r["kind"] == "eval" and has_numbers(r, "epoch", "loss", "top1")]
+    noisy = [r for r in train if has_numbers(r, "noise_scale", "noise_scale_low")]
     count = 4 if noisy else 3
     figure = Figure(figsize=(13 * count / 3, 4.4), layout="constrained")
     loss_axes, accuracy_axes, rate_axes, *noise_axes = panels = figure.subplots(1, count)
@@ -126,7 +126,7 @@ def draw_run(
         (accuracy_axes, evals, "top1", 100, "o-", EVAL_COLOUR, "top-1"),
         (rate_axes, _every_rate(train, schedule), "lr", 1, "-", TRAIN_COLOUR, None),
     ]
-    of_five = [r for r in evals if has_measures(r, "top5")]
+    of_five = [r for r in evals if has_numbers(r, "top5")]
     if any(r["top5"] < 1 for r in of_five):  # with at most five classes it is always 1
         lines.append((accuracy_axes, of_five, "top5", 100, "s--", EVAL_COLOUR, "top-5"))
     for axes, rows, key, scale, style, color, label in lines:
@@ -175,7 +175,7 @@ def _draw_noise_scale(axes: "Axes", rows: Sequence[dict[str, Any]], *, global_ba
     axes.fill_between(
         epochs,
         [max(low, r["noise_scale_low"]) for r in rows],
-        [min(10 * high, r["noise_scale_high"]) if has_measures(r, "noise_scale_high") else 10 * high for r in rows],
+        [min(10 * high, r["noise_scale_high"]) if has_numbers(r, "noise_scale_high") else 10 * high for r in rows],
         color=TRAIN_COLOUR,
         alpha=0.2,
         linewidth=0,

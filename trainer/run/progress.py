@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import print_line, printable
-from bigbatch.numbers import is_measure
+from bigbatch.numbers import is_number
 from bigbatch.trainer.run.noise_scale import NOT_YET, UNMEASURED, describe_noise_scale
 
 
@@ -139,7 +139,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     for name, value in summary.items():
         if name == "metrics" and isinstance(value, dict):
             shown += [
-                (f"{name}.{own}", f"{figure:.4g}" if is_measure(figure) else str(figure))
+                (f"{name}.{own}", f"{figure:.4g}" if is_number(figure) else str(figure))
                 for own, figure in value.items()
             ]
         elif name == "noise_scale":
@@ -154,7 +154,7 @@ def show(name: str, value: Any) -> str:
     """Format a value of the summary with its unit; shares in percent. value: None if nothing was measured."""
     if value is None:
         return "not measured"
-    if is_measure(value) and ("top" in name or name.endswith("_fraction")):
+    if is_number(value) and ("top" in name or name.endswith("_fraction")):
         return f"{100 * value:.2f} %"
     text = f"{value:,.1f}" if isinstance(value, float) else str(value)
     return f"{text} {UNITS[name]}" if name in UNITS else text

@@ -6,7 +6,7 @@ from importlib import import_module
 import torch
 
 from bigbatch.comm.gradients.fusion import round_up
-from bigbatch.trainer.config.optimizer import WHOLE, is_foreign
+from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.step.divided_work import gathered_elements, share_out
 from bigbatch.trainer.step.plan import Parts
@@ -79,7 +79,7 @@ def matrix_bytes(config: Config, parts: Parts) -> int:
 
 def gather_bytes(config: Config, parts: Parts) -> int:
     """Return the bytes of the buffers in which ranks gather parts of matrices and results of divided work."""
-    if config.optimizer.name not in WHOLE or not (work := _shared_work(config, parts)):
+    if config.optimizer.name not in WHOLE_MATRIX or not (work := _shared_work(config, parts)):
         return 0
     world_size, parameters = parts.communicator.world_size, dict(parts.model.named_parameters())
     wholes = FP32_BYTES * sum(

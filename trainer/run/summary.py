@@ -16,7 +16,7 @@ from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.input.report import MeasuredInput, Waited, hints, slowest_stage
+from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, slowest_stage
 from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.models.exchange import head_of
 from bigbatch.trainer.run.checkpoint import Checkpoint
@@ -239,7 +239,7 @@ def make_hints(
     if not totals.steps:
         return []
     found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)
-    waited = Waited(
+    waited = InputWait(
         wait_fraction=found["input_wait_fraction"],
         compute_images_per_second=found["compute_images_per_second"],
         steps=totals.steps,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.reading import EncodedBatch, EncodedReader, UndecodableError
-from bigbatch.trainer.input.retry import Draw
+from bigbatch.trainer.input.retry import BatchWait
 
 
 def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
@@ -89,7 +89,7 @@ class ImageLoader:
                 under_way.append(request)
                 yield request
 
-        draw = Draw()
+        draw = BatchWait()
         while True:
             self.reader.draw = draw
             try:
@@ -99,7 +99,7 @@ class ImageLoader:
                             under_way.popleft()
                             self.reader.draw = None
                             yield batch
-                            self.reader.draw = draw = Draw()
+                            self.reader.draw = draw = BatchWait()
                     finally:
                         self.reader.draw = None
                         self.reader.interrupt()

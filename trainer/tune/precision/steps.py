@@ -74,7 +74,7 @@ def measure(tensors: Iterable[Tensor]) -> Magnitudes:
     return Magnitudes(tuple(counts.tolist()))
 
 
-EXACT = {
+FP32_VALUES = {
     "optimizer.precision": "fp32",
     "optimizer.loss_scale": None,
     "optimizer.loss_scale_growth_steps": None,
@@ -111,7 +111,7 @@ def count_gradients(
         if output.requires_grad:
             output.register_hook(count_activations)
 
-    with few_steps(with_values(config, EXACT), communicator, num_steps=num_steps, say=say) as (parts, run):
+    with few_steps(with_values(config, FP32_VALUES), communicator, num_steps=num_steps, say=say) as (parts, run):
         names = halved(parts.model).keys()
         for module in parts.model.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):

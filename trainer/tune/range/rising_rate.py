@@ -19,7 +19,7 @@ from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.options import join_values
-from bigbatch.trainer.config.range_test import KEY as EARLIER_TEST
+from bigbatch.trainer.config.range_test import RANGE_TEST
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.short_run import to_the_last_epoch
 from bigbatch.trainer.run.checkpoint import write_on_first
@@ -52,9 +52,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--steps {steps} are too few to read a curve from: give at least {MIN_STEPS}")
     overrides = _without_earlier_test(overrides)
     # the config's earlier range test may be of another recipe: this test replaces it
-    config = load_config(
-        ["--config", arguments.config, *overrides, f"--{EARLIER_TEST}=null"], prog="bigbatch tune range"
-    )
+    config = load_config(["--config", arguments.config, *overrides, f"--{RANGE_TEST}=null"], prog="bigbatch tune range")
     to_its_end = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test detects it
     config = dataclasses.replace(config, run=to_its_end)
     env = read_process_env()
@@ -86,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _without_earlier_test(overrides: Sequence[str]) -> list[str]:
     joined = join_values(overrides)
-    kept = [word for word in joined if not word.startswith(f"--{EARLIER_TEST}=")]
+    kept = [word for word in joined if not word.startswith(f"--{RANGE_TEST}=")]
     return list(overrides) if kept == joined else kept
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
-from bigbatch.trainer.config.optimizer import WHOLE
+from bigbatch.trainer.config.optimizer import WHOLE_MATRIX
 from bigbatch.trainer.config.sections import OPTIMIZERS
 from bigbatch.trainer.optim.foreign import eval_mode, resume_training
 from bigbatch.trainer.optim.fused import FusedOptimizer
@@ -118,7 +118,7 @@ def test_make_optimizer_hands_settings_on(name: str) -> None:
 def test_make_optimizer_decays_bias_and_norm_too_where_they_are_not_excluded(name: str) -> None:
     optimizer, weights = make(name, exclude_bias_and_norm=False)
     decaying, other = optimizer.param_groups
-    assert [len(group["params"]) for group in (decaying, other)] == ([2, 4] if name in WHOLE else [6, 0])
+    assert [len(group["params"]) for group in (decaying, other)] == ([2, 4] if name in WHOLE_MATRIX else [6, 0])
     assert (decaying["weight_decay"], decaying["adapt"]) == (0.01, True)
     before = clones(weights)
     after = walk(optimizer, weights, steps=range(2))

@@ -14,8 +14,8 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.file import dump_config, find_config, flatten, load_config, packaged_configs, resolve
-from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, spread
-from bigbatch.trainer.config.names import ELSEWHERE, OTHERS_NAMES
+from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, flat_options
+from bigbatch.trainer.config.names import KEY_OF_OTHER_NAME, SET_OUTSIDE_CONFIG
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 from bigbatch.trainer.config.sections import MODE_KEYS
@@ -79,7 +79,7 @@ def test_load_config_of_a_packaged_one_is_complete_and_comes_back(name, write_te
     config = load_config(["--config", name])
     stated = yaml.safe_load((config_file.PACKAGED / f"{name}.yaml").read_text())
     stated.pop("base", None)
-    for key, value in spread(flatten(stated)).items():
+    for key, value in flat_options(flatten(stated)).items():
         assert json.loads(json.dumps(lookup(config, key))) == value, key  # with lists for tuples
     dumped = flatten(yaml.safe_load(dump_config(config)))
     assert tuple(dumped) == tuple(KEYS)
@@ -186,9 +186,9 @@ def test_load_config_refuses_a_command_line_and_says_what_was_meant(words, named
 
 
 def test_names_of_others_lead_to_keys():
-    assert not set(ELSEWHERE) & {*OTHERS_NAMES, *(key.name for key in KEYS.values())}
-    assert set(OTHERS_NAMES.values()) <= {*KEYS, *OPTION_KEYS}
-    assert not set(OTHERS_NAMES) & {key.name for key in KEYS.values()}
+    assert not set(SET_OUTSIDE_CONFIG) & {*KEY_OF_OTHER_NAME, *(key.name for key in KEYS.values())}
+    assert set(KEY_OF_OTHER_NAME.values()) <= {*KEYS, *OPTION_KEYS}
+    assert not set(KEY_OF_OTHER_NAME) & {key.name for key in KEYS.values()}
 
 
 def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
@@ -204,7 +204,7 @@ def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
 )
 def test_load_config_from_before_keys_takes_their_defaults(section, write_text):
     sections = yaml.safe_load(dump_config(unchanged := load_config(["--config", "quickstart"])))
-    kept = {key.decider for key in KEYS.values()} | {f"{kind}.name" for kind in KINDS}
+    kept = {key.decider for key in KEYS.values()} | {f"{kind}.name" for kind in OPTIONS}
     missing = {f"{section}.{name}" for name in sections[section]} - kept
     for key in missing:
         del sections[section][key.partition(".")[2]]

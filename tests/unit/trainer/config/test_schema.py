@@ -21,7 +21,7 @@ from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.config.fields import POSITIVE
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, complete, fold
+from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, nest_options, with_default_options
 from bigbatch.trainer.config.schema import KEYS, Config, lookup, typed, with_defaults, with_values
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import ResNet
@@ -80,12 +80,12 @@ RESIDENT = {"data.loader": "resident", "data.resident_on": "device", "data.crop"
 
 
 def make_config(changes: dict[str, object] | None = None) -> Config:
-    changes = fold(changes or {})
+    changes = nest_options(changes or {})
     values = {**BASE, **changes}
-    for section in KINDS:
+    for section in OPTIONS:
         name, options = f"{section}.name", f"{section}.options"
         own = BASE[options] if values[name] == BASE[name] else changes.get(options)
-        values[options] = complete(section, values[name], {**(own or {}), **(changes.get(options) or {})})
+        values[options] = with_default_options(section, values[name], {**(own or {}), **(changes.get(options) or {})})
     sections: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -116,7 +116,7 @@ def test_config_refuses_numbers_outside_of_the_range_of_each_key():
     """In a tuple one such number is enough; an option is given to a model, optimizer or schedule that has it."""
     for name, key in {**KEYS, **OPTION_KEYS}.items():
         section, _, option = name.partition(".options.")
-        owner = {f"{section}.name": each for each, options in KINDS.get(section, {}).items() if option in options}
+        owner = {f"{section}.name": each for each, options in OPTIONS.get(section, {}).items() if option in options}
         number = -1.0 if "float" in str(key.kind) else -1
         value = (number, 0.5) if "tuple" in str(key.kind) else number
         for legal in key.ranges:

@@ -14,7 +14,7 @@ from bigbatch.cli import main
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.tables import find_tables, unpack_tables
-from bigbatch.trainer.init.layout import look
+from bigbatch.trainer.init.layout import find_layout
 
 pa = pytest.importorskip("pyarrow")
 ipc, parquet = pytest.importorskip("pyarrow.ipc"), pytest.importorskip("pyarrow.parquet")
@@ -76,7 +76,7 @@ def test_tables_that_datasets_saved_become_a_recipe(tmp_path: Path, capsys: pyte
         save(tmp_path / "pets" / split, table(*numbers[:2]), *([table(*numbers[2:])] if numbers[2:] else []))
     (tmp_path / "pets/dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
     with pytest.raises(DataError, match=naming("pets", "data prepare huggingface")):
-        look(tmp_path / "pets", leave_out=False)
+        find_layout(tmp_path / "pets", leave_out=False)
     assert prepare("out", "--archives", "pets") == 0
     said = capsys.readouterr().out
     assert "other splits (1)" in said

@@ -19,7 +19,7 @@ from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor.budget import Budget, Pace
 from bigbatch.trainer.doctor.examine import IMAGES, Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import Probes
-from bigbatch.trainer.doctor.speedups import change, part_of_images
+from bigbatch.trainer.doctor.speedups import part_of_images, try_values
 
 FACTS = {
     "device": "cpu",
@@ -156,7 +156,7 @@ def test_start_and_turns_of_what_only_names_may_take_longer_than_the_budget(monk
         machine.spend(machine.start_seconds, limit=start_seconds)
         return Process(machine, {})
 
-    monkeypatch.setattr(consult, "Child", start)
+    monkeypatch.setattr(consult, "ProbeChild", start)
     consult._examine(
         consult._parser().parse_args(["--config", "quickstart", "--quick", "--only", "layout"]),
         findings,
@@ -211,7 +211,7 @@ def test_config_that_no_budget_holds_says_what_one_step_takes(
 def test_part_of_a_step(name: str, num_images: float, expected: Any) -> None:
     config = CONFIGS[name]
     part = part_of_images(config, num_images, world_size=1)
-    cut = change(config, part, world_size=1)
+    cut = try_values(config, part, world_size=1)
     assert isinstance(cut, Config)
     if expected:
         assert (cut.batch.global_batch_size, cut.batch.microbatch_size, cut.batch.bn_span) == expected
@@ -230,5 +230,5 @@ def test_pace_predicts_by_the_steps_that_are_made() -> None:
     assert pace.fits("layout", early)  # 23 + 12 of 55
     assert not pace.fits("layout", early, others=1)
     assert not pace.fits("layout", replace(early, clock=lambda: 21.0))
-    assert pace.look_turns(early) == 1
-    assert replace(pace, step_seconds=0.1).look_turns(early) == 3
+    assert pace.base_turns(early) == 1
+    assert replace(pace, step_seconds=0.1).base_turns(early) == 3

@@ -25,7 +25,7 @@ from bigbatch.trainer.doctor.exchange import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.trainer.doctor.report import print_report
-from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, change, find_candidates, part_of_step
+from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_step, try_values
 
 CPU = Machine(device="cpu", device_type="cpu", capability=None, num_cores=4, world_size=1)
 GPU = Machine(device="a GPU", device_type="cuda", capability=(9, 0), num_cores=16, world_size=1)
@@ -246,7 +246,7 @@ def test_candidates_are_legal_and_leave_the_update_as_it_is(config: Config, mach
     assert found
     for candidate in found:
         assert set(candidate.values) <= set(KEYS)
-        changed = change(config, candidate.values, world_size=machine.world_size)
+        changed = try_values(config, candidate.values, world_size=machine.world_size)
         assert isinstance(changed, Config)
         assert changed != config
         batch = changed.batch
@@ -285,7 +285,7 @@ def test_speedups_against_the_limit_are_tried_first() -> None:
 def test_gpu_without_bf16_is_offered_fp16() -> None:
     cpu = [each for each in find(QUICKSTART, replace(CPU, has_cpu_bf16=True))[0] if each.name == "precision"]
     assert [each.values["optimizer.precision"] for each in cpu] == ["bf16_autocast", "bf16"]
-    half = change(QUICKSTART, {"optimizer.precision": "bf16"}, world_size=1)
+    half = try_values(QUICKSTART, {"optimizer.precision": "bf16"}, world_size=1)
     assert isinstance(half, Config)
     assert not any(each.name == "precision" for each in find(half, replace(CPU, has_cpu_bf16=True))[0])
     old = [each for each in find(QUICKSTART, replace(GPU, capability=(7, 0)))[0] if each.name == "precision"]
@@ -297,7 +297,7 @@ def test_gpu_without_bf16_is_offered_fp16() -> None:
 
 
 def of(config: Config, values: Mapping[str, Any]) -> Config:
-    changed = change(config, values, world_size=1)
+    changed = try_values(config, values, world_size=1)
     assert isinstance(changed, Config), changed
     return changed
 
@@ -343,7 +343,7 @@ def test_step_of_many_microbatches_is_measured_in_part() -> None:
 
 
 def test_change_that_is_illegal_is_told() -> None:
-    assert "batch.bn_span=96 " in str(change(QUICKSTART, {"batch.bn_span": 96}, world_size=1))
+    assert "batch.bn_span=96 " in str(try_values(QUICKSTART, {"batch.bn_span": 96}, world_size=1))
 
 
 def test_change_begins_where_the_last_one_ended() -> None:
@@ -425,7 +425,7 @@ def test_microbatches_are_not_tried_on_a_part_of_one() -> None:
     part = of(RESNET, {"batch.global_batch_size": 8, "batch.microbatch_size": 8, "batch.bn_span": 8})
     tried, reasons = find_candidates(part, CPU, whole=RESNET, limit="compute")
     assert not any("batch.microbatch_size" in each.values for each in tried)
-    assert {each.why for each in reasons if each.name == "microbatch"} == {speedups.PART}
+    assert {each.why for each in reasons if each.name == "microbatch"} == {speedups.MEASURED_IN_PART}
 
 
 @pytest.mark.parametrize(

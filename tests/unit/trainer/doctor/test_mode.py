@@ -24,7 +24,7 @@ from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import budget, consult
 from bigbatch.trainer.doctor import mode as doctor_mode
-from bigbatch.trainer.doctor.exchange import Child
+from bigbatch.trainer.doctor.exchange import ProbeChild
 from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode, graph_hint
 from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, TrialStep, relative_distance, take_step
 from bigbatch.trainer.doctor.modes import (
@@ -621,11 +621,11 @@ def test_run_folder_may_have_the_name_of_a_trial_command(
 
 def test_mode_trial_is_cut_at_its_limit() -> None:
     """A real process, which cannot have started by then, and is gone after."""
-    started: list[Child] = []
+    started: list[ProbeChild] = []
 
-    def start(*arguments: Any, **options: Any) -> Child:
-        started.append(Child.__new__(Child))
-        Child.__init__(started[-1], *arguments, **options)
+    def start(*arguments: Any, **options: Any) -> ProbeChild:
+        started.append(ProbeChild.__new__(ProbeChild))
+        ProbeChild.__init__(started[-1], *arguments, **options)
         return started[-1]
 
     modes = find_modes(quickstart(), world_size=1)

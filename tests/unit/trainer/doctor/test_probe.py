@@ -28,14 +28,14 @@ from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.doctor.exchange import ORDERS, append, orders
 from bigbatch.trainer.doctor.measure import (
-    OF_TORCH,
+    WITH_LOOPS,
     flops_per_image,
     make_step,
     measure_pinning,
     measure_update,
     peak_flops,
 )
-from bigbatch.trainer.doctor.probe import _Probe, splits_again, with_generated
+from bigbatch.trainer.doctor.probe import _Probe, remake_splits, with_synthetic
 from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST, FindSyncs
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.prepare_batch import Prepared
@@ -171,7 +171,7 @@ def test_half_written_orders_wait_and_orders_end_with_the_doctor(tmp_path: Path)
 def test_generated_tensors_take_the_place_of_any_loader() -> None:
     for name in ("quickstart", "cifar10", "imagenette"):
         config = load_config(["--config", name])
-        generated = with_generated(config)
+        generated = with_synthetic(config)
         assert generated.data.loader == "synthetic"
         assert (generated.batch, generated.model) == (config.batch, config.model)
 
@@ -187,7 +187,7 @@ def parts_of(name: str) -> tuple[Any, Any]:
     return config.optimizer, SimpleNamespace(model=model, precision=precision, communicator=SimpleNamespace(device=CPU))
 
 
-@pytest.mark.parametrize("name", OF_TORCH)
+@pytest.mark.parametrize("name", WITH_LOOPS)
 def test_update_by_tensor_is_the_fused_one(name: str) -> None:
     """The fused one is tested against an oracle: here both make the same three steps, at a rate that moves weights."""
     settings, parts = parts_of(name)
@@ -219,7 +219,7 @@ def test_resident_set_is_not_read_again_for_a_part_of_a_step() -> None:
     splits = Split(9, loader, None), Split(3, loader, None)
     words = ["--batch.global_batch_size=32", "--batch.microbatch_size=32", "--batch.bn_span=32"]
     config = load_config(["--config", "cifar10", *words])  # whose folder is not there
-    train, _ = splits_again(splits, config, cast(Communicator, None))
+    train, _ = remake_splits(splits, config, cast(Communicator, None))
     assert (train.num_samples, cast(ResidentLoader, train.loader)._microbatch_size) == (9, 32)
 
 

@@ -16,7 +16,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import Spread
 from bigbatch.trainer.init.labels import read_labels
-from bigbatch.trainer.init.layout import look, split_classes
+from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
 from bigbatch.trainer.input.order import read_index
@@ -279,14 +279,14 @@ def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, 
 def test_look_refuses_what_it_cannot_read(tmp_path: Path, files: list[str], says: str) -> None:
     write(tmp_path / "pets", dict.fromkeys(files, b""))
     with pytest.raises(DataError, match=naming(tmp_path / "pets", says)):
-        look(tmp_path / "pets", leave_out=False)
+        find_layout(tmp_path / "pets", leave_out=False)
 
 
 def test_look_at_no_folder_and_at_an_empty_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for name in ("gone", "file"):
         with pytest.raises(DataError, match=naming(name, "folder")):
-            look(tmp_path / name, leave_out=False)
+            find_layout(tmp_path / name, leave_out=False)
     (tmp_path / "empty").mkdir()
     assert init("empty") == 1
     assert "no images (1)" in capsys.readouterr().out
@@ -315,11 +315,11 @@ def test_look_at_folders_that_cannot_be_listed(
 def test_look_refuses_columns_of_no_table(tmp_path: Path, folders: tuple[str, ...]) -> None:
     write(tmp_path, {f"{folder}/0.jpg": IMAGES[0] for folder in folders})
     with pytest.raises(DataError, match=naming("--columns", tmp_path, "no table")):
-        look(tmp_path, columns=("image", "label"), leave_out=False)
+        find_layout(tmp_path, columns=("image", "label"), leave_out=False)
 
 
 def test_look_takes_folders_of_trains_for_a_class(tmp_path: Path) -> None:
-    found = look(class_folders(tmp_path / "traffic", train=2, val=2), leave_out=False)
+    found = find_layout(class_folders(tmp_path / "traffic", train=2, val=2), leave_out=False)
     assert found.by_class == {"train": ["train/0.jpg", "train/1.jpg"], "val": ["val/0.jpg", "val/1.jpg"]}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sample_images import touch
 
-from bigbatch.trainer.input.image_files import UNREAD_SUFFIXES, is_image, list_below, list_split, spelled_twice
+from bigbatch.trainer.input.image_files import UNREAD_SUFFIXES, is_image, list_below, list_split, spelling_variants
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.JPEG", "b.jfif", "b.JPE", "b.jif", "c.b.png", "d.WebP"])
@@ -70,7 +70,7 @@ def test_links_are_followed_but_in_no_circle(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_spelled_twice(names: list[str], line: str) -> None:
-    assert spelled_twice(names) == [line]
+    assert spelling_variants(names) == [line]
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_spelled_twice(names: list[str], line: str) -> None:
     ids=["numbers", "padded", "wordnet", "letters", "words"],
 )
 def test_different_classes_are_left_alone(names: list[str]) -> None:
-    assert spelled_twice(names) == []
+    assert spelling_variants(names) == []

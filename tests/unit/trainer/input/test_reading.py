@@ -191,7 +191,7 @@ def test_reading_reads_that_fail_for_a_while_change_nothing(make, capsys):
 
 
 def test_reading_the_next_outage_is_told_again(monkeypatch, capsys):
-    monkeypatch.setattr(retry, "CALM_SECONDS", 0.0)
+    monkeypatch.setattr(retry, "OUTAGE_GAP_SECONDS", 0.0)
     reads = retry.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=60.0)
     reads.read(0)
     reads.read(1)

@@ -14,13 +14,13 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.loaders.probe import ProbedInput
 from bigbatch.trainer.input.remedies import InputSettings, input_settings, pixels_left
 from bigbatch.trainer.input.report import (
+    InputWait,
     MeasuredInput,
     Rates,
-    Waited,
     describe_input,
     hints,
     input_record,
-    over_ranks,
+    merge_ranks,
     slowest_stage,
 )
 from bigbatch.trainer.machine import host
@@ -41,13 +41,13 @@ SETTINGS = InputSettings(
     max_side=448,
     pixels_left=0.5,
 )
-WAITED = Waited(wait_fraction=0.66, compute_images_per_second=2400.0, steps=1000)
+WAITED = InputWait(wait_fraction=0.66, compute_images_per_second=2400.0, steps=1000)
 SHRINK = "shrink the images once by `bigbatch data pack --short-side 448` (50% of their pixels are left)"
 THREADS = "raise data.num_threads (4 now; each rank may use 16 cores)"
 CORES = "give each rank more cores (16 now)"
 
 
-def told(waited: Waited, rates: Rates, **changed: object) -> list[str]:
+def told(waited: InputWait, rates: Rates, **changed: object) -> list[str]:
     """The hints of a run on one rank."""
     return hints(waited, MeasuredInput((rates,), replace(SETTINGS, **changed)), was_probed=True)
 
@@ -84,8 +84,8 @@ def rates_of(loader: float, **changed: float) -> Rates:
 
 def test_input_report_ranks_in_lock_step_are_as_fast_as_the_slowest_one() -> None:
     ranks = [rates_of(1336, read=60, augment=900), rates_of(57, decode=100), rates_of(1400, augment=800)]
-    assert over_ranks(ranks) == {"loader": 171, "read": 180, "decode": 300, "copy": None, "augment": 2400}
-    assert over_ranks([RATES]) == RATES
+    assert merge_ranks(ranks) == {"loader": 171, "read": 180, "decode": 300, "copy": None, "augment": 2400}
+    assert merge_ranks([RATES]) == RATES
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_storage_names_a_tar_without_an_end_mark_as_cut_off_at_once(endpoint, pa
     OWN.append(f"own-{len(OWN)}")
     root = storage.Storage(str(storage.url_of(upload(tmp_path / "cut", OWN[-1], endpoint))))
     ((name, num_bytes, _),) = root.shards("train")
-    monkeypatch.setattr(storage, "PAUSES", ())  # a fetch behind the end fails each time
+    monkeypatch.setattr(storage, "RETRY_PAUSES", ())  # a fetch behind the end fails each time
     with pytest.raises(DataError, match=naming("0.tar", "is cut off", "fetch it again")):
         webdataset_index.index_shard(f"{root.url}/{name}", num_bytes, storage=root)
 
@@ -296,11 +296,11 @@ def test_storage_cache_of_a_replaced_set_makes_room(own_bucket, folder, tmp_path
 
 
 def test_storage_cache_of_another_size_is_left_to_the_job_that_uses_it(tmp_path):
-    storage.KeptBlocks(tmp_path, "images", "before", num_blocks=16)
-    storage.KeptBlocks(tmp_path, "images", "now", num_blocks=16).put(0, b"kept")
-    storage.KeptBlocks(tmp_path, "images", "now", num_blocks=8)
+    storage.BlockCache(tmp_path, "images", "before", num_blocks=16)
+    storage.BlockCache(tmp_path, "images", "now", num_blocks=16).put(0, b"kept")
+    storage.BlockCache(tmp_path, "images", "now", num_blocks=8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images-now-16.blocks", "images-now-8.blocks"]
-    kept = storage.KeptBlocks(tmp_path, "images", "now", num_blocks=16).get(0)
+    kept = storage.BlockCache(tmp_path, "images", "now", num_blocks=16).get(0)
     assert kept is not None
     assert kept.rstrip(b"\0") == b"kept"
 
@@ -450,7 +450,7 @@ def test_storage_an_index_without_an_end_is_refused(monkeypatch):
         open_split(Path(url), "train")
 
 
-@pytest.mark.parametrize(("seconds", "attempts"), [(0.0, 1 + len(storage.PAUSES)), (300.0, 1)])
+@pytest.mark.parametrize(("seconds", "attempts"), [(0.0, 1 + len(storage.RETRY_PAUSES)), (300.0, 1)])
 def test_storage_of_a_server_that_does_not_answer_is_not_asked_for_long(seconds, attempts, monkeypatch):
     """The library gives up after 300 s; seven such attempts would be half an hour without a word."""
     now, asked = [0.0], []

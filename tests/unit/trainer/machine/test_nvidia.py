@@ -7,7 +7,7 @@ import pytest
 from host_tree import add_gpu_on_bus, write
 
 from bigbatch.trainer.machine import nvidia
-from bigbatch.trainer.machine.nvidia import Driver, NvLinks, ask_driver, count_on_bus, may_reach_memory, read_xids
+from bigbatch.trainer.machine.nvidia import Driver, NvLinks, count_gpus_on_bus, has_gpudirect, query_driver, read_xids
 
 GPU = "NVIDIA H100 80GB HBM3, 570.86.15, 1980 MHz, 1980 MHz, 31"
 LINKS = """\
@@ -47,7 +47,7 @@ def test_driver_that_answers_all(smi: Smi) -> None:
         ("query-compute-apps", "4711, GPU-a\n4712, GPU-b"),
         ("nvlink", LINKS),
     )
-    driver = ask_driver()
+    driver = query_driver()
     assert (driver.gpus, driver.complaint) == ((GPU, GPU), None)
     assert driver.health["GPU-b"] == {
         "uuid": "GPU-b",
@@ -83,40 +83,40 @@ LOST = "Unable to determine the device handle for GPU3: 0000:5F:00.0: Unknown Er
 )
 def test_driver_is_what_the_program_says(smi: Smi, question: str, said: str, code: int, driver: Driver) -> None:
     smi((question, said), code=code)
-    assert ask_driver() == driver
+    assert query_driver() == driver
 
 
 def test_host_without_the_program_has_no_complaint(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert ask_driver() == Driver()
+    assert query_driver() == Driver()
 
 
 def test_driver_that_hangs_is_told(tmp_path: Path, smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi()
     (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(nvidia, "ASK_SECONDS", 0.1)
-    assert ask_driver() == Driver(complaint="no answer within 0.1 s")
+    monkeypatch.setattr(nvidia, "QUERY_SECONDS", 0.1)
+    assert query_driver() == Driver(complaint="no answer within 0.1 s")
 
 
 def test_driver_that_hangs_at_a_later_question_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     late = "no answer within 8 s"
-    monkeypatch.setattr(nvidia, "_ask", lambda *words: ([GPU], None) if "=name" in words[0] else ([], late))
-    assert ask_driver() == Driver(gpus=(GPU,), complaint=late)
+    monkeypatch.setattr(nvidia, "_query", lambda *words: ([GPU], None) if "=name" in words[0] else ([], late))
+    assert query_driver() == Driver(gpus=(GPU,), complaint=late)
 
 
 def test_complaint_is_told_and_not_a_row_beside_it(tmp_path: Path, smi: Smi) -> None:
     smi()
     (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\necho '{GPU}'\necho 'Unknown Error' >&2\nexit 255\n")
-    assert ask_driver() == Driver(gpus=(GPU,), complaint="Unknown Error")
+    assert query_driver() == Driver(gpus=(GPU,), complaint="Unknown Error")
 
 
 def test_gpus_on_the_bus_are_nvidias_displays(tmp_path: Path) -> None:
-    assert count_on_bus(tmp_path) == 0
+    assert count_gpus_on_bus(tmp_path) == 0
     add_gpu_on_bus(tmp_path, "0000:3b:00.0")
     add_gpu_on_bus(tmp_path, "0000:5e:00.0", kind="0x030000")
     add_gpu_on_bus(tmp_path, "0000:60:00.0", kind="0x068000")  # an NVSwitch
     add_gpu_on_bus(tmp_path, "0000:00:02.0", vendor="0x8086", kind="0x030000")
-    assert count_on_bus(tmp_path) == 2
+    assert count_gpus_on_bus(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_gpudirect_by_a_module_or_by_dmabuf(tmp_path: Path, modules: str, kernel
     write(tmp_path, "proc/modules", modules)
     write(tmp_path, "proc/sys/kernel/osrelease", kernel)
     write(tmp_path, "proc/driver/nvidia/version", f"NVRM version: {version}  570.86.15")
-    assert may_reach_memory(tmp_path) is may
+    assert has_gpudirect(tmp_path) is may
 
 
 def test_xids_are_those_of_the_hardware(tmp_path: Path) -> None:

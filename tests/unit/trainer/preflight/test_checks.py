@@ -16,7 +16,7 @@ from bigbatch.trainer.machine.network import Card, Port
 from bigbatch.trainer.machine.nvidia import Driver, NvLinks
 from bigbatch.trainer.preflight import facts
 from bigbatch.trainer.preflight.checks import CHECKS, Host, describe_hardware, find_troubles, links_are_broken
-from bigbatch.trainer.preflight.facts import Seat, foreign_processes, report, start_looking
+from bigbatch.trainer.preflight.facts import RankGpu, foreign_processes, host_fields, query_host
 
 ROOT = Path(__file__).resolve().parents[4]
 HEALTHY = {
@@ -187,18 +187,18 @@ def test_process_of_another_job_is_told_from_ranks(tmp_path: Path) -> None:
         write(tmp_path, f"proc/{number}/comm", name)
     rows = [{"pid": str(number), "gpu_uuid": "GPU-a"} for number in (11, 12, 13, 15)]
     rows += [{"pid": "14", "gpu_uuid": "GPU-z"}, {"pid": "[N/A]", "gpu_uuid": "GPU-a"}]
-    assert foreign_processes(rows, [Seat("n0", 11, "GPU-a", "GPU-a")], root=tmp_path) == {12: "GPU-a"}
+    assert foreign_processes(rows, [RankGpu("n0", 11, "GPU-a", "GPU-a")], root=tmp_path) == {12: "GPU-a"}
 
 
 def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "ask_driver", lambda: Driver(gpus=("H100",)))
+    monkeypatch.setattr(facts, "query_driver", lambda: Driver(gpus=("H100",)))
     monkeypatch.setattr(facts, "interface_of", {"10.0.0.1": "eth0"}.get)
     add_card(tmp_path, "eth0", 1000)
     add_port(tmp_path, "mlx5_0/1")
     add_gpu_on_bus(tmp_path, "0000:3b:00.0")
     add_limits(tmp_path, locked=65536)
     asked = Host(world_size=2, on_gpus=True, own_gpus=("GPU-a",))
-    host = start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)()
+    host = query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)()
     errors = {f"mlx5_0/1 {name}": 0.0 for name in ("symbol_error", "link_downed", "port_rcv_errors")}
     assert host == replace(
         asked,
@@ -212,7 +212,7 @@ def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.
     )
     assert links_are_broken(host)
     write(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/counters/link_downed", 1)
-    told = report(host, links={"n1": 1.25e8, "n2": 2.5e9}, root=tmp_path)
+    told = host_fields(host, links={"n1": 1.25e8, "n2": 2.5e9}, root=tmp_path)
     assert told["network"] == {"eth0": "1 Gbit/s, MTU 1500", "mlx5_0/1": "400 Gbit/s InfiniBand, ACTIVE"}
     assert told["hardware"] == {"RDMA ports": "1 of 400 Gbit/s"}
     assert set(told["troubles"]) == {"locked memory", "GPUDirect", "bandwidth", "port errors"}
@@ -223,15 +223,15 @@ def test_emulated_nodes_have_no_network_hardware(tmp_path: Path) -> None:
     add_card(tmp_path, "eth0", 1000)
     add_port(tmp_path, "mlx5_0/1")
     asked = Host(shares_machine=True, wants_gpus=False)
-    assert start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)().cards == ()
-    assert start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)().ports == ()
+    assert query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)().cards == ()
+    assert query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)().ports == ()
 
 
 def test_driver_that_nothing_ends_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(facts, "DRIVER_SECONDS", 0.1)
-    monkeypatch.setattr(facts, "ask_driver", lambda: end.wait(20) and Driver())
-    host = start_looking(Host(), seats=[], address="10.0.0.1", root=tmp_path)()
+    monkeypatch.setattr(facts, "query_driver", lambda: end.wait(20) and Driver())
+    host = query_host(Host(), seats=[], address="10.0.0.1", root=tmp_path)()
     end.set()
     assert host == Host(driver=Driver(complaint="no answer within 0.1 s"))
 
@@ -264,8 +264,8 @@ def test_files_of_any_content_are_read_and_judged(seed: int, tmp_path: Path, mon
     asked = Host(num_ranks=2, on_gpus=True, own_gpus=("GPU-a",))
     raised = []
     monkeypatch.setattr("threading.excepthook", raised.append)
-    monkeypatch.setattr(facts, "ask_driver", Driver)
-    host = start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)()
-    told = report(host, links={"n1": 1.0}, root=tmp_path)
+    monkeypatch.setattr(facts, "query_driver", Driver)
+    host = query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)()
+    told = host_fields(host, links={"n1": 1.0}, root=tmp_path)
     assert raised == []
     assert all("\n" not in text for texts_of in told["troubles"].values() for text in texts_of)

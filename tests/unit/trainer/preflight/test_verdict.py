@@ -8,13 +8,13 @@ import pytest
 from hand_made_nodes import GBIT, blamed, cluster, node, place, texts
 
 from bigbatch.trainer.machine.gpu_driver import Clock
-from bigbatch.trainer.preflight.meeting import misfits, silent
-from bigbatch.trainer.preflight.verdict import bits, judge, odd_ones, remarks
+from bigbatch.trainer.preflight.meeting import absence_findings, host_faults
+from bigbatch.trainer.preflight.verdict import find_faults, find_minority, gbit, remarks
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
 def test_equal_nodes_are_fit(count: int) -> None:
-    assert judge([node(f"n{i}") for i in range(count)]) == []
+    assert find_faults([node(f"n{i}") for i in range(count)]) == []
 
 
 def test_noise_is_no_finding() -> None:
@@ -24,7 +24,7 @@ def test_noise_is_no_finding() -> None:
         )
         for i, share in enumerate((1.0, 0.85, 1.1, 0.95))
     ]
-    assert judge(nodes) == []
+    assert find_faults(nodes) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -57,7 +57,7 @@ def test_slow_path_between_two_good_nodes_is_a_pair() -> None:
 
 
 def test_slow_links_of_two_nodes_have_none_to_compare_with() -> None:
-    assert judge(cluster(2, rate=lambda a, b: GBIT)) == []
+    assert find_faults(cluster(2, rate=lambda a, b: GBIT)) == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
 def test_what_all_nodes_have_is_no_nodes_fault(shared: dict[str, Any]) -> None:
     nodes = [node(f"n{i}", **shared) for i in range(3)]
     assert blamed(nodes) == []
-    assert texts(nodes) == ["data/train: no such folder"] if "complaint" in shared else len(judge(nodes)) == 3
+    assert texts(nodes) == ["data/train: no such folder"] if "complaint" in shared else len(find_faults(nodes)) == 3
 
 
 def test_node_that_no_other_node_reaches_or_that_reaches_none_is_named_once() -> None:
@@ -125,7 +125,7 @@ def test_pair_that_does_not_meet_is_named(count: int) -> None:
 )
 def test_gpu_with_a_low_clock_is_named(clock: Clock, told: str) -> None:
     nodes = [node(f"n{i}", clocks={2 * i: Clock(1980.0, ()), 2 * i + 1: Clock(1755.0, ())}) for i in range(4)]
-    assert judge(nodes) == []
+    assert find_faults(nodes) == []
     nodes[1] = replace(nodes[1], clocks={2: Clock(1980.0, ()), 3: clock})
     (text,) = texts(nodes)
     assert text.startswith(told)
@@ -156,9 +156,9 @@ def test_node_alone_is_named_too(fault: dict[str, Any]) -> None:
 
 
 def test_odd_ones_of_two_camps() -> None:
-    assert odd_ones({"a": 1, "b": 2}) == [("b", "1")]
-    assert odd_ones({"a": 1, "b": 2, "c": 2}) == [("a", "2")]
-    assert odd_ones({"a": {}, "b": {}}) == []
+    assert find_minority({"a": 1, "b": 2}) == [("b", "1")]
+    assert find_minority({"a": 1, "b": 2, "c": 2}) == [("a", "2")]
+    assert find_minority({"a": {}, "b": {}}) == []
 
 
 def test_remarks_are_told_beside_findings() -> None:
@@ -171,36 +171,36 @@ def test_remarks_are_told_beside_findings() -> None:
     assert remarks([node("n0"), node("n1", **cores), node("n2", **cores)]) == [
         "n1, n2: 1 cores for 2 ranks: ask for more (--cpus-per-rank)"
     ]
-    assert judge([node("n0", **cores)]) == [], "a remark ends no job"
+    assert find_faults([node("n0", **cores)]) == [], "a remark ends no job"
     assert remarks([node("n0", images={"classes": 10, "training": 5, "validation": 1})]) == []
-    assert bits(1.25e9) == "10.00 Gbit/s"
+    assert gbit(1.25e9) == "10.00 Gbit/s"
 
 
 # --- the meeting ---
 
 
 def test_equal_places_fit() -> None:
-    assert misfits([place(0), place(1)]) == []
-    assert misfits([place(0, num_gpus=0)]) == []
+    assert host_faults([place(0), place(1)]) == []
+    assert host_faults([place(0, num_gpus=0)]) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("complaint", [None, "8 ranks on n1 but 7 GPUs"])
 def test_node_that_lacks_a_gpu_is_named(count: int, complaint: str | None) -> None:
     odd = place(1, num_gpus=7, complaint=complaint)
-    (finding,) = misfits([odd if number == 1 else place(number) for number in range(count)])
+    (finding,) = host_faults([odd if number == 1 else place(number) for number in range(count)])
     assert finding.text == "n1: 7 GPUs, elsewhere 8: look at nvidia-smi and the kernel's log there"
     assert finding.hosts == ("n1",)
 
 
 def test_too_few_gpus_everywhere_are_no_nodes_fault() -> None:
-    found = misfits([place(number, num_gpus=4, complaint=f"8 ranks on n{number} but 4 GPUs") for number in (0, 1)])
+    found = host_faults([place(number, num_gpus=4, complaint=f"8 ranks on n{number} but 4 GPUs") for number in (0, 1)])
     assert [finding.text for finding in found] == ["8 ranks on n0 but 4 GPUs", "8 ranks on n1 but 4 GPUs"]
     assert [finding.hosts for finding in found] == [(), ()]
 
 
 def test_two_nodes_of_one_name_are_told() -> None:
-    (finding,) = misfits([place(0, host="localhost"), place(1, host="localhost"), place(2)])
+    (finding,) = host_faults([place(0, host="localhost"), place(1, host="localhost"), place(2)])
     assert finding.text.startswith("2 nodes have the host name localhost (ranks 0, 8)")
     assert finding.hosts == ()
 
@@ -208,10 +208,10 @@ def test_two_nodes_of_one_name_are_told() -> None:
 def test_silent_node_is_told_apart_from_a_silent_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[0-3]")
     control = SimpleNamespace(world_size=8, host_of=lambda rank: f"n{rank // 2}")
-    (finding,) = silent([4, 5, 7], control)  # type: ignore[arg-type]
+    (finding,) = absence_findings([4, 5, 7], control)  # type: ignore[arg-type]
     assert finding.text.startswith("no answer from ranks 4, 5, 7, on n2 within 12 s: see whether its processes started")
     assert finding.hosts == ("n2",)
-    (finding,) = silent([7], control)  # type: ignore[arg-type]
+    (finding,) = absence_findings([7], control)  # type: ignore[arg-type]
     assert finding.text.startswith("no answer from rank 7 within 12 s: ")
     assert finding.hosts == ()
-    assert silent([], control) == []  # type: ignore[arg-type]
+    assert absence_findings([], control) == []  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.reading import EncodedBatch
 from bigbatch.trainer.input.remedies import input_settings
-from bigbatch.trainer.input.report import MeasuredInput, Waited, hints, slowest_stage
+from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, slowest_stage
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
 
@@ -230,7 +230,7 @@ def test_probe_a_slow_source_and_a_heavy_decoder_are_found(
     assert rates[stage] < min(rates["decode" if stage == "read" else "read"], rates["augment"])
     assert rates["copy"] is None
     assert slowest_stage(rates) == stage
-    waited = Waited(wait_fraction=0.9, compute_images_per_second=1e9, steps=100)
+    waited = InputWait(wait_fraction=0.9, compute_images_per_second=1e9, steps=100)
     settings = input_settings(quickstart(tmp_path), sizes=probe.sizes, num_cores=2, is_on_gpu=False, is_packed=False)
     assert advice in hints(waited, MeasuredInput((rates,), settings), was_probed=True)[0]
 
