@@ -176,7 +176,7 @@ def write_own(path: Path, data: bytes) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = mode_of_own(path.parent)
     if mode is None:
-        raise PermissionError(errno.EPERM, f"{path.parent} is not a folder of this user's own")
+        raise PermissionError(errno.EPERM, f"{path.parent} does not belong to this user")
     if mode != 0o700:
         path.parent.chmod(0o700)
     with replacing(path) as file:

@@ -41,7 +41,7 @@ def work_folder() -> str:
     try:
         return os.getcwd()
     except OSError as error:
-        raise UserError(f"the work folder is not there any more ({error.strerror}): cd to one that is") from error
+        raise UserError(f"the work folder was deleted ({error.strerror}): cd to another folder") from error
 
 
 def as_path(text: str) -> Path:

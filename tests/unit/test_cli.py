@@ -92,7 +92,7 @@ def test_main_refuses_a_work_folder_that_was_deleted(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == exit_codes.FAILED
     (line,) = done.stderr.splitlines()
-    assert line.startswith("bigbatch: the work folder is not there any more (")
+    assert line.startswith("bigbatch: the work folder was deleted (")
 
 
 @pytest.mark.parametrize("of_file", [(), ("/there/is/x.npy",)])

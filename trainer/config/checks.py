@@ -44,12 +44,12 @@ METRICS = {"top1": 1, "top5": 1, "loss": -1}
 def check_loader(data: DataConfig) -> Iterator[str]:
     if (data.loader == "resident") != (data.crop == "padded"):
         yield (
-            f"data.crop={data.crop} does not go with data.loader={data.loader}: resident takes padded crops, the "
+            f"data.crop={data.crop} conflicts with data.loader={data.loader}: resident takes padded crops, the "
             "other loaders take resized ones"
         )
     if data.loader == "resident" and data.eval_crop_fraction != 1:
         yield (
-            f"data.eval_crop_fraction={data.eval_crop_fraction} does not go with data.loader=resident, which does "
+            f"data.eval_crop_fraction={data.eval_crop_fraction} conflicts with data.loader=resident, which does "
             "not resize: set it to 1.0"
         )
     if data.loader == "resident" and data.train_sizes is not None:
@@ -58,7 +58,7 @@ def check_loader(data: DataConfig) -> Iterator[str]:
     if data.cache_dir is not None and not is_remote:
         yield f"data.cache_dir={data.cache_dir} has no meaning with data.root={data.root}, a folder: set it to null"
     if data.stage is not None and is_remote:
-        yield f"data.stage={data.stage} does not go with data.root={data.root}: set data.cache_dir instead"
+        yield f"data.stage={data.stage} conflicts with data.root={data.root}: set data.cache_dir instead"
 
 
 def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
@@ -95,7 +95,7 @@ def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
     if (augment.randaugment_ops == 0) != (augment.randaugment_magnitude is None):
         remedy = "give one, 9 is usual" if augment.randaugment_ops else "set it to null"
         yield (
-            f"augment.randaugment_magnitude={augment.randaugment_magnitude} does not go with "
+            f"augment.randaugment_magnitude={augment.randaugment_magnitude} conflicts with "
             f"augment.randaugment_ops={augment.randaugment_ops}: {remedy}"
         )
     if (augment.randaugment_magnitude or 0) > 30:
@@ -131,9 +131,9 @@ def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> 
         yield "compute.compile_fallback=True has no meaning without compute.compile: set it to false"
     if compute.compile is not None and ranks_per_ghost(batch) > 1:
         yield (
-            f"compute.compile={compute.compile} cannot have ranks exchange statistics within a graph, which "
-            f"batch.bn_span={batch.bn_span} over ranks of batch.microbatch_size={batch.microbatch_size} needs: set "
-            f"compute.compile to null, or batch.bn_span to at most {batch.microbatch_size}"
+            f"compute.compile={compute.compile} cannot exchange statistics between ranks, over which "
+            f"batch.bn_span={batch.bn_span} with batch.microbatch_size={batch.microbatch_size} spreads a ghost batch: "
+            f"set compute.compile to null, or batch.bn_span to at most {batch.microbatch_size}"
         )
     num_blocks = RESIDUAL_BLOCKS.get(model, 0)
     if compute.recomputed_blocks > num_blocks:
@@ -161,7 +161,7 @@ def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: C
         )
     if comm.buffers == "symmetric":
         yield (
-            "comm.buffers=symmetric does not go with compute.cuda_graph=True: replayed sums in NCCL's symmetric memory "
+            "comm.buffers=symmetric conflicts with compute.cuda_graph=True: replayed sums in NCCL's symmetric memory "
             "were wrong without an error (NVIDIA/nccl 1924): set comm.buffers to registered"
         )
 
@@ -188,10 +188,10 @@ def check_run(run: RunConfig, data: DataConfig) -> Iterator[str]:
     if run.divergence_steps is not None and data.num_classes < 2:
         yield (
             f"run.divergence_steps={run.divergence_steps} has no meaning with data.num_classes={data.num_classes}, "
-            "where a guess is always right: set it to null"
+            "so a guess is always right: set it to null"
         )
     for name in sorted({name for name in run.loggers if run.loggers.count(name) > 1}):
-        yield f"run.loggers={list(run.loggers)} has {name} twice: once is enough"
+        yield f"run.loggers={list(run.loggers)} names {name} twice: name it once"
 
 
 def _num_evaluations(run: RunConfig) -> int:
@@ -250,7 +250,7 @@ def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig
             f"{batch.global_batch_size} is one microbatch: set batch.microbatch_size (and a batch.bn_span above it) to "
             f"{half} or less"
             if half
-            else f"{key} compares microbatches with the global batch, which is one image: raise it"
+            else f"{key} compares microbatches with the global batch, which is one image: raise batch.global_batch_size"
         )
     if compute.cuda_graph:
         yield (
@@ -295,7 +295,7 @@ def check_comm(comm: CommConfig) -> Iterator[str]:
             f"after which the job has ended: set it to {comm.timeout_seconds / 4:g}"
         )
     if comm.timeline_steps and comm.timeline_steps[0] > comm.timeline_steps[1]:
-        yield f"comm.timeline_steps={list(comm.timeline_steps)} must be the first and the last step"
+        yield f"comm.timeline_steps={list(comm.timeline_steps)} must be the first and the last step, in this order"
 
 
 LIBRARIES = ("torchvision:", "timm:")
@@ -336,7 +336,7 @@ def check_model(model: ModelConfig) -> Iterator[str]:
         yield from check_options("model", model.name, model.options)
     for argument, key in STATED_ELSEWHERE.items():
         if is_foreign_model(model.name) and argument in (model.options or {}):
-            yield f"model.options must not give {argument}: {key} does"
+            yield f"model.options must not state {argument}: set {key} instead"
     if model.new_head and model.weights is None:
         yield "model.new_head=True has no meaning without model.weights, as all weights are new: set it to false"
     if model.partial_weights is not None:
@@ -348,7 +348,7 @@ def check_model(model: ModelConfig) -> Iterator[str]:
                 "pattern matches it: set it to false"
             )
         if not model.partial_weights:
-            yield "model.partial_weights=[] takes nothing: name something, or set it and model.weights to null"
+            yield "model.partial_weights=[] names no weights: give a pattern, or set it and model.weights to null"
     starts_all = model.weights is not None and model.partial_weights is None and not model.new_head
     for key, value in (("init", model.init), ("linear_std", model.linear_std)):
         if value is not None and starts_all:

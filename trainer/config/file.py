@@ -182,7 +182,7 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
     while True:
         # samefile, as one file may go by several paths
         if any(following.samefile(seen) for seen, _, _ in chain):
-            raise ConfigError(f"{chain[-1][0]}: base leads back to {following}: take one base out of this circle")
+            raise ConfigError(f"{chain[-1][0]}: base leads back to {following}: remove one base from this circle")
         content = _read(following)
         base = content.pop("base", None)
         is_run = is_run or is_of_run(following)

@@ -16,8 +16,8 @@ REMOVED_DEFAULTS = (None, 0.65, 0)
 """Defaults of removed keys, which older run folders state."""
 REMOVED = {
     "run.wandb_options": "wandb reads WANDB_PROJECT, WANDB_MODE and so on from the environment",
-    "data.hardware_share": "DALI's default, 0.65, holds",
-    "run.memory_every_steps": "with run.heal=in_place the ranks that are left hold the state",
+    "data.hardware_share": "DALI's default, 0.65, applies",
+    "run.memory_every_steps": "with run.heal=in_place the remaining ranks hold the state",
     "comm.max_ctas": "NCCL reads NCCL_MAX_CTAS from the environment",
 }
 """Removed key -> what replaces it, in the words of an error and a note."""
@@ -36,7 +36,7 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
         stated = sections.get(section, {}).get(key)
         if stated == old or (isinstance(stated, list) and old in stated):
             sections[section][key] = new if stated == old else [each for each in stated if each != old]
-            lines.append(f"{section}.{key}={old} is there no more{f', and {new} takes its place' if new else ''}")
+            lines.append(f"{section}.{key}={old} was removed{f', and {new} replaces it' if new else ''}")
     for section, values in sections.items():
         legal = OPTIONS.get(section, {}).get(str(values.get("name")), {})
         for key in [key for key in values if f"{section}.{key}" in MOVED]:

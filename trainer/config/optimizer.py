@@ -74,15 +74,15 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
 def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.sharded:
         yield (
-            f"optimizer.sharded=True does not go with optimizer.name={optimizer.name}, which may need whole tensors: "
+            f"optimizer.sharded=True conflicts with optimizer.name={optimizer.name}, which may need whole tensors: "
             f"set it to false, or take one of {', '.join(OPTIMIZERS)}"
         )
     for argument, key in STATED_ELSEWHERE.items():
         if argument in (optimizer.options or {}):
-            yield f"optimizer.options must not give {argument}: {key} does"
+            yield f"optimizer.options must not state {argument}: set {key} instead"
     if "fused" in (optimizer.options or {}):
         yield (
-            "optimizer.options must not give fused: if the first update is skipped, torch's fused kernels read memory "
+            "optimizer.options must not state fused: if the first update is skipped, torch's fused kernels read memory "
             f"that was never written. Leave it out, or take one of {', '.join(OPTIMIZERS)}"
         )
 
@@ -92,12 +92,12 @@ def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]
         return
     if comm.wire_dtype is not None:
         yield (
-            f"comm.wire_dtype={comm.wire_dtype} does not go with optimizer.sharded=True, which sends gradients in "
+            f"comm.wire_dtype={comm.wire_dtype} conflicts with optimizer.sharded=True, which sends gradients in "
             "their own precision: set it to null, and optimizer.precision to bf16 for half the bytes"
         )
     if optimizer.ema_decay is not None:
         yield (
-            f"optimizer.ema_decay={optimizer.ema_decay} does not go with optimizer.sharded=True, which keeps no whole "
+            f"optimizer.ema_decay={optimizer.ema_decay} conflicts with optimizer.sharded=True, which keeps no whole "
             "weights to average: set one of them to null or false"
         )
 
@@ -189,5 +189,5 @@ def precision_notice(precision: str, *, capability: tuple[int, int] | None) -> s
         return "optimizer.precision=tf32 trains as fp32 on a CPU, which has no TF32"
     return (
         f"optimizer.precision={precision} on a CPU gives the numbers of half precision; it may be slower than fp32, "
-        "or faster where the CPU has instructions for it (AVX512-BF16, AMX)"
+        "or faster if the CPU has instructions for it (AVX512-BF16, AMX)"
     )

@@ -41,7 +41,7 @@ def parse_options(
     """
     if nothing := [word for word in argv if word.startswith("--") and word.endswith("=--")]:
         # argparse before Python 3.13 makes an empty list of it
-        raise ConfigError(f"{nothing[0]}: state a value behind =")
+        raise ConfigError(f"{nothing[0]}: give a value after =")
     # only the help needs the texts, which are slow to read from the sources
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     options = dict.fromkeys(name for word in argv if is_option(name := word.partition("=")[0][2:]))

@@ -70,7 +70,7 @@ def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute
     elif low >= high:
         yield f"{key} must be below optimizer.momentum={high:g}, from which the momentum falls: give less"
     if compute.cuda_graph:
-        yield f"{key} cannot change in steps that are replayed: set compute.cuda_graph to false, or it to null"
+        yield f"{key} cannot change in replayed steps: set it to null, or compute.cuda_graph to false"
     if schedule.name == "cyclic" and schedule.end_lr is not None and schedule.end_lr >= schedule.base_lr:
         yield f"{key} needs a rate that rises: set schedule.end_lr below schedule.base_lr={schedule.base_lr:g}"
 

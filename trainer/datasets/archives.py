@@ -141,7 +141,7 @@ def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBER
             is_folder = member.name.endswith("/")
             if digest in seen and not is_folder:
                 name = shortened(member.name)
-                raise DataError(f"{origin}: member {name} comes twice; it is refused whole: get another one")
+                raise DataError(f"{origin}: member {name} occurs twice; the whole archive is refused: get another one")
             seen.add(digest)
             if not is_folder:
                 yield ArchiveMember(origin, PurePosixPath(member.name), member.num_bytes, window, member.offset)

@@ -112,7 +112,7 @@ def check_dataset(
     if not listings:
         what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of images"
         hint = "name the folder that contains train/ and val/, or the list that `bigbatch init` wrote"
-        raise DataError(f"{root}: {what if root.exists() else 'is not there'}; {hint}")
+        raise DataError(f"{root}: {what if root.exists() else 'does not exist'}; {hint}")
     splits = {split: listing.images for split, listing in listings.items()}
     total, num_done = sum(map(len, splits.values())), 0
     # an empty part first, so that concatenation works for a split without images
@@ -326,7 +326,7 @@ def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, n
     meanings = {
         "same image in train and val": "leakage: the accuracy would be too good; remove it from one of them",
         "same image in several classes": "at most one of its labels can be right",
-        "same image twice": "counts as often as it is there",
+        "same image twice": "counts once for each copy",
     }
     leak, relabelled, twice = meanings
     found: dict[tuple[str, str], list[str]] = {}

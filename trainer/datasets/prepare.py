@@ -157,7 +157,7 @@ def _locked_folder(root: Path, data_set: DataSet) -> Iterator[Path]:
                     with suppress(OSError):  # root holds splits
                         root.rmdir()
     except OSError as error:
-        advice = "fix that and run the command again, it goes on where it stopped"
+        advice = "fix that and run the command again: it resumes where it stopped"
         path = error.filename2 or error.filename or unfinished
         raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
 
@@ -251,7 +251,7 @@ def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
     try:
         from scipy.io import loadmat
     except ImportError as error:
-        raise DataError("to read ImageNet's development kit takes SciPy: pip install scipy") from error
+        raise DataError("reading ImageNet's development kit needs SciPy: pip install scipy") from error
     wanted = ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
     files = {member.path.name: member.read() for member in data_set.members(archive) if member.path.name in wanted}
     try:
@@ -264,7 +264,7 @@ def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
     found, expected = (len(wnids), len(val_wnids)), (data_set.num_classes, data_set.num_images["val"])
     if found != expected or not all(map(_WNID.fullmatch, wnids.values())):
         known = f"{len(wnids):,} classes and {len(val_wnids):,} validation images"
-        raise DataError(f"{archive}: knows {known}; {_NOT_OFFICIAL}")
+        raise DataError(f"{archive}: states {known}; {_NOT_OFFICIAL}")
     return set(wnids.values()), val_wnids
 
 
@@ -274,7 +274,7 @@ def _read_imagenette(data_set: DataSet, paths: Mapping[str, Path], key: str) -> 
         if is_image(member.path.name):
             _, *inner = member.path.parts
             if len(inner) != 3 or inner[0] not in ("train", "val") or not _WNID.fullmatch(inner[1]):
-                raise DataError(f"{member}: lies not in train/<class> or val/<class>; {_NOT_OFFICIAL}")
+                raise DataError(f"{member}: is not in train/<class> or val/<class>; {_NOT_OFFICIAL}")
             yield "/".join(inner), member.read()
 
 
@@ -286,7 +286,7 @@ def read_imagenet_v2(
         if is_image(member.path.name):
             index = member.path.parent.name
             if len(member.path.parts) != 3 or not index.isdecimal() or int(index) >= len(wnids):
-                raise DataError(f"{member}: lies not in a folder from 0 to {len(wnids) - 1}; {_NOT_OFFICIAL}")
+                raise DataError(f"{member}: is not in a folder from 0 to {len(wnids) - 1}; {_NOT_OFFICIAL}")
             yield f"val/{wnids[int(index)]}/{member.path.name}", member.read()
 
 
@@ -296,7 +296,7 @@ def read_wnids(root: Path, *, num_classes: int) -> list[str]:
         names = class_names(folder)
         if len(names) == num_classes and all(map(_WNID.fullmatch, names)):
             return names
-    reason = f"has no train or val with {num_classes} class folders as n01440764"
+    reason = f"has no train or val with {num_classes} class folders such as n01440764"
     raise DataError(f"{root}: {reason}; correct --classes-from")
 
 
@@ -320,7 +320,7 @@ def _read_cifar(data_set: DataSet, paths: Mapping[str, Path], key: str) -> Itera
             try:
                 images = peer(folder, train=split == "train")
             except RuntimeError as error:
-                reason = "its files have not the published MD5 sums; download the archive again"
+                reason = "its files do not have the published MD5 sums; download the archive again"
                 raise DataError(f"{paths[key]}: {reason}") from error
             for position, (image_HW3, label) in enumerate(zip(images.data, images.targets, strict=True)):
                 buffer = io.BytesIO()

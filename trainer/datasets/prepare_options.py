@@ -31,7 +31,7 @@ _CIFAR = "Writes lossless PNG files, named by their positions in the original or
 _DATA_SETS = {
     "imagenet": _Help(
         "ImageNet 2012: 1,000 classes, 1,281,167 + 50,000 images",
-        "The archives are handed out by image-net.org after registration (155 GB); put all three into one folder:\n"
+        "image-net.org provides the archives after registration (155 GB); put all three into one folder:\n"
         "  ILSVRC2012_img_train.tar       training images, an archive per class\n"
         "  ILSVRC2012_img_val.tar         validation images\n"
         "  ILSVRC2012_devkit_t12.tar.gz   development kit: the classes of the validation images (read by SciPy)\n"
@@ -49,7 +49,7 @@ _DATA_SETS = {
     ),
     "imagenet-v2": _Help(
         "ImageNet-V2, matched frequency: 10,000 new validation images for ImageNet's classes",
-        "Writes ROOT/val from imagenetv2-matched-frequency.tar.gz (1.3 GB), which lies at\n"
+        "Writes ROOT/val from imagenetv2-matched-frequency.tar.gz (1.3 GB), which is at\n"
         "https://huggingface.co/datasets/vaishaal/ImageNetV2. Its folders 0 to 999 are positions in the sorted list\n"
         "of ImageNet's classes, which are read from a prepared ImageNet.",
         "--archives downloads --classes-from data/imagenet",

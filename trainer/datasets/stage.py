@@ -232,7 +232,7 @@ def _remove_cut_files(split: _Split) -> None:
         split.target.mkdir(exist_ok=True)
         if index.exists():
             if read_plain(index) != split.index:
-                raise DataError(f"{index}: is not that of {split.source}; {_REMEDY}")
+                raise DataError(f"{index}: differs from that of {split.source}; {_REMEDY}")
             ours |= {INDEX, SETTINGS}  # a copy by other means brings pack.json
         foreign = sorted(p.name for p in split.target.iterdir() if p.name not in ours and p.suffix != UNFINISHED)
         if foreign:
@@ -252,7 +252,7 @@ def _require_room(target: Path, splits: Sequence[_Split]) -> None:
         # the kernel would kill the job for more memory
         free, advice = left, "its files count as memory of this job: ask for more, or name a DST on a disk"
     if missing > free:
-        numbers = f"{missing / 1e9:.4g} GB are to be copied, {free / 1e9:.4g} GB are free"
+        numbers = f"{missing / 1e9:.4g} GB must be copied, {free / 1e9:.4g} GB are free"
         raise DataError(f"{target}: {numbers}; {advice}")
 
 
@@ -296,7 +296,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); bring it back and stage again") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); restore it and stage again") from error
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
         "The same seed gives the same bytes. A folder that is complete already is left as it is.",
     )
     generate.add_argument("root", type=as_path, help="folder to write, such as data/shapes")
-    generate.add_argument("--seed", type=whole, default=0, help="which images (default: %(default)s)")
+    generate.add_argument("--seed", type=whole, default=0, help="seed of the images (default: %(default)s)")
     generate.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     generate.set_defaults(run=_generate)
     add_prepare(commands)
@@ -49,7 +49,7 @@ def add_max_megapixels(parser: argparse.ArgumentParser) -> None:
         type=_megapixels,
         default=DataConfig.max_megapixels,
         metavar="N",
-        help="an image of more million pixels is bad and not decoded; a run has data.max_megapixels "
+        help="most million pixels of an image; a larger one is bad and not decoded. A run has data.max_megapixels "
         "(default: %(default)s)",
     )
 
@@ -79,7 +79,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     check = commands.add_parser(
         "check",
-        help="look at every image of a data set: is it fit for training?",
+        help="check every image of a data set",
         description="Decode every image of ROOT/train and ROOT/val and report what they hold: counts, sizes, "
         "formats, bad files, duplicates inside a split and across them. Exit code 0 when fit for training, 1 when "
         "there are problems; remarks do not count.",
@@ -88,7 +88,7 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "root", type=as_path, help="folder with train/ and val/, such as data/imagenet, or a list by `bigbatch init`"
     )
     check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
-    check.add_argument("--json", type=as_path, metavar="FILE", help="write everything found, all paths, to FILE")
+    check.add_argument("--json", type=as_path, metavar="FILE", help="write all findings with all paths to FILE")
     check.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_max_megapixels(check)
     check.set_defaults(run=_check)
@@ -121,7 +121,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "pack",
         help="pack class folders into tar shards with an index",
         description="Write DST/<split>/shard-000000.tar ... and an index, from SRC/<split>/<class>/<image>. Any tool "
-        "for WebDataset reads the shards; data.root takes DST. An interrupted pack goes on where it was. "
+        "for WebDataset reads the shards; data.root takes DST. The same command resumes an interrupted pack. "
         "Without --short-side the images stay byte for byte what they are.",
     )
     pack.add_argument("source", type=as_path, nargs="?", metavar="SRC", help="folder with train/ and val/, or a list")
@@ -139,14 +139,14 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         dest="max_side",
         type=whole,
         metavar="N",
-        help="shrink images with a shorter side above N pixels to N; their EXIF data is dropped, and the "
-        "orientation in it with it, as the loaders ignore it. --max-side is an older name",
+        help="shrink images with a shorter side above N pixels to N; their EXIF data with its "
+        "orientation, which the loaders ignore, is dropped. --max-side is an older name",
     )
     pack.add_argument(
         "--quality",
         type=whole,
         default=90,
-        help="of the JPEGs that shrunk images become (default: %(default)s)",
+        help="JPEG quality of shrunk images (default: %(default)s)",
     )
     pack.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")
@@ -202,7 +202,7 @@ def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "stage",
         help="copy packed shards to a disk or the memory of this node",
         description="Copy the packed data set SRC to the folder DST near the GPUs, and compare every byte with its "
-        "SHA-256; data.root then takes DST. The same command goes on with an interrupted copy. Every process of a node "
+        "SHA-256; data.root then takes DST. The same command resumes an interrupted copy. Every process of a node "
         "may call it: one copies, the others wait for its end.",
         epilog="examples:\n"
         "  bigbatch data stage data/imagenet-packed /scratch/imagenet     a disk of the node\n"

@@ -51,7 +51,7 @@ def find_tables(folder: Path) -> Tables | None:
         return Tables({"": files["train"]}, others)
     if len(found) == 1:
         return Tables({"": next(iter(found.values()))})
-    raise DataError(f"{folder}: holds the splits {', '.join(found)}, and none is called train: name one's own folder")
+    raise DataError(f"{folder}: holds the splits {', '.join(found)}, and none is called train: name the folder of one")
 
 
 def unpack_tables(
@@ -78,7 +78,7 @@ def unpack_tables(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as own:
-            hidden = Path(own, "pictures")  # own has mode 700, while target gets the mode by the umask
+            hidden = Path(own, "images")  # own has mode 700, while target gets the mode by the umask
             for split, files in tables.files.items():
                 for number, path in enumerate(files):
                     images = _rows(path, number=number, columns=columns, lacking=lacking)
@@ -93,7 +93,7 @@ def unpack_tables(
     except OSError as error:
         raise DataError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
     where, meaning = str(folder), "left out" if leave_out else f"left out of {target}"
-    kind, alone = "row without an image or its label", "left alone: a run trains and validates"
+    kind, alone = "row without an image or its label", "not read: a run trains and validates"
     return [
         ImageFinding(kind, where, tuple(lacking), is_problem=not leave_out, meaning=meaning),
         ImageFinding("other splits", where, tuple(tables.others), is_problem=False, meaning=alone),
@@ -139,7 +139,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
         import pyarrow as pa
         from pyarrow import ipc, parquet
     except ImportError as error:
-        raise DataError(f"{path}: to read it needs pyarrow: pip install 'bigbatch[huggingface]'") from error
+        raise DataError(f"{path}: reading it needs pyarrow: pip install 'bigbatch[huggingface]'") from error
     try:
         with pa.memory_map(str(path)) as file:
             if path.suffix == ".parquet":
@@ -152,20 +152,22 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
                 image, label, names = _columns(path, batches.schema, columns)
             row = 0
             for batch in batches:
-                for picture, value in zip(batch.column(image), batch.column(label), strict=True):
+                for cell, value in zip(batch.column(image), batch.column(label), strict=True):
                     row += 1
-                    cell, class_name = picture.as_py(), _class_of(value.as_py(), names)
+                    stored, class_name = cell.as_py(), _class_of(value.as_py(), names)
                     # bytes, or {"bytes": ..., "path": ...}; a path without bytes is outside of the table
-                    held = cell.get("bytes") if isinstance(cell, dict) else cell
+                    held = stored.get("bytes") if isinstance(stored, dict) else stored
                     data = held if isinstance(held, bytes) else b""
                     suffix = next((MAGIC[magic] for magic in MAGIC if data.startswith(magic)), None)
                     if suffix is None or not is_folder_name(class_name):
-                        what = suffix or f"{image} holds {shortened(cell)}"
+                        what = suffix or f"{image} holds {shortened(stored)}"
                         lacking.append(f"{path.name}: row {row}: {what}, {label} {shortened(class_name)}")
                         continue
                     yield f"{class_name}/{number:06d}-{row:06d}{suffix}", data
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:  # text that is not a UTF-8, an odd date
-        raise DataError(f"{path}: is damaged, or no Arrow or Parquet file ({error}); fetch or save it again") from error
+        raise DataError(
+            f"{path}: is damaged, or neither Arrow nor Parquet ({error}); fetch or save it again"
+        ) from error
 
 
 def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[str, str, Sequence[str] | None]:

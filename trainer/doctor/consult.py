@@ -30,10 +30,10 @@ from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor import own_records
+from bigbatch.trainer.doctor import recorded_run
 from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
-from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, ExaminationResults
-from bigbatch.trainer.doctor.exchange import ProbeChild, Probes
+from bigbatch.trainer.doctor.examine import Examination, ExaminationResults
+from bigbatch.trainer.doctor.exchange import IMAGES, TENSORS, ProbeChild, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS, part_of_step, try_values
 from bigbatch.trainer.run.folder import writing
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
         return mode_trials.main(argv[1:])
     if argv and not argv[0].startswith("-"):
-        return own_records.main(argv)
+        return recorded_run.main(argv)
     arguments, overrides = _parser().parse_known_args(argv)
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     print_lines(introduction(config, whole, num_ranks=arguments.ranks))
     if budget.is_limited:
-        print_line(f"planned to end within {budget.seconds:g} s: what finds no time is listed at the end")
+        print_line(f"time budget: {budget.seconds:g} s; measurements that do not fit are listed at the end")
     load = psutil.cpu_percent(interval=LOAD_SECONDS) / 100  # before anything is started here
     if load > LARGE_LOAD:
         print_line(
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         step = findings.steps
         slow = f"; a step of {step['images']} images took {step['seconds']:.1f} s" if step else ""
-        raise DoctorError(f"{error}{slow}: {budget.seconds:g} s are too few here, give --within more") from error
+        raise DoctorError(f"{error}{slow}: {budget.seconds:g} s are too few here: raise --within") from error
     print_report(
         findings, console, config=config, command=["bigbatch", "train", "--config", arguments.config, *overrides]
     )
@@ -155,7 +155,7 @@ def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
     text = "\n".join((text, *uneven(division)))
     if batch.global_batch_size == whole.batch.global_batch_size:
         return text
-    return f"{text}\n(a part of the global batch of {whole.batch.global_batch_size}, which so few ranks take long for)"
+    return f"{text}\n(a part of the global batch of {whole.batch.global_batch_size}, too large for so few ranks)"
 
 
 def _examine(
@@ -211,13 +211,13 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("seconds", "limit"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} {value:g} is not a length of time; give some seconds")
+            raise ConfigError(f"--{name} {value:g} must be a positive number of seconds")
     if arguments.within is not None and not LEAST_WITHIN <= arguments.within < math.inf:
-        raise ConfigError(f"--within {arguments.within:g} must be seconds from {LEAST_WITHIN:g} on")
+        raise ConfigError(f"--within {arguments.within:g} must be {LEAST_WITHIN:g} seconds or more")
     if read_process_env().world_size > 1:
         raise ConfigError("bigbatch doctor starts the ranks that it measures: run it once, without bigbatch launch")
     if arguments.ranks < 1:
-        raise ConfigError(f"--ranks {arguments.ranks} must be a number from 1 on")
+        raise ConfigError(f"--ranks {arguments.ranks} must be 1 or more")
     for name in arguments.only or ():
         if name not in SPEEDUPS:
             raise ConfigError(f"--only {name} is not a known speedup; choose from {', '.join(SPEEDUPS)}")

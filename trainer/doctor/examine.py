@@ -8,12 +8,10 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
-from bigbatch.trainer.doctor.exchange import Probe, Probes
+from bigbatch.trainer.doctor.exchange import IMAGES, TENSORS, Probe, Probes
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_images, try_values
 from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
-
-IMAGES, TENSORS = "pictures", "tensors"
 
 
 @dataclass
@@ -28,7 +26,7 @@ class ExaminationResults:
     always: Mapping[str, Any] = field(default_factory=dict)
     """Gains of fusion and pinning, or the reason why they were not measured."""
     part: dict[str, Any] = field(default_factory=dict)
-    """Values that cut a step to a part, if a whole one takes too long."""
+    """Values that shrink the step, if a whole one takes too long."""
     budget_seconds: float | None = None
     used_seconds: float = 0.0
     rates: DoctorRates | None = None
@@ -68,19 +66,19 @@ class Examination:
         before = budget.used()
         base = self._start({})
         start_seconds = budget.used() - before
-        self.say("taking a first look at how long an image takes")
-        glance = base.ask("glance")
+        self.say("estimating the seconds of an image")
+        estimate = base.ask("estimate")
         facts = dict(base.ask("facts"))
         findings.torch, capability = facts.pop("torch"), facts.pop("capability")
         machine = findings.machine = Machine(capability=capability and tuple(capability), **facts)
         ranks = machine.world_size
         if budget.is_limited:
             # the most images per rank and step for which an examination's many steps fit
-            num_images = budget.seconds / STEPS_IN_BUDGET / glance["seconds_per_image"]
+            num_images = budget.seconds / STEPS_IN_BUDGET / estimate["seconds_per_image"]
             part = part_of_images(self.config, num_images, world_size=ranks)
             findings.part = part if isinstance(try_values(self.config, part, world_size=ranks), Config) else {}
         if findings.part:
-            base.ask("cut", values=findings.part)
+            base.ask("shrink", values=findings.part)
             probes.part = findings.part
         measured = try_values(self.config, findings.part, world_size=ranks)
         assert isinstance(measured, Config), "a part is legal"
@@ -91,7 +89,7 @@ class Examination:
             turns=self.turns,
             ahead=-(-measured.data.prefetch_batches // accumulation_steps(measured.batch, world_size=ranks)),
         )
-        pace, rates = self._look_at(base, machine, pace=pace, flops_per_image=glance["flops_per_image"])
+        pace, rates = self._measure_base(base, machine, pace=pace, flops_per_image=estimate["flops_per_image"])
         findings.rates, limit = rates, find_limit(rates)
         # if the input is no limit, prefetched images do not matter either
         probes.flushes = not budget.is_limited or limit == "input"
@@ -107,7 +105,7 @@ class Examination:
     def _start(self, values: Mapping[str, Any]) -> Probe:
         return self.probes.open(values, batches=self.batches, seconds=self.seconds)
 
-    def _look_at(
+    def _measure_base(
         self, base: Probe, machine: Machine, *, pace: Pace, flops_per_image: float
     ) -> tuple[Pace, DoctorRates]:
         """Measure rates and time profile of the unchanged config; return pace with its step seconds, and the rates."""
@@ -154,7 +152,7 @@ class Examination:
 
         def leave_out(candidate: Candidate) -> None:
             name, untried = candidate.name, describe(candidate, self.config, before={})
-            why = f"no time left, some {pace.trial(name):.0f} s are needed; ask by --only {name}"
+            why = f"no time left: it needs about {pace.trial(name):.0f} s; name it by --only {name}"
             findings.unmeasured.append(Unmeasured(name, f"{untried}: {why}"))
 
         if not self.only and not any(pace.fits(each.name, budget, others=1) for each in candidates):

@@ -18,6 +18,8 @@ from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.child import ChildProcess
 
+IMAGES, TENSORS = "images", "tensors"
+"""Kinds of batches that a probe times: images of the data set, or tensors that are generated once."""
 CONFIG, ORDERS, ANSWERS = "config.yaml", "orders", "answers"
 """Files in the folder of a probe: the config that it measures, the doctor's orders, and its answers."""
 POLL_SECONDS = 0.02

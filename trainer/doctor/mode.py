@@ -100,7 +100,7 @@ def choose_mode(
     ranks = communicator.world_size
     modes = find_modes(config, world_size=ranks)
     if not modes.has_others:
-        return ChosenMode(config, f"{prefix}{modes.stated}, as stated: nothing else goes with these settings")
+        return ChosenMode(config, f"{prefix}{modes.stated}, as stated: no other mode fits these settings")
     facts = _collect_facts(config, communicator, modes)
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"{digest}.json" if folder else None
@@ -113,7 +113,7 @@ def choose_mode(
         trial_time=trial_time,
     )
     if record is None and trial_time.is_too_short:
-        few = f"{trial_time.num_images:,} images of each GPU, fewer than {LEAST_IMAGES:,}, repay no trial"
+        few = f"{trial_time.num_images:,} images of each GPU, fewer than {LEAST_IMAGES:,}, are too few for trials"
         return ChosenMode(config, f"{prefix}{told}{modes.stated}, as stated: {few}")
     if record is None and is_dry_run:
         limits = f"{SHARE_OF_RUN:.0%} of the run's time, {MOST_SECONDS:g} s at most"

@@ -28,7 +28,7 @@ from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, append, orders
+from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, IMAGES, TENSORS, append, orders
 from bigbatch.trainer.doctor.measure import backward_of, flops_per_image, measure_pinning, measure_update, peak_flops
 from bigbatch.trainer.doctor.profile import profile_step
 from bigbatch.trainer.doctor.speedups import try_values
@@ -46,7 +46,7 @@ ENDLESS = 2**40
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
 FIRST_IMAGES, GROWTH, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
-"""For glance: first number of images and its growth; seconds that suffice for a pass, and for a first pass."""
+"""For estimate: first number of images and its growth; seconds that suffice for a pass, and for a first pass."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -119,7 +119,7 @@ class _Probe:
         self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)
         self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)
         self._generated_split, _ = build_input.make_splits(with_synthetic(config), communicator)
-        self._streams = {"pictures": self._open(), "tensors": InputStream(self._generated())}
+        self._streams = {IMAGES: self._open(), TENSORS: InputStream(self._generated())}
         self._num_cores = cores_per_rank(communicator)
         self.train_step = TrainStep(self.plan, self.parts)
         self._numbers = count()
@@ -140,7 +140,7 @@ class _Probe:
             "has_cpu_bf16": device.type == "cpu" and has_cpu_bf16(),
         }
 
-    def cut(self, *, values: Mapping[str, Any], **_: object) -> dict[str, Any]:
+    def shrink(self, *, values: Mapping[str, Any], **_: object) -> dict[str, Any]:
         """Measure the config with these values from now on, in this process. Collective."""
         changed = try_values(self.config, values, world_size=self.communicator.world_size)
         assert isinstance(changed, Config), "the doctor has tried it"
@@ -152,7 +152,7 @@ class _Probe:
         self._build(changed, splits)
         return {}
 
-    def glance(self, *, seconds: float) -> dict[str, Any]:
+    def estimate(self, *, seconds: float) -> dict[str, Any]:
         """Return the floating-point operations and approximate seconds per image, before any whole step. Collective."""
         device, prepared = self.communicator.device, self.parts.prepare(next(self._generated()))
         size = len(prepared.labels_B)
@@ -212,10 +212,10 @@ class _Probe:
 
     def input(self, *, seconds: float) -> dict[str, Any]:
         """Measure the loader without a model; {} if it meets a bad image. Collective."""
-        self._streams["pictures"] = InputStream(iter(()))  # a loader has one iterator at a time
+        self._streams[IMAGES] = InputStream(iter(()))  # a loader has one iterator at a time
         config = dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, probe_seconds=seconds))
         measured = measure_input(config, self.communicator, self.split, plan=self.plan, prepare=self.parts.prepare)
-        self._streams["pictures"] = self._open()
+        self._streams[IMAGES] = self._open()
         if measured is None:
             return {}
         return {

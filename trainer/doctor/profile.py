@@ -24,7 +24,7 @@ SPANS = {
     "update": "update",
 }
 PREPARE, REST = "copy, augment, normalize", "loss, counting, the rest"
-REPLAYED = "all the rest: a captured step tells no parts"
+REPLAYED = "all the rest: a captured step hides its parts"
 NUM_OPERATORS = 6
 
 ROOT = Path(__file__).resolve().parents[2]

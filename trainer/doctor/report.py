@@ -70,7 +70,7 @@ def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Co
     seconds = findings.profile["seconds"]
     for name, taken in (*findings.profile["phases"].items(), ("the whole step", seconds)):
         phases.add_row(name, f"{1000 * taken:,.1f}", f"{taken / seconds:.1%}")
-    operators = Table("operator, without what it calls", RIGHT("ms in a step"), title="Operators that take most time")
+    operators = Table("operator (self time)", RIGHT("ms in a step"), title="Operators that take most time")
     for name, taken in findings.profile["operators"]:
         operators.add_row(Text(printable(name[:70])), f"{1000 * taken:,.1f}")
     yield from (phases, operators)
@@ -123,8 +123,8 @@ def _speedups(findings: ExaminationResults, config: Config) -> Iterator[Part]:
     yield table
     yield from failures
     yield (
-        f"gain: median of {findings.noise.turns} turns against the best before it, and half of their range; counted "
-        f"above {findings.noise.noise:.1%}, by which the config differs from itself"
+        f"gain: median of {findings.noise.turns} turns against the best before it, and half of their range; it "
+        f"counts above {findings.noise.noise:.1%}, the noise of the config against itself"
     )
     for name, note in dict.fromkeys((row.candidate.name, row.candidate.note) for row in findings.rows):
         if note:

@@ -39,7 +39,7 @@ ASSUMED_GAIN: Mapping[bool, Mapping[str, float]] = {
     True: {"precision": 0.8, "layout": 0.3, "graph": 0.15, "cudnn": 0.1, "microbatch": 0.1, "compile": 0.1},
 }
 """Whether the device is a GPU -> speedup -> its assumed gain, as a fraction."""
-MEASURED_IN_PART = "a part of the step is measured, in which no other size than its own fits"
+MEASURED_IN_PART = "only a part of the step is measured, which no other size fits"
 BUCKET_FACTOR = 4
 
 
@@ -298,7 +298,7 @@ def _algorithm(config: Config, machine: Machine) -> Candidates:
     if machine.world_size == 1:
         yield Unmeasured("algorithm", "one rank sums nothing: give --ranks")
     elif config.comm.algorithm == "auto" and machine.is_gpu:
-        yield Unmeasured("algorithm", "auto takes NCCL's own here: `bigbatch comm tune` measures the others")
+        yield Unmeasured("algorithm", "auto uses NCCL's own here: `bigbatch comm tune` measures the others")
     elif config.comm.algorithm != "native":
         yield Candidate("algorithm", {"comm.algorithm": "native"}, ROUNDS)
 

@@ -104,14 +104,14 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
 def _class_findings(classes: Sequence[str], listed: Listed, folder: Path) -> Iterator[ImageFinding]:
     where = str(folder)
     if len(classes) == 1:
-        cases, meaning = (f"{folder}: {classes[0]} is the only one",), "there is nothing to tell apart"
+        cases, meaning = (f"{folder}: {classes[0]} is the only one",), "a classifier needs two or more"
         yield ImageFinding("fewer than two classes", where, cases, is_problem=True, meaning=meaning)
     if listed:
         yield unprintable_finding(where, classes)
         yield spelling_finding(where, classes)
         val, train = listed["val"], listed["train"]
         single = tuple(name for name in classes if not val[name] and train[name])
-        meaning = "it trains; how well the class is told is not measured"
+        meaning = "used for training only: the accuracy of this class is not measured"
         yield ImageFinding("class with one image", where, single, is_problem=False, meaning=meaning)
         if single and not any(val.values()):
             yield _nothing_to_validate(where)
@@ -139,8 +139,8 @@ def _unusable(splits: Splits, listed: Listed, measured: SampleStatistics, *, lea
 
 
 def _nothing_to_validate(where: str) -> ImageFinding:
-    cases = ("of no class an image is left to validate with",)
-    return ImageFinding("nothing to validate with", where, cases, is_problem=True, meaning="add images")
+    cases = ("no class has an image left for validation",)
+    return ImageFinding("no validation images", where, cases, is_problem=True, meaning="add images")
 
 
 def _summary(folder: Path, what: str, splits: Splits, measured: SampleStatistics | None) -> Iterator[str]:
@@ -190,8 +190,8 @@ def _next_commands(recipe: Path, splits: Splits, *, is_listed: bool) -> Iterator
     if not os.path.isfile(example):  # it is the name of a sample in a shard
         example = "IMAGE.jpg"
     paths = (config.data.root, str(recipe), config.run.directory, example)
-    root, config_file, run, picture = (f"./{path}" if path.startswith("-") else path for path in paths)
-    for words in (["data", "check", root], ["train", "--config", config_file], ["predict", run, picture]):
+    root, config_file, run, image = (f"./{path}" if path.startswith("-") else path for path in paths)
+    for words in (["data", "check", root], ["train", "--config", config_file], ["predict", run, image]):
         yield f"  bigbatch {' '.join(map(_shell_quoted, words))}"
     yield "on several GPUs put `launch local --` before train, on several machines see `bigbatch launch --help`"
 
@@ -211,9 +211,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="bigbatch init",
         description="Look at the images of FOLDER and write a recipe for them that extends a packaged one. They lie "
         "as FOLDER/train/<class>/ and FOLDER/val/<class>/, in WebDataset's shards, as FOLDER/<class>/, or anywhere in "
-        "FOLDER with a CSV of labels. Where FOLDER does not part them, a list beside the recipe says which ones train; "
-        "no image is copied or moved. Everything that is wrong is told at once, and then nothing is written; exit "
-        "code 1.",
+        "FOLDER with a CSV of labels. If FOLDER does not separate the splits, a list beside the recipe states them; no "
+        "image is copied or moved. All problems are reported at once; then nothing is written, and the exit code "
+        "is 1.",
         epilog="example: bigbatch init data/flowers --val-share 0.2",
     )
     parser.add_argument("folder", type=as_path, metavar="FOLDER", help="folder of the images")
@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--columns",
         metavar="COLUMN,COLUMN",
-        help="names of a table's two columns (default: those it tells, or the first two)",
+        help="names of a table's two columns (default: the first two)",
     )
     parser.add_argument("--unpack", help=argparse.SUPPRESS)
     parser.add_argument(

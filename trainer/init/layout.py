@@ -53,12 +53,14 @@ def find_layout(
     labels without an image are no problem. Raises: DataError if the images cannot be listed.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the images")
+        raise DataError(
+            f"{folder}: {'is a file' if folder.exists() else 'does not exist'}; name the folder of the images"
+        )
     top = list_split(folder)
     folders = top.folders
     if find_tables(folder):
         how = f"`bigbatch data prepare huggingface TARGET --archives {folder}`, then `bigbatch init TARGET`"
-        raise DataError(f"{folder}: is a data set of Hugging Face's: make class folders of it by {how}")
+        raise DataError(f"{folder}: is a data set of Hugging Face's: unpack it into class folders by {how}")
     if labels is None and (shards := find_shards(folder)):
         require_no_columns(folder, columns)
         if missing := {*SPLITS} - {*shards}:
@@ -151,7 +153,7 @@ def _by_csv(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | 
     ]
     left_out = {kind: [f"{folder}/{path}" for path in paths] for kind, paths in below.left_out().items()}
     findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)
-    names = f", its first line taken for names: {shortened(table.names)}" if table.names else ""
+    names = f", its first line taken for column names: {shortened(table.names)}" if table.names else ""
     return DatasetLayout(f"images with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
 
 

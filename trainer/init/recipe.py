@@ -63,7 +63,7 @@ def recipe_text(
     load_config(["--config", like, *words])  # raises ConfigError before anything is written
     lines = [
         f"# {num_classes:,} classes, {counts['train']:,} training and {counts['val']:,} validation images, "
-        "looked at by `bigbatch init`.",
+        "examined by `bigbatch init`.",
         f"base: {like}",
     ]
     for section, keys in stated.items():

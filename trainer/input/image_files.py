@@ -69,7 +69,7 @@ class Contents:
         for path in self.unread:
             kinds[os.path.splitext(path)[1].lower()].append(path)
         named = {"in no class folder": self.loose, "behind a broken or circular link": self.bad_links}
-        named |= {"with more behind the suffix": self.renamed, "hidden": self.concealed}
+        named |= {"with text after the suffix": self.renamed, "hidden": self.concealed}
         return kinds | {kind: paths for kind, paths in named.items() if paths}
 
 

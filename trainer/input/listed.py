@@ -46,7 +46,7 @@ def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None)
     if classes is not None:
         require_same_classes(Path(root), found=index.classes, expected=classes)
     if not os.path.isdir(folder):
-        raise DataError(f"{root}: its images are not there: {folder} is not a folder; bring it back, or {_REDO}")
+        raise DataError(f"{root}: its folder of images is missing: {folder}; restore it, or {_REDO}")
     if not index.paths:
         raise DataError(f"{root}: lists no image for {split}; {_REDO}")
     return index
@@ -109,5 +109,5 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         key, times = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{key!r} is there {times} times")
+        raise ValueError(f"{key!r} is stated {times} times")
     return content

@@ -68,8 +68,8 @@ class InputStatistics:
         own_std = [each * scale for each, scale in zip(stds, std, strict=True)]
         return (
             f"the model's input is far from normalised: by channel its mean is {_shown(means)} and its standard "
-            f"deviation {_shown(stds)} in the first {FIRST_BATCHES} microbatches, not 0 and 1; of these images they "
-            f"are --data.mean '[{_shown(own_mean)}]' --data.std '[{_shown(own_std)}]'"
+            f"deviation {_shown(stds)} in the first {FIRST_BATCHES} microbatches, not 0 and 1; these images need "
+            f"--data.mean '[{_shown(own_mean)}]' --data.std '[{_shown(own_std)}]'"
         )
 
 

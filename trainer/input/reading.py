@@ -86,7 +86,7 @@ def require_few_bad_images(reasons: Sequence[str], *, max_skipped: int | None) -
 def too_many_bad_images(number: int, *, max_skipped: int, last: str) -> DataError:
     """Return the error that ends a run with more bad images than it may skip."""
     return DataError(
-        f"{number} images are bad, and data.max_skipped={max_skipped}: see all by `bigbatch data check`; the last is "
+        f"{number} images are bad, and data.max_skipped={max_skipped}: `bigbatch data check` lists all; the last is "
         f"{last}"
     )
 

@@ -182,7 +182,7 @@ class PatientReads:
             if (seconds := awake_seconds() - since) > self._patience_seconds + GRACE_SECONDS:
                 raise StuckError(
                     f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
-                    f"(data.patience_seconds={self._patience_seconds:g}); does its file system still answer?"
+                    f"(data.patience_seconds={self._patience_seconds:g}); check whether its file system answers"
                 )
 
     def _require_pace(self, draw: BatchWait | None, asked: Sequence[int], found: Sequence[object]) -> None:

@@ -101,7 +101,7 @@ class Storage:
         if end is None and len(data) > MAX_INDEX_BYTES:
             raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is not an index; remove it")
         if len(data) > stop - start:
-            raise StorageError(f"{url}: the server sends whole files, not ranges; name one that knows ranges")
+            raise StorageError(f"{url}: the server sends whole files, not ranges; use one that supports range requests")
         return data
 
     def _stream(self, url: str, start: int, end: int | None, *, most: int) -> bytes:
@@ -298,7 +298,7 @@ class BlockCache:
             os.pwrite(self._file.fileno(), b"".join(_checksum(part).to_bytes(4, "little") for part in parts), 4 * block)
         except OSError as error:
             self.num_blocks = 0
-            print_line(f"{self._folder}: nothing more is kept there ({error.strerror})", file=sys.stderr)
+            print_line(f"{self._folder}: the cache keeps nothing more ({error.strerror})", file=sys.stderr)
 
 
 def _checksum(data: bytes) -> int:

@@ -31,7 +31,7 @@ _REFUSED = {
 
 
 FILES, FOLDER, EXTENSIONS = (b"\0", b"0", b"7"), b"5", (b"x", b"X", b"g", b"L", b"K")
-_REMEDY = "it is refused whole: get another one"
+_REMEDY = "the whole archive is refused: get another one"
 
 
 class Member(NamedTuple):
@@ -118,7 +118,7 @@ def read_members(
     behind = num_bytes - offset
     if behind > MAX_END_BYTES or window.at(offset, behind).strip(b"\0"):
         what = "zeros" if behind > MAX_END_BYTES else "further bytes"
-        raise DataError(f"{path}: ends at byte {offset:,}, with {what} behind; fetch the tar again")
+        raise DataError(f"{path}: ends at byte {offset:,}, with {what} after it; fetch the tar again")
 
 
 def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:

@@ -150,9 +150,9 @@ def _store(index: Index, root: Path | str, places: Sequence[Path]) -> Index:
         with suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             write_whole(place, index.to_bytes())
-            print_line(f"{len(index.entries_N):,} images indexed; the index is {place}", file=sys.stderr)
+            print_line(f"{len(index.entries_N):,} images indexed; the index is stored in {place}", file=sys.stderr)
             return index
-    print_line(f"the index of {root} cannot be kept there: each start makes it again", file=sys.stderr)
+    print_line(f"the index of {root} cannot be stored: each start makes it again", file=sys.stderr)
     return index
 
 

@@ -104,7 +104,7 @@ def parse_index(data: bytes) -> Index:
     }
     classes = tuple(map(str, head["classes"]))
     if len(set(classes)) < len(classes):
-        raise ValueError("a class that comes twice")
+        raise ValueError("a class that occurs twice")
     index = Index(classes, head["are_numbers"] is True, shards, left_out, entries_N, rest[entries_N.nbytes :])
     sizes = np.array([size for split in SPLITS for _, (size, _) in shards.get(split, ())], np.int64)
     shards_N, offsets_N, lengths_N, ends_N = (entries_N[key] for key in ("shard", "offset", "length", "name_end"))
@@ -175,11 +175,11 @@ def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) ->
                 if (this := folder + slash + stem) != key:
                     _add_sample(path, key, sample, window, found)
                     if this in seen:
-                        raise DataError(f"{path}: member {shortened(member.name)}: its sample comes twice; {_REMEDY}")
+                        raise DataError(f"{path}: member {shortened(member.name)}: its sample occurs twice; {_REMEDY}")
                     key, sample = this, {}
                     seen.add(key)
                 if (suffix := suffix.lower()) in sample:
-                    raise DataError(f"{path}: member {shortened(member.name)} comes twice; {_REMEDY}")
+                    raise DataError(f"{path}: member {shortened(member.name)} occurs twice; {_REMEDY}")
                 sample[suffix] = member
             _add_sample(path, key, sample, window, found)
     except OSError as error:
@@ -268,7 +268,7 @@ def _join_shards(
         for kind, samples in each.left_out.items():
             left_out[splits[shard]].setdefault(kind, []).extend(samples)
             if len(left_out[splits[shard]][kind]) > MAX_LEFT_OUT:
-                raise DataError(f"{samples[0]}: {kind}, as more than {MAX_LEFT_OUT:,} others: name shards of images")
+                raise DataError(f"{samples[0]}: {kind}, like more than {MAX_LEFT_OUT:,} others: name shards of images")
     names = b"".join(os.fsencode(name) for each in contents for name in each.names)
     return Index(classes, are_numbers, stamped, left_out, entries_N, names)
 

@@ -58,8 +58,8 @@ def describe_load(device: torch.device) -> str | None:
     if load < BUSY * cores:
         return None
     return (
-        f"load average {load:.1f} on {cores} cores: beside other work threads that wait for each other lose most of "
-        "their time, and --compute.cpu_threads 1 is faster"
+        f"load average {load:.1f} on {cores} cores: other work delays threads that wait for each other, "
+        "so --compute.cpu_threads 1 is faster"
     )
 
 

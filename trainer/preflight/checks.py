@@ -112,13 +112,13 @@ def _driver(host: Host) -> Iterator[str]:
         yield f"nvidia-smi: {host.driver.complaint}"
 
 
-@_check("unseen GPUs", "ask the scheduler or the container for them, or say --device cpu", is_finding=False)
+@_check("unseen GPUs", "ask the scheduler or the container for them, or use --device cpu", is_finding=False)
 def _unseen_gpus(host: Host) -> Iterator[str]:
     if host.wants_gpus and not host.on_gpus and host.gpus_on_bus and not host.driver.complaint:
         yield f"{host.gpus_on_bus} NVIDIA GPUs on the PCI bus, and its ranks compute on the CPU"
 
 
-@_check("foreign processes", "end it, or ask for nodes of your own (--sbatch exclusive)")
+@_check("foreign processes", "end it, or request exclusive nodes (--sbatch exclusive)")
 def _foreign(host: Host) -> Iterator[str]:
     for process, gpu in host.foreign.items():
         yield f"process {process}, which is not of this job, uses {gpu}"
@@ -129,7 +129,7 @@ def _own_health(host: Host) -> list[tuple[str, Mapping[str, str]]]:
     return [(uuid, row) for uuid, row in host.driver.health.items() if uuid in host.own_gpus]
 
 
-@_check("ECC", "have its administrator reset the GPU, and replace it where they come back")
+@_check("ECC", "have its administrator reset the GPU, and replace it if they come back")
 def _memory_errors(host: Host) -> Iterator[str]:
     for uuid, row in _own_health(host):
         if (leading_number(errors := row["ecc.errors.uncorrected.volatile.total"]) or 0) > 0:
@@ -192,7 +192,7 @@ def _state(port: Port) -> str:
 def _no_port(host: Host) -> Iterator[str]:
     if host.on_gpus and host.crosses_nodes and host.ports and not host.usable_ports:
         states = ", ".join(f"{port.name} {_state(port)}" for port in host.ports)
-        yield f"no InfiniBand or RoCE port carries data ({states}): gradients go by TCP"
+        yield f"no InfiniBand or RoCE port carries data ({states}): gradients go over TCP"
 
 
 @_check("idle ports", "look at its cable, unless it is meant to be free", is_finding=False)
@@ -228,7 +228,7 @@ def _errors(host: Host) -> Iterator[str]:
 def _gpudirect(host: Host) -> Iterator[str]:
     kinds = {port.link_layer for port in host.usable_ports}
     if host.on_gpus and host.crosses_nodes and kinds & {"InfiniBand", "Ethernet"} and not host.has_gpudirect:
-        yield "neither nvidia_peermem is loaded nor dmabuf possible, so gradients go by host memory"
+        yield "nvidia_peermem is not loaded, nor is dmabuf possible: gradients go through host memory"
 
 
 @_check(
@@ -253,7 +253,7 @@ def _expected_gbit(host: Host) -> tuple[float, str] | None:
     names = (host.interface,) if host.is_interface_stated else [card.name for card in host.cards[:1]]
     for card in host.cards:
         if card.name in names:
-            used = f", and ranks go by {host.interface}" if host.interface not in (None, card.name) else ""
+            used = f", and ranks use {host.interface}" if host.interface not in (None, card.name) else ""
             least = min(SOCKET_SHARE * card.gbit_per_second, MOST_SOCKET_GBIT)
             return least, f"{card.name} has {card.gbit_per_second:g}{used}"
     return None

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
     add("--bad-nodes", type=as_path, metavar="FILE", help="write the names of unfit nodes there, one a line")
-    add("--json", type=as_path, metavar="FILE", help="write all that was found there")
+    add("--json", type=as_path, metavar="FILE", help="write all findings there")
     return parser
 
 

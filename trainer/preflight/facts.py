@@ -112,7 +112,7 @@ def free_gb(folder: str) -> float | str:
         there = next(place for place in (path, *path.parents) if place.exists())
         return round(shutil.disk_usage(there).free / 1e9, 3)
     except OSError as error:
-        return f"{error.strerror}: let the job's user in there, or name another folder"
+        return f"{error.strerror}: give the job's user access, or name another folder"
 
 
 def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], str | None]]:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return _tune_ddp(argv)
     arguments, overrides = _parser().parse_known_args(argv)
     if not 0 < arguments.budget_seconds < float("inf"):
-        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is not a length of time; give some seconds")
+        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} must be a positive number of seconds")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
     communicator, _ = join_job(without_choices(config, world_size=env.world_size), env)
@@ -117,7 +117,7 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
     try:
         tuned = gather_tuned(config, communicator)
     except TunedError as error:
-        say(f"not compared with: {error}")
+        say(f"the stated table is not compared: {error}")
         tuned = None
     algorithm = config.comm.algorithm
     if tuned and algorithm in (AUTO, "hybrid"):

@@ -55,10 +55,10 @@ data.crop_area_min=null
   | data.crop_area_min is null, but data.crop=resized needs it: give a value | data.crop_area_min=0.08
 RESIDENT; data.crop_area_min=0.5
   | data.crop_area_min=0.5 has no meaning with data.crop=padded: set it to null | data.crop_area_min=null
-data.loader=resident; data.resident_on=device | data.crop=resized does not go with data.loader=resident | RESIDENT
-data.crop=padded; data.crop_area_min=null | data.crop=padded does not go with data.loader=torchvision | RESIDENT
+data.loader=resident; data.resident_on=device | data.crop=resized conflicts with data.loader=resident | RESIDENT
+data.crop=padded; data.crop_area_min=null | data.crop=padded conflicts with data.loader=torchvision | RESIDENT
 RESIDENT; data.eval_crop_fraction=0.875
-  | data.eval_crop_fraction=0.875 does not go with data.loader=resident & set it to 1.0 | data.eval_crop_fraction=1.0
+  | data.eval_crop_fraction=0.875 conflicts with data.loader=resident & set it to 1.0 | data.eval_crop_fraction=1.0
 RESIDENT; data.max_skipped=3
   | data.max_skipped=3 has no meaning with data.loader=resident: set it to null | data.max_skipped=null
 RESIDENT; data.stage=/tmp/x
@@ -246,7 +246,7 @@ NOISE; batch.bn_span=128
   | noise_scale_every_steps=5 & set batch.bn_span to 64, or batch.microbatch_size to 128 | batch.bn_span=64
 NOISE; batch.global_batch_size=64
   | noise_scale_every_steps=5 & set batch.microbatch_size & 32 | batch.global_batch_size=128
-NOISE; batch.global_batch_size=1; batch.microbatch_size=1; batch.bn_span=1 | noise_scale_every_steps=5 & raise it
+NOISE; batch.global_batch_size=1; batch.microbatch_size=1; batch.bn_span=1 | noise_scale_every_steps=5 & raise batch.global
 NOISE; compute.cuda_graph=true | noise_scale_every_steps=5 & set compute.cuda_graph to false | compute.cuda_graph=false
 """
 """Settings | parts of the refusal | further settings that make it legal, if the test knows any."""

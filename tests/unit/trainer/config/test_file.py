@@ -169,7 +169,7 @@ def test_load_config_refuses_an_unknown_option(key, nearest):
         ("--config=quickstart --arch=resnet50", "model.name"),
         ("--config=quickstart --data-dir=x", "data.root"),
         ("--config=quickstart --num_train_epochs=3", "run.epochs"),
-        ("--config=quickstart --batch.bn_span=--", "--batch.bn_span=--: state a value behind ="),
+        ("--config=quickstart --batch.bn_span=--", "--batch.bn_span=--: give a value after ="),
         ("--config=quickstart --run={epochs:3}", " run;"),  # there is one way to state a key
         ("--config=quickstart extra", "extra is not an option"),
         ("quickstart", "--config quickstart"),
@@ -361,8 +361,8 @@ def test_value_of_an_older_run_that_is_there_no_more_is_replaced_and_said(tmp_pa
     config = load_config(["--config", path], is_run=True)
     assert (config.comm.wire_dtype, config.run.loggers) == ("bfloat16", ("tensorboard",))
     said = capsys.readouterr().err
-    assert "bfloat16 takes its place" in said
-    assert "run.loggers=csv is there no more" in said
+    assert "bfloat16 replaces it" in said
+    assert "run.loggers=csv was removed" in said
     with pytest.raises(ConfigError, match="wire_dtype"):
         load_config(["--config", path])
 

@@ -157,5 +157,5 @@ def test_work_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pyte
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(UserError, match=naming("the work folder is not there any more", "cd to")):
+    with pytest.raises(UserError, match=naming("the work folder was deleted", "cd to")):
         import_owner("own_of_mine.Net")

@@ -274,7 +274,7 @@ def test_check_names_a_class_that_cannot_be_printed(tmp_path):
 
 def test_check_what_is_no_data_set_is_called_what_it_is(tmp_path):
     os.mkfifo(tmp_path / "fifo.json")
-    for name, is_what in {"fifo.json": "neither a folder nor a list", "gone": "is not there"}.items():
+    for name, is_what in {"fifo.json": "neither a folder nor a list", "gone": "does not exist"}.items():
         with pytest.raises(DataError, match=naming(tmp_path / name, is_what, "bigbatch init")):
             check_dataset(tmp_path / name)
 

@@ -75,10 +75,10 @@ class Process:
 
     def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
         step = self.step_seconds
-        if what == "cut":
+        if what == "shrink":
             self.values |= details["values"]
             taken, found = 1.0, {}
-        elif what == "glance":
+        elif what == "estimate":
             taken = max(0.5, 4 * self.machine.seconds_per_image)
             found = {"flops_per_image": 1e9, "seconds_per_image": self.machine.seconds_per_image}
         elif what == "steps":

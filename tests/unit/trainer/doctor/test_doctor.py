@@ -209,8 +209,8 @@ class Process:
 def test_configs_that_do_not_fit_beside_each_other_run_alone() -> None:
     Process.running = 0
     probes = Probes(lambda values: Process(room=1), limit_seconds=lambda: 1.0)
-    one = probes.open({}, batches="pictures", seconds=1.0)
-    two = probes.open({"a": 1}, batches="pictures", seconds=1.0)
+    one = probes.open({}, batches="images", seconds=1.0)
+    two = probes.open({"a": 1}, batches="images", seconds=1.0)
     assert probes.is_alone
     assert [each.run() for each in (one, two, one)] == [Turn(5.0, 7)] * 3
     assert Process.running == 1
@@ -222,9 +222,9 @@ def test_configs_that_do_not_fit_alone_either_fail_and_the_others_go_on_together
     Process.running = 0
     rooms = {"small": 9, "large": 0}
     probes = Probes(lambda values: Process(room=rooms[values["size"]]), limit_seconds=lambda: 1.0)
-    small = probes.open({"size": "small"}, batches="pictures", seconds=1.0)
+    small = probes.open({"size": "small"}, batches="images", seconds=1.0)
     with pytest.raises(DoctorError, match="OutOfMemory"):
-        probes.open({"size": "large"}, batches="pictures", seconds=1.0)
+        probes.open({"size": "large"}, batches="images", seconds=1.0)
     assert not probes.is_alone
     assert small.run() == Turn(5.0, 7)
     probes.kill_all()
@@ -433,7 +433,7 @@ def test_microbatches_are_not_tried_on_a_part_of_one() -> None:
     [
         (["--seconds", "0"], ConfigError, ("--seconds 0 ",)),
         (["--limit", "nan"], ConfigError, ("--limit nan ",)),
-        (["--within", "19"], ConfigError, ("--within 19 ", " from 20 on")),
+        (["--within", "19"], ConfigError, ("--within 19 ", " 20 seconds or more")),
         (["--within", "inf"], ConfigError, ("--within inf ",)),
         (["--ranks", "0"], ConfigError, ("--ranks 0 ",)),
         (["--ranks", "5"], ConfigError, ("batch.global_batch_size=512 ", "fewer than 5 ranks")),

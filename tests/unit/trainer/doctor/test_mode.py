@@ -410,8 +410,8 @@ def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> Non
         found = choose(quickstart(), untried, tmp_path, num_samples=SHORT, is_dry_run=is_dry_run)
         assert found == ChosenMode(
             quickstart(),
-            "compute.mode auto: eager, microbatch 8, as stated: 384 images of each GPU, fewer than 50,000, repay no "
-            "trial",
+            "compute.mode auto: eager, microbatch 8, as stated: 384 images of each GPU, fewer than 50,000, are too few "
+            "for trials",
         )
     most = budget.LEAST_IMAGES // (12 * 32) * 32
     assert choose(quickstart(), untried, tmp_path, num_samples=most).config == quickstart()
@@ -496,7 +496,7 @@ def test_mode_auto_measures_nothing_where_it_means_eager(tmp_path: Path) -> None
     alone = quickstart("--batch.global_batch_size=8", "--compute.mode_keeps=[compute.compile, compute.cuda_graph]")
     found = choose(alone, untried, tmp_path)
     assert (found.config, untried.limits) == (alone, {})
-    assert "nothing else goes with these settings" in found.told
+    assert "no other mode fits these settings" in found.told
 
 
 def test_mode_of_a_dry_run_is_what_would_be_measured(tmp_path: Path) -> None:

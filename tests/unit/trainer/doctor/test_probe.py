@@ -237,7 +237,7 @@ def probe(options: list[str]) -> Iterator[_Probe]:
 @pytest.mark.long
 def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     before = {name: tensor.clone() for name, tensor in probe.parts.model.named_parameters()}
-    for batches in ("pictures", "tensors", "pictures"):
+    for batches in ("images", "tensors", "images"):
         found = probe.steps(batches=batches, seconds=0.02, flushes=True)
         assert found["images"] == 16
         assert found["steps"] >= 1
@@ -245,21 +245,21 @@ def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
         assert found["peak_bytes"] > 50e6  # torch alone takes more
         assert found["exposed_seconds"] == pytest.approx(0.0, abs=1e-3), "one rank waits for no other"
     assert all(torch.equal(tensor, before[name]) for name, tensor in probe.parts.model.named_parameters())
-    profile = probe.profile(batches="pictures", seconds=0.02)
+    profile = probe.profile(batches="images", seconds=0.02)
     assert sum(profile["phases"].values()) == pytest.approx(profile["seconds"], rel=0.01)
     assert {"wait for images", PREPARE, "forward", "backward", "update", REST} <= profile["phases"].keys()
     assert profile["operators"][0][1] > 0
     assert profile["busy_share"] is None
     assert profile["syncs"] == {}  # the hot path has none
     assert probe.input(seconds=0.1)["loader_images_per_second"] > 0
-    assert probe.steps(batches="pictures", seconds=0.02, flushes=False)["images"] == 16  # goes on after the input alone
-    glance, roof = probe.glance(seconds=0.01), probe.roofline(seconds=0.01)
-    assert 0 < glance["flops_per_image"] < roof["peak_flops"]
+    assert probe.steps(batches="images", seconds=0.02, flushes=False)["images"] == 16  # goes on after the input alone
+    estimate, roof = probe.estimate(seconds=0.01), probe.roofline(seconds=0.01)
+    assert 0 < estimate["flops_per_image"] < roof["peak_flops"]
     always = probe.always(seconds=0.02)
-    json.dumps([profile, glance, roof, always, probe.facts])
+    json.dumps([profile, estimate, roof, always, probe.facts])
     values = {"batch.global_batch_size": 8, "batch.microbatch_size": 2, "batch.bn_span": 2}
-    assert probe.cut(values=values, seconds=0.02) == {}
-    assert probe.steps(batches="pictures", seconds=0.02, flushes=False)["images"] == 8
+    assert probe.shrink(values=values, seconds=0.02) == {}
+    assert probe.steps(batches="images", seconds=0.02, flushes=False)["images"] == 8
 
 
 @pytest.mark.slow
@@ -276,8 +276,8 @@ def test_captured_step_tells_no_parts(probe: _Probe) -> None:
 
     probe.parts = replace(probe.parts, execution=Captured())
     probe.train_step = TrainStep(probe.plan, probe.parts)
-    assert probe.steps(batches="pictures", seconds=0.02, flushes=False)["exposed_seconds"] is None
-    assert probe.profile(batches="pictures", seconds=0.02)["phases"].keys() == {"wait for images", REPLAYED}
+    assert probe.steps(batches="images", seconds=0.02, flushes=False)["exposed_seconds"] is None
+    assert probe.profile(batches="images", seconds=0.02)["phases"].keys() == {"wait for images", REPLAYED}
 
 
 def doctor(*words: str) -> list[str]:

@@ -159,7 +159,7 @@ def test_init_table_of_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     table = "id,breed\n" + "".join(f"{i},{'cat' if i % 2 else 'dog'}\n" for i in range(12))
     write(tmp_path / "pets", files | {"labels.csv": table.encode()})
     assert init("pets") == 0
-    assert "its first line taken for names: ['id', 'breed']" in capsys.readouterr().out
+    assert "its first line taken for column names: ['id', 'breed']" in capsys.readouterr().out
     train = open_split(tmp_path / "pets.json", "train")
     found = {Path(train.name(i)).stem: train.classes[train.labels_N[i]] for i in range(len(train))}
     assert len(found) == 10
@@ -432,7 +432,7 @@ def test_init_has_nothing_to_tell_apart_or_to_validate(tmp_path: Path, capsys: p
     assert "fewer than two classes (1)" in capsys.readouterr().out
     class_folders(tmp_path / "two", cat=1, dog=1)
     assert init("two") == 1
-    assert "nothing to validate with (1)" in capsys.readouterr().out
+    assert "no validation images (1)" in capsys.readouterr().out
 
     class_folders(tmp_path / "pets", cat=2, dog=2)
     assert init("pets") == 0
@@ -440,7 +440,7 @@ def test_init_has_nothing_to_tell_apart_or_to_validate(tmp_path: Path, capsys: p
         write(tmp_path / "pets", dict.fromkeys(paths, b"no image"))
     capsys.readouterr()
     assert init("pets", "--leave-out", "--force") == 1
-    assert "nothing to validate with (1)" in capsys.readouterr().out
+    assert "no validation images (1)" in capsys.readouterr().out
 
 
 def test_init_says_where_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,7 +200,7 @@ def test_bad_images_more_than_may_be_skipped_end_the_load_every_time(make, tmp_p
         with pytest.raises(DataError) as caught:
             next(batches)
         text = str(caught.value)
-        assert text.startswith("3 images are bad, and data.max_skipped=2: see all by `bigbatch data check`; ")
+        assert text.startswith("3 images are bad, and data.max_skipped=2: `bigbatch data check` lists all; ")
         assert f"the last is {index.name(6)}: " in text
         assert "\n" not in text
         assert not isinstance(caught.value, StorageError)

@@ -27,7 +27,7 @@ def test_contents_are_sorted_by_kind(tmp_path: Path) -> None:
     assert (found.images, found.hidden) == (["a/c.png", "b.jpg"], [".idea", "a/._c.png"])
     assert found.others == ["a/i.png.txt", "a/notes.txt"]
     renamed = ["a/g.JPG2", "a/h.jpeg.1", "a/i.png~", "a/j.jpg.crdownload"]
-    hidden = {"with more behind the suffix": renamed, "hidden": [".git", "a/.x.jpg"]}
+    hidden = {"with text after the suffix": renamed, "hidden": [".git", "a/.x.jpg"]}
     assert found.left_out() == {".tif": ["a/e.TIF"], ".bmp": ["f.bmp"], **hidden}
     assert list_split(tmp_path).left_out() == {"in no class folder": ["b.jpg", "f.bmp"], "hidden": [".git"]}
     assert list_split(tmp_path).folders == ["a"]

@@ -274,7 +274,7 @@ def test_storage_cache_keeps_what_fits_and_notices_damage(bucket, folder, faults
 
     monkeypatch.setattr(os, "pwrite", full)
     assert held(open_split(bucket, "train", cache=storage.Cache(tmp_path / "full", 10**9))) == expected
-    assert capsys.readouterr().err.count("nothing more is kept there (No space left on device)") == 1
+    assert capsys.readouterr().err.count("the cache keeps nothing more (No space left on device)") == 1
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=naming(tmp_path / "file", "data.cache_dir")):
         open_split(bucket, "train", cache=storage.Cache(tmp_path / "file", 10**9))

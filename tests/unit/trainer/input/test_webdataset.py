@@ -230,8 +230,8 @@ DAMAGE = {
     "unprintable": ([("a\x1b[31m.jpg", b"")], "a\\x1b[31m.jpg' has an unprintable name"),
     "no class": ([A, ("b.jpg", IMAGES[1]), ("b.cls", b"0")], "a.jpg' has no class: no .cls and no .json beside it"),
     "two images": ([A, ("a.png", IMAGES[1]), CLS], "a.jpg and a.png: two images in one sample"),
-    "a member twice": ([A, A, CLS], "a.jpg' comes twice"),
-    "a sample twice": ([A, CLS, ("b.txt", b""), A, CLS], "a.jpg': its sample comes twice"),
+    "a member twice": ([A, A, CLS], "a.jpg' occurs twice"),
+    "a sample twice": ([A, CLS, ("b.txt", b""), A, CLS], "a.jpg': its sample occurs twice"),
     "no name": ([A, ("a.cls", b"\xff")], r"a.cls': states no class"),
     "empty": ([A, ("a.cls", b" ")], "a.cls': '' is not a name of a class"),
     "long": ([A, ("a.cls", b"x" * 300)], "is not a name of a class"),
@@ -257,11 +257,11 @@ DAMAGE = {
     "a zeroed header": (zeroed, "ends at byte 3,072, with further bytes behind"),
     "two tars": (
         lambda path: path.write_bytes(2 * tar(path, sample(0)).read_bytes()),
-        "with further bytes behind; fetch the tar again",
+        "with further bytes after it; fetch the tar again",
     ),
     "space for what did not come": (
         lambda path: path.write_bytes(tar(path, sample(0)).read_bytes() + bytes(1 << 20)),
-        "with zeros behind; fetch the tar again",
+        "with zeros after it; fetch the tar again",
     ),
     "a pipe": (os.mkfifo, "0.tar: is not a file; remove it"),
     "a link to nothing": (lambda path: path.symlink_to("1.tar"), "cannot be read (No such file or directory); fix"),
@@ -365,7 +365,7 @@ def test_webdataset_keeps_the_index_in_the_cache_if_the_folder_cannot_be_written
 
     monkeypatch.setattr(webdataset, "write_whole", refuse)
     assert held(open_split(root, "train")) == IMAGES[:8]
-    assert "the index is " + str(tmp_path / "cache/webdataset") in capsys.readouterr().err
+    assert "the index is stored in " + str(tmp_path / "cache/webdataset") in capsys.readouterr().err
     assert held(open_split(root, "val")) == IMAGES[8:10]
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(webdataset, "measured_folder", lambda name: None)

@@ -94,8 +94,8 @@ def test_healthy_host_has_no_trouble(host: Host) -> None:
 
 SLOW = replace(INFINIBAND, name="mlx5_3/1", gbit_per_second=100.0)
 UNROUTED = replace(ROCE, has_routable_gid=False)
-NO_PORT = "no InfiniBand or RoCE port carries data (mlx5_{}): gradients go by TCP"
-BY_HOST = "neither nvidia_peermem is loaded nor dmabuf possible, so gradients go by host memory"
+NO_PORT = "no InfiniBand or RoCE port carries data (mlx5_{}): gradients go over TCP"
+BY_HOST = "nvidia_peermem is not loaded, nor is dmabuf possible: gradients go through host memory"
 LINKS = Driver(links={0: NvLinks(18, 0), 1: NvLinks(17, 1)})
 RISEN = {"errors": {"mlx5_0/1 symbol_error": 5.0}, "errors_after": {"mlx5_0/1 symbol_error": 42.0}}
 TROUBLES = (
@@ -128,7 +128,7 @@ TROUBLES = (
     (
         "bandwidth",
         cpus(link_gbit_per_second=0.94),
-        "its best link carries 0.94 Gbit/s, below 1.5: eth1 has 100, and ranks go by eth0",
+        "its best link carries 0.94 Gbit/s, below 1.5: eth1 has 100, and ranks use eth0",
     ),
     (
         "bandwidth",

@@ -85,7 +85,7 @@ def test_disk_is_that_of_the_nearest_folder_that_exists_or_the_system_refuses_it
     config = load_config(["--config", "quickstart", f"--run.directory={name}", f"--data.root={name}"])
     free, trouble = facts.free_disk(config)
     assert set(free) == {"/dev/shm"}
-    assert trouble == {name: "File name too long: let the job's user in there, or name another folder"}
+    assert trouble == {name: "File name too long: give the job's user access, or name another folder"}
     counts, complaint = facts.start_counting(config)()
     assert counts == {}
     assert "File name too long" in str(complaint)
