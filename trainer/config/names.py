@@ -7,10 +7,7 @@ from typing import Any, get_args
 from bigbatch.errors import nearest
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS
 
-REPLACED_VALUES = {
-    ("comm", "wire_dtype", "int8"): "bfloat16",
-    ("run", "loggers", "csv"): None,
-}
+REPLACED_VALUES = {("comm", "wire_dtype", "int8"): "bfloat16", ("run", "loggers", "csv"): None}
 """Section, key and value -> its replacement; None: remove it from a list."""
 REMOVED_DEFAULTS = (None, 0.65, 0)
 """Defaults of removed keys, which older run folders state."""

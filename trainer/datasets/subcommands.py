@@ -142,12 +142,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="shrink images with a shorter side above N pixels to N; their EXIF data with its "
         "orientation, which the loaders ignore, is dropped. --max-side is an older name",
     )
-    pack.add_argument(
-        "--quality",
-        type=whole,
-        default=90,
-        help="JPEG quality of shrunk images (default: %(default)s)",
-    )
+    pack.add_argument("--quality", type=whole, default=90, help="JPEG quality of shrunk images (default: %(default)s)")
     pack.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")
     pack.add_argument(
@@ -173,10 +168,7 @@ def _pack(arguments: argparse.Namespace) -> int:
             arguments.source,
             arguments.target,
             recipe=PackRecipe(
-                arguments.shard_mb * 10**6,
-                arguments.max_side,
-                arguments.quality,
-                round(1e6 * arguments.max_megapixels),
+                arguments.shard_mb * 10**6, arguments.max_side, arguments.quality, round(1e6 * arguments.max_megapixels)
             ),
             splits=arguments.splits.split(","),
             num_workers=arguments.workers,

@@ -205,10 +205,7 @@ def write_mode(modes: Modes, tried: Mapping[Mode, Trial], *, best: Mode) -> dict
     """Return the results as the part of a record that read_mode and describe read."""
     return {
         "mode": asdict(best),
-        "images_per_second": {
-            "mode": tried[best].images_per_second,
-            "stated": tried[modes.stated].images_per_second,
-        },
+        "images_per_second": {"mode": tried[best].images_per_second, "stated": tried[modes.stated].images_per_second},
         "is_cut": any(trial.is_cut for trial in tried.values()),
         "needs_seconds": min(
             (each.needs_seconds for each in tried.values() if each.needs_seconds is not None), default=None

@@ -21,10 +21,7 @@ from bigbatch.trainer.doctor.verdict import limiting_wait
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
-SHARES = {
-    "input_wait_fraction": "wait for images",
-    "exposed_communication_fraction": "wait for sums over ranks",
-}
+SHARES = {"input_wait_fraction": "wait for images", "exposed_communication_fraction": "wait for sums over ranks"}
 STRAGGLER = "straggler_fraction"
 SLOW = 0.7
 """Share of the median rate below which a report counts as slow."""

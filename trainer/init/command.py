@@ -235,9 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         "--labels", type=as_path, metavar="CSV", help="the table of labels (default: FOLDER's only CSV)"
     )
     parser.add_argument(
-        "--columns",
-        metavar="COLUMN,COLUMN",
-        help="names of a table's two columns (default: the first two)",
+        "--columns", metavar="COLUMN,COLUMN", help="names of a table's two columns (default: the first two)"
     )
     parser.add_argument("--unpack", help=argparse.SUPPRESS)
     parser.add_argument(

@@ -184,12 +184,7 @@ class RemoteShards:
     """ShardReader of shards in a Storage."""
 
     def __init__(
-        self,
-        storage: Storage,
-        shards: Sequence[tuple[str, int, str]],
-        *,
-        split: str,
-        cache: Cache | None,
+        self, storage: Storage, shards: Sequence[tuple[str, int, str]], *, split: str, cache: Cache | None
     ) -> None:
         """Fetch nothing yet. shards: (name, bytes, text that changes with the content). Raises: DataError."""
         self._storage, self._shards = storage, shards

@@ -68,12 +68,7 @@ class Window:
 
 
 def read_members(
-    window: Window,
-    *,
-    path: str,
-    num_bytes: int | None = None,
-    max_members: int = MAX_MEMBERS,
-    any_names: bool = False,
+    window: Window, *, path: str, num_bytes: int | None = None, max_members: int = MAX_MEMBERS, any_names: bool = False
 ) -> Iterator[Member]:
     """Yield the plain files and folders of a tar file, in order.
 

@@ -18,11 +18,7 @@ BUSY = 1.5
 
 
 def set_up_process(
-    communicator: Communicator,
-    *,
-    cudnn_benchmark: bool,
-    is_reproducible: bool = False,
-    cpu_threads: int | None = None,
+    communicator: Communicator, *, cudnn_benchmark: bool, is_reproducible: bool = False, cpu_threads: int | None = None
 ) -> None:
     """Set up the process once, before training: cuDNN's search on a GPU; cores and memory on a CPU. Collective.
 

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def choose_cores(
-    *,
-    usable: Sequence[int],
-    nodes: Mapping[int, Sequence[int]],
-    gpu_node: int | None,
-    local_rank: int,
-    local_size: int,
+    *, usable: Sequence[int], nodes: Mapping[int, Sequence[int]], gpu_node: int | None, local_rank: int, local_size: int
 ) -> list[int]:
     """Return this rank's choice among the usable cores (that a launcher, Slurm or a container left); sorted.
 

@@ -246,7 +246,7 @@ NOISE; batch.bn_span=128
   | noise_scale_every_steps=5 & set batch.bn_span to 64, or batch.microbatch_size to 128 | batch.bn_span=64
 NOISE; batch.global_batch_size=64
   | noise_scale_every_steps=5 & set batch.microbatch_size & 32 | batch.global_batch_size=128
-NOISE; batch.global_batch_size=1; batch.microbatch_size=1; batch.bn_span=1 | noise_scale_every_steps=5 & raise batch.global
+NOISE; batch.global_batch_size=1; batch.microbatch_size=1; batch.bn_span=1 | noise_scale_every_steps=5 & raise batch
 NOISE; compute.cuda_graph=true | noise_scale_every_steps=5 & set compute.cuda_graph to false | compute.cuda_graph=false
 """
 """Settings | parts of the refusal | further settings that make it legal, if the test knows any."""

@@ -175,10 +175,7 @@ def test_load_config_refuses_an_unknown_option(key, nearest):
         ("quickstart", "--config quickstart"),
         ("--config=quickstart --run.epochs", " --run.epochs: "),
         ("--run.epochs=3", "--config is missing: name a YAML file or one of cifar10, "),
-        (
-            "--config=quickstart --config=cifar10",
-            "--config is given 2 times: keep one, and override its keys by ",
-        ),
+        ("--config=quickstart --config=cifar10", "--config is given 2 times: keep one, and override its keys by "),
     ],
 )
 def test_load_config_refuses_a_command_line_and_says_what_was_meant(words, named):
@@ -235,10 +232,7 @@ def test_load_config_refuses_what_is_no_mapping(text, write_text):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        *(b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"),
-        b"[" * 600 + b"]" * 600,
-    ],
+    [*(b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"), b"[" * 600 + b"]" * 600],
 )
 def test_load_config_refuses_unreadable_yaml(content, write_text):
     path = write_text(content)

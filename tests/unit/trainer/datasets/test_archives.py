@@ -118,10 +118,7 @@ BOMBS = {
     "pax": (extension(tarfile.XHDTYPE, pax(b"comment", b"n" * BIG)), "header claims"),
     "old pax": (extension(tarfile.SOLARIS_XHDTYPE, pax(b"comment", b"n" * BIG)), "header claims"),
     "global": (extension(tarfile.XGLTYPE, pax(b"comment", b"n" * BIG)), "header claims"),
-    "many global": (
-        b"".join(extension(tarfile.XGLTYPE, pax(b"k%d" % n, b"n" * 60_000)) for n in range(400)),
-        1,
-    ),
+    "many global": (b"".join(extension(tarfile.XGLTYPE, pax(b"k%d" % n, b"n" * 60_000)) for n in range(400)), 1),
     "headers of headers": (extension(tarfile.GNUTYPE_LONGNAME, b"n") * 2000, 1),
     "map of a sparse file": (
         extension(tarfile.XHDTYPE, pax(b"GNU.sparse.major", b"1") + pax(b"GNU.sparse.minor", b"0"))

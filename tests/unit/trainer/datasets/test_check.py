@@ -76,10 +76,7 @@ def summary(findings):
 
 
 def test_check_a_good_data_set(tmp_path, capsys):
-    files = good_files() | {
-        "train/a/0.JPEG": encoded(image(90, 300, 200)),
-        "val/a/0.JPEG": encoded(image(91, 9, 8)),
-    }
+    files = good_files() | {"train/a/0.JPEG": encoded(image(90, 300, 200)), "val/a/0.JPEG": encoded(image(91, 9, 8))}
     report = check_dataset(write(tmp_path, files))
     train, val = report.splits["train"], report.splits["val"]
     assert report.problems == report.remarks == ()

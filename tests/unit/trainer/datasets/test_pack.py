@@ -118,10 +118,7 @@ def test_pack_index_is_what_tarfile_and_hashlib_find(source, tmp_path):
     assert entries_N["label"].tolist() == [0] * 7 + [1] * 6
 
 
-@given(
-    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=60),
-    shard_bytes=st.integers(1, 20_000),
-)
+@given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=60), shard_bytes=st.integers(1, 20_000))
 def test_cut_into_shards_fills_in_order_and_not_over(sizes, shard_bytes):
     shards = cut_into_shards(sizes, shard_bytes=shard_bytes)
     filled = [sum(512 + -(-sizes[n] // 512) * 512 + 1024 for n in shard) for shard in shards]

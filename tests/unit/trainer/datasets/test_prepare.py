@@ -277,18 +277,10 @@ WRONG = {
         lambda: tar_of({**class_tars(), "n02102040.tar": tar_of({})}),
         ("unfinished/train", "8 of 9", "2 of 3"),
     ),
-    "unknown class": (
-        TRAIN,
-        lambda: tar_of({"n99999999.tar": tar_of({})}),
-        ("'n99999999.tar'", "class"),
-    ),
+    "unknown class": (TRAIN, lambda: tar_of({"n99999999.tar": tar_of({})}), ("'n99999999.tar'", "class")),
     "no class": (TRAIN, lambda: tar_of({"readme.txt": b"hello"}), ("'readme.txt'", "class")),
     "class in a folder": (TRAIN, lambda: tar_of({"a/n01440764.tar": b""}), ("'a/n01440764.tar'", "class")),
-    "image in a folder": (
-        TRAIN,
-        lambda: tar_of({"n01440764.tar": tar_of({"a/b.JPEG": b"1"})}),
-        ("'a/b.JPEG'", "top"),
-    ),
+    "image in a folder": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({"a/b.JPEG": b"1"})}), ("'a/b.JPEG'", "top")),
     "no image": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({"b.txt": b"1"})}), ("'b.txt'", "top")),
     "hidden file": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({".b.JPEG": b"1"})}), ("'.b.JPEG'", "top")),
     "val missing": (
@@ -321,11 +313,7 @@ WRONG = {
     "short truth": (KIT, lambda: devkit(truth=(1, 2, 3)), ("3 classes", "3 validation")),
     "truth is a group": (KIT, lambda: devkit(truth=(1, 2, 3, 4, 1)), (KIT, "classes (4)")),
     "truth is not a number": (KIT, lambda: devkit(truth=("tench",)), (KIT, "tench")),
-    "class called otherwise": (
-        KIT,
-        lambda: devkit(ids={**KIT_IDS, "../../evil": 1}),
-        (KIT, "not the official"),
-    ),
+    "class called otherwise": (KIT, lambda: devkit(ids={**KIT_IDS, "../../evil": 1}), (KIT, "not the official")),
     "meta.mat is none": (KIT, lambda: devkit(**{"meta.mat": b"hello"}), (KIT, "names no classes")),
 }
 

@@ -99,12 +99,7 @@ def test_init_tells_all_at_once_and_writes_nothing(tmp_path: Path, capsys: pytes
     (tmp_path / "pets.json").write_text("kept")
     assert init("pets") == 1
     said = capsys.readouterr().out
-    for kind in (
-        "unusable image",
-        "class without images (1)",
-        "file that exists (1)",
-        "nothing written: 7 problem",
-    ):
+    for kind in ("unusable image", "class without images (1)", "file that exists (1)", "nothing written: 7 problem"):
         assert kind in said
     assert not (tmp_path / "pets.yaml").exists()
     assert (tmp_path / "pets.json").read_text() == "kept"
@@ -373,8 +368,7 @@ def test_measure_of_nothing_usable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_train", "sizes"),
-    [(2048, (256, 128, 128)), (2047, (128, 64, 64)), (100, (16, 8, 8)), (5, (4, 2, 2))],
+    ("num_train", "sizes"), [(2048, (256, 128, 128)), (2047, (128, 64, 64)), (100, (16, 8, 8)), (5, (4, 2, 2))]
 )
 def test_recipe_has_steps_enough(num_train: int, sizes: tuple[int, int, int], tmp_path: Path) -> None:
     text = recipe_of("imagenette", num_train=num_train)

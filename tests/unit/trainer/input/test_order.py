@@ -12,13 +12,7 @@ from sample_images import touch
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.batch import Division
-from bigbatch.trainer.input.order import (
-    describe_left_out,
-    epoch_order,
-    eval_requests,
-    read_index,
-    train_requests,
-)
+from bigbatch.trainer.input.order import describe_left_out, epoch_order, eval_requests, read_index, train_requests
 
 SIZES = {"seed": 5, "num_samples": 100, "global_batch_size": 24}
 

@@ -104,8 +104,7 @@ def test_stream_state_before_the_failed_step_is_saved_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("first_step", "num_batches", "told"),
-    [(0, 0, None), (0, 1, "No step "), (2, 0, None), (2, 1, " step 2.")],
+    ("first_step", "num_batches", "told"), [(0, 0, None), (0, 1, "No step "), (2, 0, None), (2, 1, " step 2.")]
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_stream_failure_before_the_end_of_the_first_step_saves_nothing(
