@@ -6,6 +6,7 @@ falls back to a marker file, which outlives a killed process, on file systems th
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +37,11 @@ def share_lock(file: IO[bytes] | int) -> None:
     fcntl.flock(file, fcntl.LOCK_SH)
 
 
-def wait_lock(file: IO[bytes] | int) -> None:
-    """Wait for the lock of an open file or folder, and take it. Raises: OSError if its file system cannot lock."""
-    fcntl.flock(file, fcntl.LOCK_EX)
+def wait_lock(file: IO[bytes] | int, *, on_wait: Callable[[], object] = lambda: None) -> None:
+    """Lock an open file or folder; if another process holds it, call on_wait, then wait for that process.
+
+    Raises: OSError if its file system cannot lock.
+    """
+    if not try_lock(file):
+        on_wait()
+        fcntl.flock(file, fcntl.LOCK_EX)

@@ -9,6 +9,7 @@ from typing import Any
 from bigbatch.errors import ConfigError
 from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.config.kinds import is_option
+from bigbatch.trainer.config.sections import READING_KEYS
 
 RANGE_TEST = "schedule.range_test"
 RANGE_FILE = "range.json"
@@ -16,19 +17,8 @@ RANGE_FILE = "range.json"
 RECIPE_SECTIONS = ("data.", "augment.", "model.", "batch.", "optimizer.")
 """Sections with the keys that change the effect of a learning rate."""
 NEUTRAL_KEYS = (
-    *("data.loader", "data.num_threads", "data.prefetch_batches", "data.patience_seconds"),
-    *(
-        "data.resident_on",
-        "data.stage",
-        "data.keep_staged",
-        "data.cache_dir",
-        "data.cache_gb",
-        "data.bind_numa",
-        "data.probe_seconds",
-        "data.max_skipped",
-    ),
-    *("data.max_megapixels", "data.eval_crop_fraction", "data.eval_flip"),
-    *("batch.microbatch_size", "batch.virtual_ranks"),
+    *(*READING_KEYS, "data.loader", "data.resident_on", "data.max_skipped", "data.max_megapixels"),
+    *("data.eval_crop_fraction", "data.eval_flip", "batch.microbatch_size", "batch.virtual_ranks"),
     *("optimizer.sharded", "optimizer.ema_decay", "optimizer.ema_every_steps"),
 )
 """Keys of these sections that do not change it: where and how the run computes, and what it evaluates."""

@@ -8,34 +8,11 @@ from typing import Any, get_type_hints
 
 from bigbatch.errors import ConfigError
 from bigbatch.paths import PathError, expand_path
+from bigbatch.trainer.config import checks, optimizer
 from bigbatch.trainer.config.batch import check_batch
-from bigbatch.trainer.config.checks import (
-    check_audits,
-    check_augment,
-    check_comm,
-    check_compute,
-    check_cuda_graph,
-    check_digests,
-    check_image_size,
-    check_loader,
-    check_model,
-    check_model_name,
-    check_noise_scale,
-    check_patience,
-    check_reproducible,
-    check_run,
-    check_train_sizes,
-)
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, check_ranges, nest_options, with_default_options
 from bigbatch.trainer.config.names import MOVED, REMOVED, SET_OUTSIDE_CONFIG, closest_key
-from bigbatch.trainer.config.optimizer import (
-    check_loss,
-    check_metrics,
-    check_optimizer,
-    check_optimizer_name,
-    check_sharded,
-)
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import check_momentum, check_schedule
 from bigbatch.trainer.config.sections import (
@@ -200,35 +177,35 @@ def _check_value(name: str, value: Any) -> Iterator[str]:
     if key := key_of(name):
         yield from check_ranges(name, value, key)
     if name == "optimizer.name":
-        yield from check_optimizer_name(value)
+        yield from optimizer.check_optimizer_name(value)
     if name == "model.name":
-        yield from check_model_name(value)
+        yield from checks.check_model_name(value)
 
 
 def _check_together(config: Config) -> Iterator[str]:
-    run, data, batch, optimizer = config.run, config.data, config.batch, config.optimizer
+    run, data, batch = config.run, config.data, config.batch
     yield from check_batch(batch)
-    yield from check_compute(config.compute, batch, model=config.model.name)
-    yield from check_cuda_graph(config.compute, optimizer, config.comm)
-    yield from check_model(config.model)
-    yield from check_optimizer(optimizer)
-    yield from check_sharded(optimizer, config.comm)
+    yield from checks.check_compute(config.compute, batch, model=config.model.name)
+    yield from checks.check_cuda_graph(config.compute, config.optimizer, config.comm)
+    yield from checks.check_model(config.model)
+    yield from optimizer.check_optimizer(config.optimizer)
+    yield from optimizer.check_sharded(config.optimizer, config.comm)
     yield from _check_choices(config)
-    yield from check_loader(data)
-    yield from check_train_sizes(data, epochs=run.epochs)
-    yield from check_image_size(data, config.augment, model=config.model.name)
-    yield from check_augment(config.augment, batch)
-    yield from check_patience(data, config.comm)
+    yield from checks.check_loader(data)
+    yield from checks.check_train_sizes(data, epochs=run.epochs)
+    yield from checks.check_image_size(data, config.augment, model=config.model.name)
+    yield from checks.check_augment(config.augment, batch)
+    yield from checks.check_patience(data, config.comm)
     yield from check_schedule(config.schedule, epochs=run.epochs)
-    yield from check_momentum(config.schedule, optimizer, config.compute)
-    yield from check_comm(config.comm)
-    yield from check_reproducible(run, batch, config.compute, config.comm)
-    yield from check_digests(run, config.compute)
-    yield from check_audits(run, config.compute)
-    yield from check_noise_scale(run, batch, config.compute)
-    yield from check_run(run, data)
-    yield from check_loss(optimizer, run)
-    yield from check_metrics(run.metrics)
+    yield from check_momentum(config.schedule, config.optimizer, config.compute)
+    yield from checks.check_comm(config.comm)
+    yield from checks.check_reproducible(run, batch, config.compute, config.comm)
+    yield from checks.check_digests(run, config.compute)
+    yield from checks.check_audits(run, config.compute)
+    yield from checks.check_noise_scale(run, batch, config.compute)
+    yield from checks.check_run(run, data)
+    yield from optimizer.check_loss(config.optimizer, run)
+    yield from optimizer.check_metrics(run.metrics)
 
 
 def _check_choices(config: Config) -> Iterator[str]:

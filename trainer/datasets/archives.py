@@ -12,11 +12,9 @@ from bigbatch.errors import DataError, StorageError, first_line, shortened
 from bigbatch.files import replacing
 from bigbatch.trainer.datasets.show_progress import Report
 from bigbatch.trainer.input import tar_headers
-from bigbatch.trainer.input.formats import MAX_PIXELS
+from bigbatch.trainer.input.formats import MAX_IMAGE_BYTES, TOO_LONG
 from bigbatch.trainer.input.tar_headers import MAX_MEMBERS, Window
 
-MAX_MEMBER_BYTES = 4 * MAX_PIXELS
-"""Limit of a member, since a header may claim any length: an RGBA image of data.max_megapixels takes less."""
 TIMEOUT_SECONDS = 60.0
 """Seconds without data from a server before a download fails."""
 
@@ -51,9 +49,8 @@ class ArchiveMember:
 
     def read(self) -> bytes:
         """Return all bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
-        if self.num_bytes > MAX_MEMBER_BYTES:
-            most = f"more than an image of {MAX_PIXELS / 1e6:g} megapixels takes ({MAX_MEMBER_BYTES:,})"
-            raise DataError(f"{self}: claims {self.num_bytes:,} bytes, {most}; it is refused: get another archive")
+        if self.num_bytes > MAX_IMAGE_BYTES:
+            raise DataError(f"{self}: claims {self.num_bytes:,} bytes, {TOO_LONG}; it is refused: get another archive")
         with _named_errors(str(self)):
             data = self.part(self.num_bytes, 0)
             if len(data) < self.num_bytes:

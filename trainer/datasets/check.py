@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.examine import IMAGE, PART_IMAGES, TRAITS, examine_part
-from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME_CLASS, list_below, list_split, spelling_variants
@@ -98,7 +98,7 @@ def check_dataset(
     decode: bool = True,
     num_workers: int = 1,
     max_pixels: int = MAX_PIXELS,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Advance = show_nothing,
 ) -> CheckReport:
     """Check every image of root/train and root/val; on_progress gets the number done and the total.
 
@@ -129,8 +129,7 @@ def check_dataset(
         for kind, reason in found:
             faults[split].setdefault(kind, []).append(reason)
         num_done += len(rows_N)
-        if on_progress:
-            on_progress(num_done, total)
+        on_progress(num_done, total)
     tables = {split: np.concatenate(parts) for split, parts in rows.items()}
     findings = class_findings(data.name, splits)
     for split, images in splits.items():

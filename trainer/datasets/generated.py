@@ -22,7 +22,7 @@ from PIL import Image
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import parse_json, read_plain, write_new
 from bigbatch.locks import share_lock, try_lock
-from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.listed import SPLITS
 
 DATASET_VERSION = 1
@@ -180,7 +180,7 @@ def write_dataset(
     val_per_class: int = 100,
     side_pixels: tuple[int, int] = (72, 112),
     num_workers: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Advance = show_nothing,
 ) -> bool:
     """Write root/{train,val}/<class>/*.JPEG, all or nothing; return False if root already holds this data set.
 
@@ -255,9 +255,7 @@ def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
     return True
 
 
-def _write_all(
-    folder: Path, *, recipe: ShapesRecipe, num_workers: int, on_progress: Callable[[int, int], None] | None
-) -> None:
+def _write_all(folder: Path, *, recipe: ShapesRecipe, num_workers: int, on_progress: Advance) -> None:
     chunks = [
         (split, label, range(first, min(first + CHUNK_IMAGES, per_class)))
         for split, per_class in recipe.counts.items()
@@ -272,8 +270,7 @@ def _write_all(
     num_done, total = 0, sum(recipe.counts.values()) * len(CLASSES)
     for num_written in written:
         num_done += num_written
-        if on_progress:
-            on_progress(num_done, total)
+        on_progress(num_done, total)
     write_new(folder / MANIFEST, (json.dumps(_manifest(recipe), indent=2) + "\n").encode())
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import parse_json, read_plain, replacing
-from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.datasets.processes import Advance, in_parallel, require_workers, show_nothing
 from bigbatch.trainer.datasets.verify_shards import COLUMNS, ShardRecord, read_shard
 from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
 from bigbatch.trainer.input.listed import read_images
@@ -120,8 +120,8 @@ def pack(
     recipe: PackRecipe,
     splits: Sequence[str] = ("train", "val"),
     num_workers: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_left_out: Callable[[str], None] | None = None,
+    on_progress: Advance = show_nothing,
+    on_left_out: Callable[[str], object] = lambda line: None,
 ) -> PackSummary:
     """Write target/<split>/ from source/<split>/<class>/<image>, or from the list source.
 
@@ -134,11 +134,10 @@ def pack(
     if not splits or not all(is_name) or len(set(splits)) < len(splits):
         names = "different names of folders, such as train,val"
         raise ConfigError(f"splits={','.join(splits)!r} is not possible; give {names}")
-    in_parallel(len, [], num_workers=num_workers)  # refuses an impossible number before anything is written
+    require_workers(num_workers)
     start, plans = time.monotonic(), _plan_splits(source, target, splits=splits, recipe=recipe)
     total = sum(len(plan.index) for plan in plans)
-    left_out = describe_left_out(source, *(plan.index for plan in plans))
-    if left_out and on_left_out:
+    if left_out := describe_left_out(source, *(plan.index for plan in plans)):
         on_left_out(left_out)
     num_done = num_packed = 0
     for plan in plans:
@@ -159,8 +158,7 @@ def pack(
             records.append(record)
             num_packed += len(record.rows) * is_new
             num_done += len(record.rows)
-            if on_progress:
-                on_progress(num_done, total)
+            on_progress(num_done, total)
         _write_index(plan, records, recipe=recipe)
     return PackSummary(
         num_images=total,

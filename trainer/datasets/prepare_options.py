@@ -58,6 +58,14 @@ _DATA_SETS = {
 }
 
 
+def two_names(text: str) -> tuple[str, str]:
+    """Parse the value of --columns. Raises: ArgumentTypeError."""
+    first, comma, second = text.partition(",")
+    if not comma or "," in second:
+        raise argparse.ArgumentTypeError(f"{text} is not possible: give two names, such as image,label")
+    return first, second
+
+
 def add_prepare(commands: "Subparsers") -> None:
     """Add `prepare` with a subcommand for each data set."""
     prepare = commands.add_parser(
@@ -105,9 +113,9 @@ def _add_tables(data_sets: "Subparsers") -> None:
     tables.add_argument("root", type=as_path, metavar="ROOT", help="folder to write, which must not exist")
     tables.add_argument("--archives", type=as_path, required=True, metavar="FOLDER", help="folder of the files")
     names = "names of the columns of image and label (default: those that the files state)"
-    tables.add_argument("--columns", metavar="COLUMN,COLUMN", help=names)
+    tables.add_argument("--columns", type=two_names, metavar="COLUMN,COLUMN", help=names)
     tables.add_argument("--leave-out", action="store_true", help="leave out rows without an image or its label")
-    tables.set_defaults(run=_run_tables, parser=tables)
+    tables.set_defaults(run=_run_tables)
 
 
 def _run_tables(arguments: argparse.Namespace) -> int:
@@ -115,15 +123,12 @@ def _run_tables(arguments: argparse.Namespace) -> int:
     from bigbatch.trainer.datasets.show_progress import show_progress
     from bigbatch.trainer.datasets.tables import find_tables, unpack_tables
 
-    columns = tuple(arguments.columns.split(",")) if arguments.columns else None
-    if columns is not None and len(columns) != 2:
-        arguments.parser.error(f"--columns {arguments.columns} is not possible: give two names, such as image,label")
     folder, root = arguments.archives, arguments.root
     if (tables := find_tables(folder)) is None:
         raise DataError(f"{folder}: holds no *.parquet, and no data set that `datasets` saved; name its folder")
     with show_progress(f"writing {root}", unit="bytes") as on_progress:
         findings = unpack_tables(
-            folder, tables, root, columns=columns, on_progress=on_progress, leave_out=arguments.leave_out
+            folder, tables, root, columns=arguments.columns, on_progress=on_progress, leave_out=arguments.leave_out
         )
     findings = [finding for finding in findings if finding.cases]
     for line in (*finding_lines(findings, num_shown=3), f"{root}: written; next: bigbatch init {root}"):

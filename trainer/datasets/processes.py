@@ -13,9 +13,22 @@ from bigbatch.errors import ConfigError, DataError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Advance = Callable[[int, int], object]
+"""Takes (done, in all)."""
+
+
+def show_nothing(done: int, total: int) -> None:
+    """Be the Advance of a caller that shows no progress."""
+
 
 _works: list[Callable[[Any], Any]] = []
 """The work function of this pool process, sent once: it may hold the names of a million images."""
+
+
+def require_workers(num_workers: int) -> None:
+    """Raise ConfigError for an impossible number of processes or threads."""
+    if num_workers < 1:
+        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
 
 
 def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:
@@ -23,8 +36,7 @@ def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_wo
 
     Raises: ConfigError for an impossible num_workers, at the call; DataError if a process dies.
     """
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
+    require_workers(num_workers)
     if num_workers == 1 or len(tasks) < 2:
         return map(work, tasks)
     return _in_processes(work, tasks, num_processes=min(num_workers, len(tasks)))

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from bigbatch.errors import printable
+from bigbatch.trainer.datasets.processes import Advance
 
-Advance = Callable[[int, int], None]
-"""Takes (done, total)."""
 Report = Callable[[str, int, int], None]
 """Takes (kind of work, done so far, in all); called often, by the thread that started the work."""
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from bigbatch.errors import ConfigError, DataError
+from bigbatch.errors import DataError
 from bigbatch.files import read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
+from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, STAGED, is_packed
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed
@@ -80,8 +81,8 @@ def stage(
     *,
     splits: Sequence[str] = SPLITS,
     num_workers: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_wait: Callable[[], None] | None = None,
+    on_progress: Advance = show_nothing,
+    on_wait: Callable[[], object] = lambda: None,
 ) -> StageSummary:
     """Copy those splits that the packed data set source has to target, or finish an earlier call.
 
@@ -90,8 +91,7 @@ def stage(
     for a source that is not packed, cut, edited or gone, and for a target that is another user's, holds something
     else, is too small or cannot be written.
     """
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
+    require_workers(num_workers)
     if find_shards(source):
         how = "copy the folder by other means, such as cp -r, and name the copy in data.root"
         raise DataError(f"{source}: holds WebDataset shards, which have no checksums: {how}")
@@ -108,15 +108,14 @@ def stage(
         _require_room(target, todo)
         total = sum(file.num_bytes for plan in todo for file in plan.files)
         done = {True: 0, False: 0}
-        if on_progress and total:
+        if total:
             on_progress(0, total)
         for plan in todo:
             with _naming_target(plan.target / STAGED):  # shards without an index would be taken for WebDataset's
                 write_whole(plan.target / STAGED, IN_PART, mark=UNFINISHED)
             for file, is_copied in _copy_all(plan, num_workers=num_workers):
                 done[is_copied] += file.num_bytes
-                if on_progress:
-                    on_progress(sum(done.values()), total)
+                on_progress(sum(done.values()), total)
             for name, data in ((INDEX, plan.index), (STAGED, CHECKED)):
                 with _naming_target(plan.target / name):
                     write_whole(plan.target / name, data, mark=UNFINISHED, sync=True)
@@ -184,7 +183,7 @@ def _plan(source: Path, target: Path) -> _Split:
 
 
 @contextmanager
-def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[bool]:
+def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
     """Lock target for this process on this node; yield whether only this user could write there until now.
 
     If not, sizes are no proof: other users may have written the bytes. The kernel frees the lock however its process
@@ -195,10 +194,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
         lock = open_lock(target / LOCK)
     with lock:
         try:
-            if not try_lock(lock):
-                if on_wait:
-                    on_wait()
-                wait_lock(lock)
+            wait_lock(lock, on_wait=on_wait)
         except OSError as error:
             advice = "name a folder on a disk, or in the memory, of this node"
             raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json
 from bigbatch.trainer.datasets.check import ImageFinding
 from bigbatch.trainer.datasets.prepare import StoredImage, write_images
+from bigbatch.trainer.datasets.processes import Advance
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 """Data sets' name of a split -> split of a run."""
@@ -60,7 +61,7 @@ def unpack_tables(
     target: Path,
     *,
     columns: tuple[str, str] | None,
-    on_progress: Callable[[int, int], None],
+    on_progress: Advance,
     leave_out: bool,
 ) -> list[ImageFinding]:
     """Write target/<class>/<image>, below train/ and val/ if tables has both; target appears once it is whole.

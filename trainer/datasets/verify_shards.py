@@ -1,7 +1,7 @@
 """Verify packed shards: read every byte again, and compare every index entry with its tar member."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.files import open_plain, sha256_of
-from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.shard_files import is_packed
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, read_packed
@@ -28,7 +28,7 @@ class ShardRecord:
     rows: Sequence[tuple[int, ...]]
 
 
-def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int], None] | None = None) -> int:
+def verify(root: Path, *, num_workers: int = 1, on_progress: Advance = show_nothing) -> int:
     """Read every byte of all packed splits of root again, and verify them; return the number of images.
 
     on_progress gets (shards done, shards in all). Raises: DataError naming what is missing, cut, edited or
@@ -39,8 +39,7 @@ def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int]
         raise DataError(f"{root}: holds no packed split; name the DST of `bigbatch data pack`")
     stated = [shard for folder in folders for shard in _stated_shards(folder)]
     for num_done, _ in enumerate(in_parallel(_verify_shard, stated, num_workers=num_workers), 1):
-        if on_progress:
-            on_progress(num_done, len(stated))
+        on_progress(num_done, len(stated))
     return sum(len(record.rows) for _, record in stated)
 
 

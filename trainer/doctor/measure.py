@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.input.prepare_batch import Prepared
-from bigbatch.trainer.machine.host import wait_for
+from bigbatch.trainer.machine.host import seconds_of
 from bigbatch.trainer.preflight.rates import make_product, median_seconds
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
@@ -37,22 +37,13 @@ def measure_update(settings: OptimizerConfig, parts: Parts, *, seconds: float) -
     if settings.sharded or settings.name not in WITH_LOOPS:
         what = "sharded=True" if settings.sharded else f"name={settings.name}"
         return {"why": f"torch has no form of optimizer.{what} that works tensor by tensor"}
-    device = parts.communicator.device
-
-    def timed(step: Step) -> float:
-        wait_for(device)
-        start = time.perf_counter()
-        step()
-        wait_for(device)
-        return time.perf_counter() - start
-
     steps = [make_step(settings, parts, is_fused=is_fused, lr=TINY_LR)[0] for is_fused in (True, False)]
     for step in steps:
         step()  # allocates momenta
     pairs: list[list[float]] = []
     end = time.perf_counter() + seconds
     while len(pairs) < LEAST_PAIRS or time.perf_counter() < end:
-        pairs.append([timed(step) for step in steps])
+        pairs.append([seconds_of(step, parts.communicator.device) for step in steps])
     fused, unfused = zip(*pairs, strict=True)
     return {
         "fused_seconds": median(fused),

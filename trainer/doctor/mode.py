@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from hashlib import sha256
@@ -19,7 +19,6 @@ from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.config.sections import AugmentConfig
 from bigbatch.trainer.doctor.budget import (
     LEAST_IMAGES,
     MOST_SECONDS,
@@ -42,6 +41,7 @@ from bigbatch.trainer.doctor.modes import (
     with_mode,
     write_mode,
 )
+from bigbatch.trainer.input.remedies import AUGMENTATIONS
 from bigbatch.trainer.machine.gpu_driver import driver_version
 
 FORMAT = "bigbatch compute mode 2"
@@ -49,7 +49,7 @@ FEW_IMAGES = 32
 """Images per rank and step at which a CUDA graph made ResNet-50 several times as fast (docs/gpu.md)."""
 KEYS = (
     *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
-    *(f"augment.{field.name}" for field in fields(AugmentConfig) if field.name != "randaugment_magnitude"),
+    *(f"augment.{name}" for name in AUGMENTATIONS),
     *("batch.bn_span", "batch.virtual_ranks", "compute.channels_last"),
     *("compute.cudnn_benchmark", "compute.recomputed_blocks", "optimizer.name", "optimizer.options"),
     *("optimizer.precision", "optimizer.sharded", "optimizer.clip_norm", "optimizer.loss", "optimizer.loss_options"),

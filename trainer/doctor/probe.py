@@ -37,7 +37,7 @@ from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.report import describe_input, input_record
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.gpu_driver import compute_capability
-from bigbatch.trainer.machine.host import cores_per_rank, has_cpu_bf16, wait_for
+from bigbatch.trainer.machine.host import cores_per_rank, has_cpu_bf16, seconds_of
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
 
@@ -164,12 +164,9 @@ class _Probe:
         if device.type != "cpu" or taken < SLOW_SECONDS:
             taken = 0.0  # a first pass also loads libraries, finds kernels and allocates memory
         while taken == 0.0 or (taken < ENOUGH_SECONDS and counted < size):
-            for _ in range(2):  # the first warms up
-                wait_for(device)
-                start = time.perf_counter()
-                backward_of(self.parts, prepared, num_images=number)
-                wait_for(device)
-            taken, counted = self._agreed(time.perf_counter() - start), number
+            backward = partial(backward_of, self.parts, prepared, num_images=number)
+            backward()  # warms up
+            taken, counted = self._agreed(seconds_of(backward, device)), number
             number = min(size, GROWTH * number)
         return {"flops_per_image": flops, "seconds_per_image": taken / counted}
 
@@ -281,15 +278,14 @@ class _Probe:
 
     def _timed(self, stream: InputStream, num_steps: int) -> float:
         """Return the seconds of that many steps, to the end of the device's work."""
-        device = self.communicator.device
-        wait_for(device)
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            if self.parts.stop.is_set:
-                raise KeyboardInterrupt
-            self.train_step(next(self._numbers), stream)
-        wait_for(device)
-        return time.perf_counter() - start
+
+        def run() -> None:
+            for _ in range(num_steps):
+                if self.parts.stop.is_set:
+                    raise KeyboardInterrupt
+                self.train_step(next(self._numbers), stream)
+
+        return seconds_of(run, self.communicator.device)
 
 
 def with_synthetic(config: Config) -> Config:

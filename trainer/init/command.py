@@ -15,6 +15,7 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.datasets.check import ImageFinding, spelling_finding, unprintable_finding
 from bigbatch.trainer.datasets.check_report import finding_lines
+from bigbatch.trainer.datasets.prepare_options import two_names
 from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.datasets.subcommands import add_max_megapixels
 from bigbatch.trainer.init.layout import find_layout, split_classes
@@ -39,10 +40,10 @@ Listed = dict[str, dict[str, list[str]]] | None
 
 def main(argv: Sequence[str]) -> int:
     """Write a recipe, or nothing if there are problems; return the exit code. Raises: DataError; ConfigError."""
-    arguments, columns = _options(argv)
+    arguments = _options(argv)
     folder: Path = arguments.folder
     recipe: Path = arguments.out
-    found = find_layout(folder, labels=arguments.labels, columns=columns, leave_out=arguments.leave_out)
+    found = find_layout(folder, labels=arguments.labels, columns=arguments.columns, leave_out=arguments.leave_out)
     splits, listed = found.splits, None
     if splits is None:
         listed = split_classes(found.by_class, val_share=arguments.val_share, seed=arguments.seed)
@@ -77,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] | None]:
-    """Return the options, with the recipe's file as out, and the two names of --columns. Raises: SystemExit."""
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options, with the recipe's file as out. Raises: SystemExit."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_share < 1:
@@ -95,10 +96,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
     if not os.access(recipe.parent, os.W_OK | os.X_OK):
         reason = "you may not write there" if recipe.parent.is_dir() else "there is no such folder"
         parser.error(f"--out {recipe} is not possible: {recipe.parent}: {reason}")
-    columns = tuple(arguments.columns.split(",")) if arguments.columns else None
-    if columns is not None and len(columns) != 2:
-        parser.error(f"--columns {arguments.columns} is not possible: give two names, such as file,label")
-    return arguments, columns
+    return arguments
 
 
 def _class_findings(classes: Sequence[str], listed: Listed, folder: Path) -> Iterator[ImageFinding]:
@@ -235,7 +233,10 @@ def _parser() -> argparse.ArgumentParser:
         "--labels", type=as_path, metavar="CSV", help="the table of labels (default: FOLDER's only CSV)"
     )
     parser.add_argument(
-        "--columns", metavar="COLUMN,COLUMN", help="names of a table's two columns (default: the first two)"
+        "--columns",
+        type=two_names,
+        metavar="COLUMN,COLUMN",
+        help="names of the table's columns (default: the first two)",
     )
     parser.add_argument("--unpack", help=argparse.SUPPRESS)
     parser.add_argument(

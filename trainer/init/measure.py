@@ -1,7 +1,7 @@
 """Measure a sample of the images: sides, mean and standard deviation of pixels, and unusable images."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,7 @@ import numpy as np
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import Spread, spread
 from bigbatch.trainer.datasets.examine import reason_of
-from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.order import epoch_order
@@ -43,7 +43,7 @@ def measure(
     seed: int,
     num_workers: int = 1,
     max_pixels: int = MAX_PIXELS,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Advance = show_nothing,
 ) -> SampleStatistics:
     """Decode and measure at most most_images images, drawn by seed from all splits; larger than max_pixels is unusable.
 
@@ -69,8 +69,7 @@ def measure(
         if split == "train":
             rows.append(found_N8[:, 2:])
         num_done += len(positions)
-        if on_progress:
-            on_progress(num_done, len(chosen_N))
+        on_progress(num_done, len(chosen_N))
     moments_N6 = np.concatenate([np.empty((0, 6)), *rows])
     if not len(moments_N6):
         reasons = [reason for bad in faults.values() for reason in bad.values()]

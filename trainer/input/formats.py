@@ -17,6 +17,9 @@ _ADVICE = "replace or remove it"
 _FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
 """Default limit of an image's pixels: half a megabyte of PNG may hold 600 million, which take 2.4 GB decoded."""
+MAX_IMAGE_BYTES = 4 * MAX_PIXELS
+"""Limit of an encoded image in a tar file, whose header may claim any length: decoded RGBA of MAX_PIXELS takes less."""
+TOO_LONG = f"more than an image of {MAX_PIXELS / 1e6:g} megapixels takes ({MAX_IMAGE_BYTES:,})"
 
 
 class UnsupportedImageError(DataError):

@@ -18,7 +18,7 @@ import numpy as np
 from bigbatch.comm.rendezvous.environ import measured_folder
 from bigbatch.errors import DataError, StorageError, print_line, shortened
 from bigbatch.files import read_plain, write_whole
-from bigbatch.locks import try_lock, wait_lock
+from bigbatch.locks import wait_lock
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import list_split, require_one_spelling
 from bigbatch.trainer.input.listed import SPLITS
@@ -126,9 +126,8 @@ def _only_process(root: Path) -> Iterator[None]:
     folder = os.open(root, os.O_RDONLY)
     try:
         with suppress(OSError):
-            if not try_lock(folder):
-                print_line(f"waiting for another process, which indexes the shards of {root}", file=sys.stderr)
-                wait_lock(folder)
+            waiting = f"waiting for another process, which indexes the shards of {root}"
+            wait_lock(folder, on_wait=lambda: print_line(waiting, file=sys.stderr))
         yield
     finally:
         os.close(folder)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError, print_line, shortened
-from bigbatch.files import parse_json
-from bigbatch.trainer.input.formats import MAX_PIXELS
+from bigbatch.files import open_plain, parse_json
+from bigbatch.trainer.input.formats import MAX_IMAGE_BYTES, TOO_LONG
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, UNREAD_SUFFIXES, is_hidden, require_one_spelling
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shard_files import Stamp
@@ -37,7 +36,6 @@ ENTRY = np.dtype(
 """Shard's position in the list of both splits; offset and length in bytes; CRC-32 of the header; end of the name."""
 LABEL, JSON_LABEL = "cls", "json"
 JSON_KEYS = ("label", "cls", "class")
-MAX_MEMBER_BYTES = 4 * MAX_PIXELS
 MAX_LABEL_BYTES, MAX_CLASSES, MAX_LEFT_OUT = 1 << 16, 100_000, 10_000
 NUM_THREADS = 16
 """Shards indexed at the same time: on a network file system each read has to wait."""
@@ -152,13 +150,8 @@ def _window(path: str, num_bytes: int, storage: Storage | None) -> Iterator[Wind
         # each request has a latency: read all bytes in few requests
         yield Window(fetch, num_bytes=1 << 23)
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DataError(f"{path}: is not a file; remove it")
-        yield Window(lambda length, offset: os.pread(descriptor, length, offset))
-    finally:
-        os.close(descriptor)
+    with open_plain(path) as file:
+        yield Window(lambda length, offset: os.pread(file.fileno(), length, offset))
 
 
 def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) -> ShardContents:
@@ -202,9 +195,9 @@ def _add_sample(path: str, key: str, sample: Mapping[str, Member], window: Windo
     image = images[0]
     if len(images) > 1:
         raise DataError(f"{path}: members {' and '.join(m.name for m in images)}: two images in one sample; {_REMEDY}")
-    if image.num_bytes > MAX_MEMBER_BYTES:
-        most = f"more than an image of {MAX_PIXELS / 1e6:g} megapixels takes ({MAX_MEMBER_BYTES:,})"
-        raise DataError(f"{path}: member {shortened(image.name)}: claims {image.num_bytes:,} bytes, {most}; {_REMEDY}")
+    if image.num_bytes > MAX_IMAGE_BYTES:
+        text = f"{path}: member {shortened(image.name)}: claims {image.num_bytes:,} bytes, {TOO_LONG}; {_REMEDY}"
+        raise DataError(text)
     found.labels.append(_label(path, image, sample, window))
     found.rows.append((image.offset, image.num_bytes, image.header))
     found.names.append(image.name)

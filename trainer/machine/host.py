@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -116,3 +118,12 @@ def wait_for(device: torch.device) -> None:
     """Wait until a device has finished all queued work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of work, from an idle device to the end of all that it has queued."""
+    wait_for(device)
+    start = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - start

@@ -83,26 +83,13 @@ def check_rules(config: Config, job: Mapping[str, Any]) -> list[Verdict]:
 def _check_choices(config: Config) -> list[Verdict]:
     optimizer, batch_size = config.optimizer, config.batch.global_batch_size
     is_free = batch_size >= FREE_MOMENTUM_BATCH
-    return [
-        Verdict(
-            "optimizer.momentum",
-            _text(optimizer.momentum),
-            "any constant from a batch of 32k on" if is_free else "0.9 below a batch of 32k",
-            is_free or optimizer.momentum == 0.9,
-        ),
-        Verdict(
-            "optimizer.weight_decay",
-            _text(optimizer.weight_decay),
-            "0.0001 x 2^N",
-            _is_power_of_two(optimizer.weight_decay / 1e-4),
-        ),
-        Verdict(
-            "optimizer.label_smoothing",
-            _text(optimizer.label_smoothing),
-            "0 or 0.1",
-            optimizer.label_smoothing in (0.0, 0.1),
-        ),
-    ]
+    momenta = "any constant from a batch of 32k on" if is_free else "0.9 below a batch of 32k"
+    rules = (
+        ("momentum", momenta, is_free or optimizer.momentum == 0.9),
+        ("weight_decay", "0.0001 x 2^N", _is_power_of_two(optimizer.weight_decay / 1e-4)),
+        ("label_smoothing", "0 or 0.1", optimizer.label_smoothing in (0.0, 0.1)),
+    )
+    return [Verdict(f"optimizer.{key}", _text(getattr(optimizer, key)), legal, holds) for key, legal, holds in rules]
 
 
 def _is_power_of_two(factor: float) -> bool:

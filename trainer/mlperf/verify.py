@@ -10,6 +10,7 @@ from bigbatch.errors import ConfigError, columns, print_line, print_lines
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import KEYS
+from bigbatch.trainer.config.sections import READING_KEYS
 from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
 from bigbatch.trainer.mlperf.reference import ConvergencePoint, as_log, fewest_epochs, read_reference
 from bigbatch.trainer.mlperf.rules import TARGET_TOP1, Verdict, check_rules
@@ -18,31 +19,10 @@ from bigbatch.trainer.run.resume import changes
 
 WIRE_KEYS = ("comm.wire_dtype", "comm.predivide", "comm.reduce_dtype")
 MAY_DIFFER = (
-    "run.seed",
-    "run.log_every_steps",
-    "run.eval_offset_epochs",
-    "run.checkpoint_every_steps",
-    "run.keep_checkpoints",
-    "run.checkpoint_timeout_seconds",
-    "run.audit_every_steps",
-    "run.heal",
-    "run.digest_every_steps",
-    "run.digest_layers",
-    "run.digest_values",
-    "run.noise_scale_every_steps",
-    "run.loggers",
-    "run.reproducible",
-    "data.root",
-    "data.num_threads",
-    "data.prefetch_batches",
-    "data.patience_seconds",
-    "data.stage",
-    "data.keep_staged",
-    "data.cache_dir",
-    "data.cache_gb",
-    "data.bind_numa",
-    "data.probe_seconds",
-    "batch.microbatch_size",
+    *("run.seed", "run.log_every_steps", "run.eval_offset_epochs", "run.loggers", "run.heal", "run.reproducible"),
+    *("run.checkpoint_every_steps", "run.keep_checkpoints", "run.checkpoint_timeout_seconds", "run.audit_every_steps"),
+    *("run.digest_every_steps", "run.digest_layers", "run.digest_values", "run.noise_scale_every_steps"),
+    *(*READING_KEYS, "data.root", "batch.microbatch_size"),
     *(key for key in KEYS if key.startswith(("comm.", "compute.")) and key not in WIRE_KEYS),
 )
 """Keys in which the runs of one recipe may differ, besides run.directory and run.resume: they state where and how it

@@ -3,7 +3,6 @@
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.machine.host import seconds_of
 
 CONNECT_SECONDS = 3.0
 CONNECT_THREADS = 256
@@ -108,8 +108,5 @@ def _exchange(communicator: Communicator, other: int, *, num_bytes: int) -> floa
     """Return the seconds to send num_bytes and receive as many at the same time."""
     send_N: Tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=communicator.device)
     receive_N = torch.empty_like(send_N)
-    start = time.perf_counter()
-    communicator.backend.start_exchange(send=send_N, to=other, receive=receive_N, source=other).wait()
-    if communicator.device.type == "cuda":
-        torch.cuda.synchronize(communicator.device)
-    return time.perf_counter() - start
+    start = communicator.backend.start_exchange
+    return seconds_of(lambda: start(send=send_N, to=other, receive=receive_N, source=other).wait(), communicator.device)

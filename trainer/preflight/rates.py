@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.machine.gpu_driver import Clock, read_clock
-from bigbatch.trainer.machine.host import wait_for
+from bigbatch.trainer.machine.host import seconds_of, wait_for
 
 CPU_SIDE, GPU_SIDE = 768, 8192
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -63,8 +63,5 @@ def median_seconds(work: Callable[[], object], device: torch.device, *, seconds:
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while len(taken) < LEAST_REPEATS or time.perf_counter() < end:
-        start = time.perf_counter()
-        work()
-        wait_for(device)
-        taken.append(time.perf_counter() - start)
+        taken.append(seconds_of(work, device))
     return median(taken)

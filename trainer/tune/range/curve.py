@@ -7,7 +7,7 @@ explodes (fastai's lr_find: `steep`, and a tenth of the minimum's).
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SMOOTHING = 0.8
 """Decay of the running mean of the loss, per step: the mean lags four steps behind."""
@@ -77,9 +77,9 @@ def suggest(lrs: Sequence[float], losses: Sequence[float], *, exploded_lr: float
     until = means.index(min(means))
     falls = {step: slope for step, slope in slopes.items() if slope < 0 and step <= until}
     steepest = lrs[min(falls, key=lambda step: falls[step])] if falls else None
-    tenth = None if exploded_lr is None else exploded_lr / 10
-    readings = [lr for lr in (steepest, tenth) if lr is not None]
-    return Suggestion(steepest, exploded_lr, min(readings) if falls else None)
+    found = Suggestion(steepest, exploded_lr, None)
+    readings = [lr for lr in (steepest, found.tenth_lr) if lr is not None]
+    return replace(found, suggested_lr=min(readings)) if falls else found
 
 
 def _slopes(x_N: Sequence[float], y_N: Sequence[float]) -> dict[int, float]:

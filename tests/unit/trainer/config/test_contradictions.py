@@ -124,7 +124,7 @@ CYCLIC; schedule.low_momentum=0.5; schedule.end_lr=1.0
 schedule.low_momentum=0.9
   | schedule.low_momentum=0.9 must be below optimizer.momentum=0.9 | schedule.low_momentum=0.8
 schedule.low_momentum=0.5; compute.cuda_graph=true
-  | schedule.low_momentum=0.5 & set compute.cuda_graph to false | compute.cuda_graph=false
+  | schedule.low_momentum=0.5 & compute.cuda_graph to false | compute.cuda_graph=false
 ADAMW; schedule.low_momentum=0.5
   | schedule.low_momentum=0.5 has no meaning with optimizer.name=adamw: set it to null | schedule.low_momentum=null
 schedule.end_lr=null | schedule.end_lr is null, but schedule.name=polynomial needs it: give a value
@@ -139,8 +139,8 @@ optimizer.name=lasr
   | optimizer.name=lasr & lars, lamb, sgd, adamw, lion, muon, shampoo; & lars. & schedulefree.SGDScheduleFree
 FOREIGN; optimizer.name=schedulefree. | optimizer.name=schedulefree. & schedulefree.SGDScheduleFree | FOREIGN
 FOREIGN; optimizer.name=a b.c | optimizer.name=a b.c & schedulefree.SGDScheduleFree | FOREIGN
-FOREIGN; optimizer.options={lr: 0.1} | optimizer.options & lr: schedule.base_lr does
-FOREIGN; optimizer.options={weight_decay: 0.1} | optimizer.options & weight_decay: optimizer.weight_decay does
+FOREIGN; optimizer.options={lr: 0.1} | optimizer.options & lr: set schedule.base_lr instead
+FOREIGN; optimizer.options={weight_decay: 0.1} | optimizer.options & weight_decay: set optimizer.weight_decay instead
 FOREIGN; optimizer.name=torch.optim.SGD; optimizer.options={fused: true}
   | optimizer.options & fused: & lars, lamb, sgd, adamw, lion, muon, shampoo
 FOREIGN; optimizer.name=torch.optim.SGD; optimizer.options={fused: false}
@@ -196,8 +196,8 @@ model.name=resnet51
 model.name=./net.py | model.name=./net.py & timm:resnet18, | OWN_MODEL
 model.name='timm:' | model.name=timm: & timm:resnet18, | OWN_MODEL
 model.name=keras:resnet50 | model.name=keras:resnet50 & timm:resnet18, | OWN_MODEL
-OWN_MODEL; model.options={num_classes: 1} | model.options & num_classes: data.num_classes does
-OWN_MODEL; model.options={checkpoint_path: 1} | model.options & checkpoint_path: model.weights does
+OWN_MODEL; model.options={num_classes: 1} | model.options & num_classes: set data.num_classes instead
+OWN_MODEL; model.options={checkpoint_path: 1} | model.options & checkpoint_path: set model.weights instead
 model.partial_weights=[a] | model.partial_weights needs model.weights | WEIGHTS
 WEIGHTS; model.partial_weights=[a]; model.new_head=true
   | model.new_head=True & model.partial_weights & false | model.new_head=false

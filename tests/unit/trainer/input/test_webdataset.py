@@ -254,7 +254,7 @@ DAMAGE = {
     "cut in an image": (cut(2560), "0.jpg' is cut off"),
     "cut in a header": (cut(100), "is cut off or damaged (no tar header and no end mark at byte 0)"),
     "no end": (lambda path: path.write_bytes(tar(path, sample(0)).read_bytes().rstrip(b"\0")), "is cut off"),
-    "a zeroed header": (zeroed, "ends at byte 3,072, with further bytes behind"),
+    "a zeroed header": (zeroed, "ends at byte 3,072, with further bytes after it"),
     "two tars": (
         lambda path: path.write_bytes(2 * tar(path, sample(0)).read_bytes()),
         "with further bytes after it; fetch the tar again",
@@ -263,7 +263,7 @@ DAMAGE = {
         lambda path: path.write_bytes(tar(path, sample(0)).read_bytes() + bytes(1 << 20)),
         "with zeros after it; fetch the tar again",
     ),
-    "a pipe": (os.mkfifo, "0.tar: is not a file; remove it"),
+    "a pipe": (os.mkfifo, "0.tar: cannot be read (it is not a regular file)"),
     "a link to nothing": (lambda path: path.symlink_to("1.tar"), "cannot be read (No such file or directory); fix"),
     "empty file": (lambda path: path.write_bytes(b""), "is cut off or damaged"),
     "no tar": (lambda path: path.write_bytes(b"<html>" * 999), "is cut off or damaged"),
