@@ -232,7 +232,7 @@ def find_os_error(error: BaseException) -> OSError | None:
     return find_os_error(error.__context__)
 
 
-def why_unwritten(path: Path, error: Exception) -> str:
+def write_failure(path: Path, error: Exception) -> str:
     """Return why path was not written: the system's reason if there is one; for a full disk also its free space."""
     system = find_os_error(error)
     reason = first_line(error) if system is None else system.strerror or str(system)

@@ -18,7 +18,7 @@ Advance = Callable[[int, int], object]
 
 
 def show_nothing(done: int, total: int) -> None:
-    """Be the Advance of a caller that shows no progress."""
+    """Ignore the progress."""
 
 
 _works: list[Callable[[Any], Any]] = []

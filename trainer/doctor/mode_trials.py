@@ -55,10 +55,10 @@ class ModeTrials:
         one is timed.
         """
         deadline = time.monotonic() + limit_seconds
-        answer = self._bounded(self._prepare, mode, deadline=deadline)
+        answer = self._attempt(self._prepare, mode, deadline=deadline)
         meet()
         if "is_ready" in answer:
-            answer = self._bounded(self._ask, "time", deadline=deadline)
+            answer = self._attempt(self._ask, "time", deadline=deadline)
         if "failure" in answer:
             return Trial(refusal=str(answer["failure"]), is_cut=bool(answer.get("is_cut")))
         refusal = self._refusal(mode, answer)
@@ -78,7 +78,7 @@ class ModeTrials:
             return f"it leaves {free:.0%} of the memory free, less than {LEAST_FREE:.0%}"
         return disagreement(loss=loss, gradients=gradients, precision=self._config.optimizer.precision)
 
-    def _bounded(self, ask: Callable[..., Mapping[str, Any]], detail: Any, *, deadline: float) -> Mapping[str, Any]:
+    def _attempt(self, ask: Callable[..., Mapping[str, Any]], detail: Any, *, deadline: float) -> Mapping[str, Any]:
         """Return the answer; on a failure end the process and return the reason."""
         try:
             return ask(detail, deadline=deadline)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import __version__
-from bigbatch.errors import ExportError, find_os_error, print_line, why_unwritten
+from bigbatch.errors import ExportError, find_os_error, print_line, write_failure
 from bigbatch.files import replacing, write_whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     except ExportError:
         raise
     except (OSError, RuntimeError) as error:
-        reason = why_unwritten(out, error)
+        reason = write_failure(out, error)
         if find_os_error(error):
             raise ExportError(f"cannot write {out}: {reason}; free some disk or name another --out") from error
         raise ExportError(

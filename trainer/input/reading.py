@@ -131,7 +131,7 @@ class ReadingThreads:
         """Number and latency before the last increase."""
         self._pause_batches = 0
 
-    def learn(self, latency_seconds: float) -> None:
+    def adapt(self, latency_seconds: float) -> None:
         """Set the number of threads for the next batch from the mean time of this batch's reads.
 
         A rate needs rate * latency reads in progress at a time (Little 1961). The number doubles up to that while reads
@@ -208,7 +208,7 @@ class EncodedReader:
             asked, lambda row: self._read_usable(asked[row], sizes[row], reads), num_threads=self._threads.number
         )
         if reads.latencies:
-            self._threads.learn(fmean(reads.latencies))
+            self._threads.adapt(fmean(reads.latencies))
             reads.latencies.clear()
         return self._encoded(request, asked, found)
 

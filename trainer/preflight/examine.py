@@ -105,15 +105,15 @@ def examine(
             return [], early
         if device is None:
             raise CommError(str(complaint))
-        seat = RankGpu(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
-        texts = control.gather_text(json.dumps(asdict(seat)), what="comparison of GPUs")
-        seats = [RankGpu(**each) for each in map(json.loads, texts)]
+        gpu = RankGpu(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
+        texts = control.gather_text(json.dumps(asdict(gpu)), what="comparison of GPUs")
+        gpus = [RankGpu(**each) for each in map(json.loads, texts)]
         try:
-            require_own_gpus([(seat.host, seat.only_gpu) for seat in seats])
+            require_own_gpus([(gpu.host, gpu.only_gpu) for gpu in gpus])
         except CommError as error:  # all ranks find the same
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage
-        looking = _query_host(config, env, places, seats, device=device, address=address) if is_leader else Host
+        looking = _query_host(config, env, places, gpus, device=device, address=address) if is_leader else Host
         said: dict[str, Any] = {"host": env.host}
         said["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         if is_leader:
@@ -141,23 +141,23 @@ def _query_host(
     config: Config | None,
     env: ProcessEnv,
     places: Sequence[NodeAddress],
-    seats: Sequence[RankGpu],
+    gpus: Sequence[RankGpu],
     *,
     device: torch.device,
     address: str,
 ) -> Callable[[], Host]:
     beside = {place.host for place in places if place.machine == machine_id()}
-    own = [seat for seat in seats if seat.host == env.host]
+    own = [gpu for gpu in gpus if gpu.host == env.host]
     host = Host(
         num_ranks=len(own),
         world_size=env.world_size,
         wants_gpus=not env.keeps_to_cpu and not (config and config.comm.backend == "gloo"),
         on_gpus=device.type == "cuda",
         shares_machine=len(beside) > 1,
-        own_gpus=tuple(seat.gpu for seat in own),
+        own_gpus=tuple(gpu.uuid for gpu in own),
         is_interface_stated=env.interface is not None,
     )
-    return query_host(host, seats=[seat for seat in seats if seat.host in beside], address=address)
+    return query_host(host, gpus=[gpu for gpu in gpus if gpu.host in beside], address=address)
 
 
 def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:

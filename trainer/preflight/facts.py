@@ -144,16 +144,16 @@ class RankGpu:
 
     host: str
     process: int
-    gpu: str
-    """Its UUID; "" for a CPU."""
+    uuid: str
+    """UUID of the GPU; "" for a CPU."""
     only_gpu: str
     """The same if the rank sees no other GPU, else ""."""
 
 
-def query_host(host: Host, *, seats: Sequence[RankGpu], address: str, root: Path = Path("/")) -> Callable[[], Host]:
+def query_host(host: Host, *, gpus: Sequence[RankGpu], address: str, root: Path = Path("/")) -> Callable[[], Host]:
     """Start to query kernel and driver; the returned function waits for the answers and returns host with them.
 
-    seats: those of this machine's ranks.
+    gpus: those of this machine's ranks.
     """
     late = Driver(complaint=f"no answer within {DRIVER_SECONDS:g} s")
     asking = start_query(query_driver if host.wants_gpus else Driver, late=late, seconds=DRIVER_SECONDS)
@@ -161,7 +161,7 @@ def query_host(host: Host, *, seats: Sequence[RankGpu], address: str, root: Path
 
     def answer() -> Host:
         driver = asking()
-        return replace(reading(), driver=driver, foreign=foreign_processes(driver.processes, seats, root=root))
+        return replace(reading(), driver=driver, foreign=foreign_processes(driver.processes, gpus, root=root))
 
     return answer
 
@@ -181,15 +181,15 @@ def read_host(host: Host, *, address: str, root: Path) -> Host:
 
 
 def foreign_processes(
-    processes: Sequence[Mapping[str, str]], seats: Sequence[RankGpu], *, root: Path = Path("/")
+    processes: Sequence[Mapping[str, str]], gpus: Sequence[RankGpu], *, root: Path = Path("/")
 ) -> dict[int, str]:
-    """Return process id -> GPU of seats, for other jobs' processes; {} in a container, where process ids differ."""
-    own, gpus = {seat.process for seat in seats}, {seat.gpu for seat in seats}
+    """Return process id -> GPU of gpus, for other jobs' processes; {} in a container, where process ids differ."""
+    own, uuids = {gpu.process for gpu in gpus}, {gpu.uuid for gpu in gpus}
     found = {}
     for row in processes:
         process = int(leading_number(row["pid"]) or 0)
         name = read_text(root / f"proc/{process}/comm")
-        if process not in own and row["gpu_uuid"] in gpus and name and not name.startswith(IS_MPS):
+        if process not in own and row["gpu_uuid"] in uuids and name and not name.startswith(IS_MPS):
             found[process] = row["gpu_uuid"]
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, first_line, why_unwritten
+from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, first_line, write_failure
 from bigbatch.files import (
     flush,
     make_folder,
@@ -94,7 +94,7 @@ def save_checkpoint(
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {why_unwritten(path, error)}; correct this and start again"
+            f"cannot write checkpoint {path}: {write_failure(path, error)}; correct this and start again"
         ) from error
     _drop_old(directory, keep=keep)
     return path

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from bigbatch.errors import RunFolderError, first_line, why_unwritten
+from bigbatch.errors import RunFolderError, first_line, write_failure
 from bigbatch.files import make_folder, open_plain, parse_json, read_plain, replacing
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -78,7 +78,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFolderError(
-            f"cannot write {path}: {why_unwritten(path, error)}; put that right, or name another folder where this "
+            f"cannot write {path}: {write_failure(path, error)}; put that right, or name another folder where this "
             "one was named"
         ) from error
 

@@ -283,7 +283,7 @@ def test_stage_a_source_that_vanishes_while_it_is_copied_is_named(source, target
         yield from chunks(path)
 
     monkeypatch.setattr(stage_module, "_chunks", vanish)
-    with pytest.raises(DataError, match=naming("shard-000001.tar", os.strerror(errno.ENOENT), "back")):
+    with pytest.raises(DataError, match=naming("shard-000001.tar", os.strerror(errno.ENOENT), "restore")):
         stage(source, target)
     assert not looks_whole(target / "train")
     assert (target / "train/shard-000000.tar").exists(), "what was copied is kept"

@@ -256,7 +256,7 @@ def test_reading_a_read_that_does_not_return_is_named(make, clock):
         next(batches)
     assert clock.now < 2 * (0.2 + 1)
     found = re.fullmatch(
-        r"far/away/6.jpg: reading it has not returned for (.*) s \(data.patience_seconds=0.2\); does its file system "
+        r"far/away/6.jpg: reading it has not returned for (.*) s \(data.patience_seconds=0.2\); check whether its "
         r"file system answers",
         str(caught.value),
     )
@@ -504,7 +504,7 @@ def test_reading_a_run_ends_though_a_file_never_opens(tmp_path, split):
 def chosen(threads, latencies):
     numbers = []
     for latency in latencies:
-        threads.learn(latency)
+        threads.adapt(latency)
         numbers.append(threads.number)
     return numbers
 

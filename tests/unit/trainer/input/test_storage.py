@@ -503,4 +503,4 @@ def test_storage_trains_the_quick_start(packed, bucket, tmp_path, capsys):
 
 def test_storage_is_no_folder_of_images_for_init(capsys):
     assert main(["init", "s3://bucket/images"]) == 1
-    assert "no such folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

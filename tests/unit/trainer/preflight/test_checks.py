@@ -198,7 +198,7 @@ def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.
     add_gpu_on_bus(tmp_path, "0000:3b:00.0")
     add_limits(tmp_path, locked=65536)
     asked = Host(world_size=2, on_gpus=True, own_gpus=("GPU-a",))
-    host = query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)()
+    host = query_host(asked, gpus=[], address="10.0.0.1", root=tmp_path)()
     errors = {f"mlx5_0/1 {name}": 0.0 for name in ("symbol_error", "link_downed", "port_rcv_errors")}
     assert host == replace(
         asked,
@@ -223,15 +223,15 @@ def test_emulated_nodes_have_no_network_hardware(tmp_path: Path) -> None:
     add_card(tmp_path, "eth0", 1000)
     add_port(tmp_path, "mlx5_0/1")
     asked = Host(shares_machine=True, wants_gpus=False)
-    assert query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)().cards == ()
-    assert query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)().ports == ()
+    assert query_host(asked, gpus=[], address="10.0.0.1", root=tmp_path)().cards == ()
+    assert query_host(asked, gpus=[], address="10.0.0.1", root=tmp_path)().ports == ()
 
 
 def test_driver_that_nothing_ends_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(facts, "DRIVER_SECONDS", 0.1)
     monkeypatch.setattr(facts, "query_driver", lambda: end.wait(20) and Driver())
-    host = query_host(Host(), seats=[], address="10.0.0.1", root=tmp_path)()
+    host = query_host(Host(), gpus=[], address="10.0.0.1", root=tmp_path)()
     end.set()
     assert host == Host(driver=Driver(complaint="no answer within 0.1 s"))
 
@@ -265,7 +265,7 @@ def test_files_of_any_content_are_read_and_judged(seed: int, tmp_path: Path, mon
     raised = []
     monkeypatch.setattr("threading.excepthook", raised.append)
     monkeypatch.setattr(facts, "query_driver", Driver)
-    host = query_host(asked, seats=[], address="10.0.0.1", root=tmp_path)()
+    host = query_host(asked, gpus=[], address="10.0.0.1", root=tmp_path)()
     told = host_fields(host, links={"n1": 1.0}, root=tmp_path)
     assert raised == []
     assert all("\n" not in text for texts_of in told["troubles"].values() for text in texts_of)

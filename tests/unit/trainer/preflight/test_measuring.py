@@ -156,7 +156,7 @@ def test_what_the_node_lacks_is_told_and_its_links_are_left(
     """NCCL would not connect where it may lock no memory."""
     port = Port("mlx5_0/1", "ACTIVE", "LinkUp", 400.0, "InfiniBand", has_routable_gid=False)
     host = Host(world_size=2, on_gpus=True, ports=(port,), limits=Limits(locked_bytes=65536, cores=0.5))
-    monkeypatch.setattr(examine, "query_host", lambda asked, *, seats, address: lambda: host)
+    monkeypatch.setattr(examine, "query_host", lambda asked, *, gpus, address: lambda: host)
     monkeypatch.setattr(examine, "connect", None)
     monkeypatch.setattr(examine, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
     assert examine.main(["--json", str(tmp_path / "facts.json")]) == 4
@@ -176,11 +176,11 @@ def test_nodes_of_one_machine_know_each_others_processes(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(examine, "machine_id", lambda: "m0")
-    monkeypatch.setattr(examine, "query_host", lambda host, *, seats, address: asked.append((host, seats, address)))
+    monkeypatch.setattr(examine, "query_host", lambda host, *, gpus, address: asked.append((host, gpus, address)))
     env = ProcessEnv("torchrun", 0, 2, 0, 1, "n0", None, interface="lo")
     places = [place(0), place(1, machine=beside)]
-    seats = [RankGpu("n0", 1, "GPU-a", "GPU-a"), RankGpu("n1", 2, "GPU-b", "GPU-b")]
-    examine._query_host(None, env, places, seats, device=torch.device("cuda", 0), address="10.0.0.1")
+    gpus = [RankGpu("n0", 1, "GPU-a", "GPU-a"), RankGpu("n1", 2, "GPU-b", "GPU-b")]
+    examine._query_host(None, env, places, gpus, device=torch.device("cuda", 0), address="10.0.0.1")
     ((host, known, address),) = asked
     assert host == Host(
         num_ranks=1,
@@ -190,7 +190,7 @@ def test_nodes_of_one_machine_know_each_others_processes(
         shares_machine=beside == "m0",
         is_interface_stated=True,
     )
-    assert ([seat.process for seat in known], address) == (processes, "10.0.0.1")
+    assert ([gpu.process for gpu in known], address) == (processes, "10.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_gpus_are_asked_for_where_the_job_wants_them(
     words: tuple[str, ...], keeps_to_cpu: bool, wants: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(examine, "query_host", lambda host, *, seats, address: asked.append(host))
+    monkeypatch.setattr(examine, "query_host", lambda host, *, gpus, address: asked.append(host))
     config = load_config(["--config", "quickstart", *words]) if words else None
     env = ProcessEnv("torchrun", 0, 1, 0, 1, "n0", None, keeps_to_cpu=keeps_to_cpu)
     examine._query_host(config, env, [], [], device=torch.device("cpu"), address="10.0.0.1")
