@@ -264,8 +264,8 @@ def _report_error(error: BaseException) -> int:
 
 def _abort_peers(code: int) -> None:
     """Tell the connected ranks that this one fails, so that none waits until its time limit."""
-    if communicator := sys.modules.get("bigbatch.comm.communicator"):
-        communicator.abort_all(code)
+    if lifetime := sys.modules.get("bigbatch.comm.lifetime"):
+        lifetime.abort_all(code)
 
 
 def _rank_of_job() -> "ProcessEnv | None":

@@ -1,13 +1,10 @@
 """The ranks of a job, connected: transport, topology and the chosen all-reduce."""
 
-import atexit
-import hashlib
-import os
-import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +17,19 @@ from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_t
 from bigbatch.comm.backends.host_staging import HostStaging, Staged, via_memory
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
-from bigbatch.comm.rendezvous.bounded_store import is_asking, wait_until
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.regroup import Endpoints
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.rendezvous.watch import Watch
-from bigbatch.comm.timeline import Timeline, merge
-from bigbatch.errors import CommError, PeerLostError, exit_code_of, tell
-from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
-from bigbatch.words import count, first_difference
+from bigbatch.comm.timeline import Timeline
+from bigbatch.errors import exit_code_of
+from bigbatch.exit_codes import CRASHED
+from bigbatch.words import count
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
-MOST_TRACED_RANKS = 64
-"""A trace of more ranks is too long to look at."""
-LAST_SECONDS = 3.0
-"""After a failure, an ending process waits this long for operations that still run."""
-open_connections: dict[Control, "Communicator"] = {}
-"""Communicators that this process has not closed."""
-_aborted: list[Backend] = []
-"""Backends aborted after a failure: one of their threads may still wait for a lost rank."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +72,10 @@ class Communicator:
         return self.env.world_size
 
     @property
+    def connection(self) -> Connection:
+        return Connection(self.env, self.control, self.backend, self.watch, self.registered)
+
+    @property
     def transport_device(self) -> torch.device:
         """Return the device from which the backend reads tensors: the CPU if GPU tensors are staged."""
         return self.device if self.staging is None else torch.device("cpu")
@@ -101,21 +93,14 @@ class Communicator:
         return tuple(name for name in ALGORITHMS if name != "hybrid")
 
     def with_algorithm(
-        self,
-        algorithm: str,
-        *,
-        wire: Wire | None = None,
-        table: HybridTable | None = None,
-        table_from: str = "a table",
+        self, algorithm: str, *, wire: Wire | None = None, table: HybridTable | None = None, table_from: str = "a table"
     ) -> "Communicator":
         """Return a communicator of the same ranks with another all-reduce or wire precision. Collective.
 
         auto is replaced by the algorithm that it chooses; table_from: origin of the table, for messages.
         Raises: ValueError if the algorithm cannot run here.
         """
-        wire = wire or self.wire
-        table = table or self.table
-        why = ""
+        wire, table, why = wire or self.wire, table or self.table, ""
         if algorithm == AUTO:
             algorithm, why = choose_algorithm(self.backend, table=table, table_from=table_from)
         _require_runnable(self, algorithm, wire=wire, table=table)
@@ -160,11 +145,11 @@ class Communicator:
         the backend cannot sum.
         """
         require_type(tensor_N, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
-        return self.start_by(
+        return self.start_collective(
             self.all_reduce_, tensor_N, label=label, algorithm=self.algorithm_for(tensor_N), wire=self.wire
         )
 
-    def start_by(
+    def start_collective(
         self, collective_: Collective, tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
     ) -> InFlight:
         """Start a collective other than the all-reduce on a flat tensor, in place, over all ranks.
@@ -195,27 +180,17 @@ class Communicator:
         self.start(tensor_N.detach().view(1) if is_scalar else tensor_N, label=label).wait()
         return tensor_N
 
+    def gather(self, value: Any) -> list[Any]:
+        """Gather a JSON value of every rank, in rank order; tuples become lists. Collective."""
+        return self.control.gather(value)
+
     def gather_text(self, text: str) -> list[str]:
         """Gather a short text of every rank, in rank order. Collective."""
         return self.control.gather_text(text)
 
     def agree(self, what: str, text: str) -> None:
         """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
-        # digests first: texts are long, and nearly always equal
-        digests = self.gather_text(hashlib.sha256(text.encode()).hexdigest())
-        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if odd:
-            texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
-            raise CommError(
-                f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; "
-                "start all ranks from the same files with the same command"
-            )
-
-    def gather_trace(self) -> str:
-        """Gather the new records of the first ranks' timelines, as one trace, on rank 0. Collective."""
-        mine = self.timeline.take(rank=self.rank, host=self.env.host)
-        texts = self.control.collect_text(mine if self.rank < MOST_TRACED_RANKS else "", what="collection of traces")
-        return merge(texts)
+        self.control.agree(what, text)
 
     def close(self) -> None:
         """Close the connection after a successful run. Collective. The last connection to close finalizes MPI.
@@ -223,38 +198,14 @@ class Communicator:
         If other ranks still wait for this one in a sum, their waits end, and this rank fails with them. After an error
         that named a lost rank it skips the last barrier, which no rank would reach.
         """
-        if self.control.detector.has_failed:
-            self.abort()
-            return
-        with suppress(RuntimeError):  # if the store is lost, the last barrier reports it
-            self.control.detector.leave()
-        if self.registered is not None:
-            self.registered.close()
-        self.backend.close()
-        # closed last: only the watch can end a wait in NCCL's last barrier
-        if self.watch is not None:
-            self.watch.close()
-        self.control.detector.end_well(within_seconds=self.control.timeout_seconds)
-        uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
-        open_connections.pop(self.control, None)
-        # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
-        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not open_connections:
-            from bigbatch.comm.backends.mpi import finalize_mpi
-
-            finalize_mpi()
+        self.connection.close()
 
     def abort(self, exit_code: int = CRASHED) -> None:
         """Tell the other ranks that this rank fails: their waits end and name it. Takes at most a few seconds.
 
         exit_code: the coming exit code of this process. Running operations of this rank end with the process.
         """
-        open_connections.pop(self.control, None)
-        _aborted.append(self.backend)
-        if self.watch is not None:
-            self.watch.close()  # otherwise it would still answer when the others ask which ranks are alive
-        # if the store is lost, the others have noticed already
-        with suppress(RuntimeError):
-            self.control.detector.crash(exit_code)
+        self.connection.abort(exit_code)
 
     def __enter__(self) -> "Communicator":
         return self
@@ -266,13 +217,6 @@ class Communicator:
             self.close()
         else:
             self.abort(exit_code_of(error))
-
-    def abandon(self) -> None:
-        """Release a connection whose algorithm was refused. All ranks call it."""
-        open_connections.pop(self.control, None)
-        if self.watch is not None:
-            self.watch.close()
-        self.backend.abandon()
 
     def __str__(self) -> str:
         started = "" if self.env.started_by == "none" else f", started by {self.env.started_by}"
@@ -327,59 +271,3 @@ def _connect_algorithm(
             table=table,
         )
     return replace(communicator, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_, why=why)
-
-
-def close_at_exit(communicator: Communicator) -> Communicator:
-    """Register the communicator to be closed when the interpreter ends, unless it is closed before; return it."""
-    if not open_connections:
-        # registering it once is enough
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-    open_connections[communicator.control] = communicator
-    return communicator
-
-
-def abort_connection(control: Control) -> None:
-    """After the loss of a rank, abort the operations of its connection, if one is open, and release it."""
-    communicator = open_connections.pop(control, None)
-    if communicator is None:
-        return
-    if communicator.watch is not None:
-        communicator.watch.close()
-    communicator.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
-
-
-def abort_all(exit_code: int) -> None:
-    """Tell the other ranks over every open connection that this rank ends with exit_code."""
-    for communicator in list(open_connections.values()):
-        communicator.abort(exit_code)
-
-
-def _close_all() -> None:
-    """Close all connections, the newest first, because the last finalizes MPI; abort them after an uncaught exception.
-
-    If a rank was lost before, this process fails, too. It also fails if an operation or a store request still runs
-    after LAST_SECONDS: a thread that returns from C++ into an ending interpreter would abort the process.
-    """
-    uncaught = getattr(sys, "last_value", None)
-    has_lost = False
-    for communicator in reversed(list(open_connections.values())):
-        detector = communicator.control.detector
-        has_failed = detector.has_failed
-        try:
-            communicator.abort() if uncaught is not None else communicator.close()
-            if has_failed and detector.verdict and uncaught is None:
-                raise PeerLostError(detector.verdict.reason)
-        except CommError as error:
-            tell(*error.args)
-            has_lost = True
-    if has_lost or not wait_until(lambda: not _is_busy(), LAST_SECONDS):
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        # the interpreter accepts no other exit code while it ends
-        os._exit(INTERRUPTED if isinstance(uncaught, KeyboardInterrupt) else FAILED)
-
-
-def _is_busy() -> bool:
-    return is_asking() or any(backend.oldest() for backend in _aborted)

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -19,7 +19,8 @@ from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import Communicator, close_at_exit
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import close_at_exit
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_begin
@@ -31,18 +32,6 @@ from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import CommError, PeerLostError
 
-A_TIME: tuple[type, str] = (Real, "a number of seconds, such as 60.0")
-TYPES: dict[str, tuple[type, str]] = {
-    "algorithm": (str, 'a name, such as "ring", or a function'),
-    "timeout_seconds": A_TIME,
-    "warn_seconds": A_TIME,
-    "meeting_seconds": A_TIME,
-    "predivide": (Real, "a number, such as 1.0"),
-    "group_size": (int, "a number of ranks, such as 4"),
-    "device": (torch.device, 'a device, such as torch.device("cpu")'),
-}
-"""Type of each argument of connect(), and a legal value."""
-OPTIONAL = ("warn_seconds", "meeting_seconds", "group_size", "device")
 BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 HEALING = ("tcp", "gloo")
@@ -50,12 +39,7 @@ HEALING = ("tcp", "gloo")
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """Matches torch's message about an old driver, and the newest CUDA version that it supports: 12080 is 12.8."""
-WIRE_DTYPES = {
-    None: None,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REDUCE_DTYPES = ("fp32", "wire")
 Choose = Callable[[Communicator], Communicator]
 """Gets a communicator without an algorithm after the ranks have met; returns one of with_algorithm(). Collective."""
@@ -72,9 +56,7 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     if env.keeps_to_cpu or backend == "gloo":
         return torch.device("cpu")
     num_gpus = _count_gpus()
-    if backend != "nccl" and num_gpus == 0:
-        return torch.device("cpu")
-    if backend == "horovod" and not sums_on_gpus():
+    if (backend != "nccl" and num_gpus == 0) or (backend == "horovod" and not sums_on_gpus()):
         return torch.device("cpu")
     if num_gpus < env.local_size and num_gpus != 1:
         raise too_few_gpus(env.local_size, num_gpus, host=env.host, is_one_host=env.is_one_host)
@@ -159,14 +141,15 @@ def connect(
     device: None selects choose_device(), and refuses ranks that share a GPU.
     heals: after a loss the remaining ranks can form a new group by regroup(). group: the result of regroup().
     If one sum or the meeting takes warn_seconds (10, or timeout_seconds if that is shorter), the late ranks are logged;
-    after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer: one
-    rank's image or file system may be much slower than another's.
-    `with connect() as communicator:` closes it at the end; after an exception it makes the other ranks end, too.
-    Without `with`, call close() after a successful run; otherwise it is closed when the interpreter ends.
+    after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer.
+    Close it by `with connect() as communicator:`, which also ends the other ranks after an exception, or by close().
     Raises: CommError if the ranks cannot meet, or their ranks, hosts or GPUs are inconsistent; TypeError for an
     argument of a wrong type; ValueError for an unknown or impossible choice.
     """
-    _require_types(locals())
+    if not callable(algorithm):
+        require_type(algorithm, str, what="algorithm", legal='a name, such as "ring", or a function')
+    if group_size is not None:
+        require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
     env = group.env if group else env or read_process_env()
     record_begin(env)
     backend, device, gpu = _choose(env, backend, device)
@@ -180,7 +163,7 @@ def connect(
     endpoints = group.endpoints if group else None
     if heals and endpoints is None and backend in HEALING and isinstance(control.store, JobStore):
         endpoints = exchange_endpoints(env, control, interface=interface)
-    control.detector.goes_on = endpoints is not None
+    control.detector.continues_after_loss = endpoints is not None
     watch = Watch(control, ends_job=backend == "nccl") if env.world_size > 1 else None
     transport = _connect_watched(env, control, backend, watch, device=device, interface=interface)
     met = _make_communicator(env, control, transport, topology, wire=wire, device=device)
@@ -188,21 +171,24 @@ def connect(
 
 
 def _limits(timeout_seconds: float, warn_seconds: float | None, meeting_seconds: float | None) -> dict[str, Any]:
-    """Return the time limits with their defaults. Raises: ValueError."""
+    """Return the time limits with their defaults. Raises: TypeError; ValueError."""
+    stated = {"timeout_seconds": timeout_seconds, "warn_seconds": warn_seconds, "meeting_seconds": meeting_seconds}
+    for name, seconds in stated.items():
+        if seconds is not None or name == "timeout_seconds":
+            require_type(seconds, Real, what=name, legal="a number of seconds, such as 60.0")
     warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
     if not 0 < warn_seconds <= timeout_seconds:
         raise ValueError(
-            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}: the "
-            "job ends then"
+            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, "
+            "after which the job ends"
         )
-    meeting_seconds = max(timeout_seconds, meeting_seconds or 0.0)
-    return {"timeout_seconds": timeout_seconds, "warn_seconds": warn_seconds, "meeting_seconds": meeting_seconds}
+    return {**stated, "warn_seconds": warn_seconds, "meeting_seconds": max(timeout_seconds, meeting_seconds or 0.0)}
 
 
 def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple[str, torch.device, str]:
     """Return the backend, the device with its index, and the UUID of a GPU that no other rank may use (or "").
 
-    Raises: CommError as choose_device(); ValueError for an unknown backend.
+    Raises: CommError as choose_device(); TypeError; ValueError for an unknown backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
@@ -210,15 +196,8 @@ def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple
     if device is None:  # a caller that names a device may let ranks share it
         device = choose_device(env, backend=backend)
         gpu = only_gpu(device)
+    require_type(device, torch.device, what="device", legal='a device, such as torch.device("cpu")')
     return backend_for(device, backend), with_index(device), gpu
-
-
-def _require_types(arguments: Mapping[str, object]) -> None:
-    """Raise TypeError if an argument of connect() has a wrong type."""
-    for name, (kind, legal) in TYPES.items():
-        value = arguments[name]
-        if not ((value is None and name in OPTIONAL) or (name == "algorithm" and callable(value))):
-            require_type(value, kind, what=name, legal=legal)
 
 
 def _require_possible(backend: str, device: torch.device, *, interface: str | None, buffers: str) -> None:
@@ -226,8 +205,8 @@ def _require_possible(backend: str, device: torch.device, *, interface: str | No
     is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
     if is_odd or ((backend, device.type) == ("horovod", "cuda") and not sums_on_gpus()):
         raise ValueError(
-            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo for CPUs, tcp and mpi for "
-            "both, and so is a horovod that was built with NCCL"
+            f"backend {backend!r} does not sum tensors on {device}: use nccl for GPUs, gloo for CPUs, or tcp or mpi "
+            "for either; horovod sums on GPUs only if it was built with NCCL"
         )
     if interface is not None and backend in ("mpi", "horovod"):
         raise ValueError(
@@ -241,7 +220,8 @@ def _require_possible(backend: str, device: torch.device, *, interface: str | No
 
 
 def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str = "fp32") -> Wire:
-    """Make the precision between ranks. Raises: ValueError for an unknown name, or a factor that is not positive."""
+    """Make the precision between ranks. Raises: TypeError; ValueError for an unknown name, or a factor of 0 or less."""
+    require_type(predivide, Real, what="predivide", legal="a number, such as 1.0")
     if reduce_dtype not in REDUCE_DTYPES:
         raise ValueError(f"reduce_dtype {reduce_dtype!r} is unknown; choose {' or '.join(REDUCE_DTYPES)}")
     if wire_dtype not in WIRE_DTYPES:
@@ -283,23 +263,18 @@ def _choose_algorithm(met: Communicator, algorithm: str | Choose) -> Communicato
                 registered = met.backend.register(met.device, is_symmetric=is_symmetric)  # type: ignore[attr-defined]
             met = replace(met, registered=registered)
         if isinstance(algorithm, str):
-            return close_at_exit(met.with_algorithm(algorithm))
+            met = met.with_algorithm(algorithm)
     except PeerLostError:  # the job ends
         raise
     except (ValueError, CommError):
-        met.abandon()
+        met.connection.abandon()
         raise
-    return close_at_exit(algorithm(close_at_exit(met)))  # registered first: if algorithm() fails, the other ranks end
+    close_at_exit(met.connection)  # before algorithm(): if that fails, the other ranks end
+    return met if isinstance(algorithm, str) else algorithm(met)
 
 
 def _connect_watched(
-    env: ProcessEnv,
-    control: Control,
-    backend: str,
-    watch: Watch | None,
-    *,
-    device: torch.device,
-    interface: str | None,
+    env: ProcessEnv, control: Control, backend: str, watch: Watch | None, *, device: torch.device, interface: str | None
 ) -> Backend:
     """Connect the backend under a watch.
 
@@ -318,12 +293,7 @@ def _connect_watched(
 
 
 def _connect(
-    env: ProcessEnv,
-    control: Control,
-    backend: str,
-    *,
-    device: torch.device,
-    interface: str | None,
+    env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None
 ) -> Backend:
     if backend == "tcp":
         return TcpBackend(env, control, interface=interface)

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+from bigbatch.comm.rendezvous.control import Control
+
+MOST_TRACED_RANKS = 64
+"""A trace of more ranks is too long to look at."""
+
 
 class Timeline:
     """Records events of one rank while is_active: spans and marks, on a separate row for each kind.
@@ -79,6 +84,12 @@ class Timeline:
         titles += [{"name": "thread_name", "ph": "M", "tid": n, "args": {"name": row}} for row, n in rows.items()]
         numbered = ({**event, "tid": rows[str(event["tid"])]} for event in events)
         return "\n".join(json.dumps({**event, "pid": rank}) for event in (*titles, *numbered))
+
+    def gather(self, control: Control) -> str:
+        """Take the events of the first ranks' timelines; return one trace of them on rank 0. Collective."""
+        mine = self.take(rank=control.rank, host=control.host)
+        texts = control.collect_text(mine if control.rank < MOST_TRACED_RANKS else "", what="collection of traces")
+        return merge(texts)
 
 
 def merge(texts: list[str]) -> str:

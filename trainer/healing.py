@@ -1,6 +1,5 @@
 """Healing in place: after a loss the other ranks go on from the last step in the same processes; others may join."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 
 import torch
 
-from bigbatch.comm.communicator import Communicator, abort_connection
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import send_object
+from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.regroup import Group, regroup
 from bigbatch.errors import ConfigError, PeerLostError
@@ -164,7 +164,7 @@ def comparable(config: Config) -> Config:
 def _agree_on_state(kept: dict[str, Any] | None, communicator: Communicator) -> dict[str, Any] | None:
     """Return the state of the rank that is furthest: it may have got all sums of a step that other ranks lack."""
     place = [kept["step"], len(kept["evaluations"])] if kept else [-1, 0]
-    places = [json.loads(text) for text in communicator.gather_text(json.dumps(place))]
+    places = communicator.gather(place)
     furthest = max(places)
     if furthest[0] < 0:
         return None

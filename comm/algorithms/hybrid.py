@@ -9,7 +9,6 @@ from typing import Any
 
 LEAST_TOLERANCE = 0.01
 """Relative gain below which a switch of algorithm never pays."""
-
 MOST_TOLERANCE = 0.04
 """Limit for noisy times: no choice is slower than the fastest median by more, so hybrid loses less than 5%."""
 

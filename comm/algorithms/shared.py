@@ -14,7 +14,6 @@ from bigbatch.errors import CommError
 
 WHOLE_BYTES = 256 * 1024
 """A shard up to this size is copied inside the node once it is complete, a longer one part by part."""
-
 _READY = struct.Struct("!qqqq")
 """Ready message: region, offset and bytes of the tensor, and the dtype by number."""
 _DTYPES = ALL_DTYPES
@@ -49,7 +48,7 @@ def shared_allreduce_(
     require_flat(buffer_N)
     views = memory.views(buffer_N)
     if views is None:
-        raise ValueError("this all-reduce wants a tensor from Communicator.allocate()")
+        raise ValueError("this all-reduce needs a tensor from Communicator.allocate()")
     _SharedSum(buffer_N, views, backend, memory, tuple(node), owners).run()
 
 
@@ -72,54 +71,54 @@ class _SharedSum:
     def run(self) -> None:
         """Tell the owners that this rank's values are in place; sum this rank's shard, if any; copy the others'."""
         owners = [place for place in range(self._owners.count) if place != self._place]
-        sent: list[InFlight] = [self._tell(place, self._name) for place in owners]
+        sent: list[InFlight] = [self._send(place, self._name) for place in owners]
         if self._place < self._owners.count:
             # sum before copying: if every owner first waited for another owner's shard, all would deadlock
-            sent += self._own()
+            sent += self._sum_own_shard()
         for place in owners:
             pieces = self._owners.order if self._is_long else (0,)
             targets, sources = (self._shards[each][place].tensor_split(len(pieces)) for each in (self._place, place))
             for piece in pieces:
-                self._hear([place], 1)  # the owner announces each of these
+                self._receive([place], 1)  # the owner announces each of these
                 targets[piece].copy_(sources[piece])
-            sent.append(self._tell(place, b"r"))  # tell the owner that this rank has read it
+            sent.append(self._send(place, b"r"))  # tell the owner that this rank has read it
         if self._place < self._owners.count:
             # wait until all have read it: the next step writes into this memory
-            self._hear(self._everyone_else(), 1)
+            self._receive(self._other_places(), 1)
         AllOf(tuple(sent)).wait()
 
-    def _own(self) -> list[InFlight]:
+    def _sum_own_shard(self) -> list[InFlight]:
         # the message says that the sender's values are in place, and of which tensor they are
-        self._check(self._hear(self._everyone_else(), _READY.size))
-        others = [self._shards[place][self._place] for place in self._everyone_else()]
+        self._check(self._receive(self._other_places(), _READY.size))
+        others = [self._shards[place][self._place] for place in self._other_places()]
         sent: list[InFlight] = []
 
         def announce(part: int) -> None:
             if self._is_long:
-                sent.extend(self._tell(place, b"p") for place in self._everyone_else())
+                sent.extend(self._send(place, b"p") for place in self._other_places())
 
         self._owners.across(self._shards[self._place][self._place], others, announce)
         if not self._is_long:
-            sent.extend(self._tell(place, b"p") for place in self._everyone_else())
+            sent.extend(self._send(place, b"p") for place in self._other_places())
         return sent
 
-    def _everyone_else(self) -> list[int]:
+    def _other_places(self) -> list[int]:
         return [place for place in range(len(self._node)) if place != self._place]
 
-    def _tell(self, place: int, message: bytes) -> InFlight:
+    def _send(self, place: int, message: bytes) -> InFlight:
         return self._backend.start_send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to=self._node[place])
 
-    def _hear(self, places: Sequence[int], num_bytes: int) -> list[bytes]:
-        heard = [torch.empty(num_bytes, dtype=torch.uint8) for _ in places]
+    def _receive(self, places: Sequence[int], num_bytes: int) -> list[bytes]:
+        received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in places]
         works = [
-            self._backend.start_receive(heard_B, source=self._node[place])
-            for heard_B, place in zip(heard, places, strict=True)
+            self._backend.start_receive(received_B, source=self._node[place])
+            for received_B, place in zip(received, places, strict=True)
         ]
         AllOf(tuple(works)).wait()
-        return [heard_B.numpy().tobytes() for heard_B in heard]
+        return [received_B.numpy().tobytes() for received_B in received]
 
     def _check(self, names: Sequence[bytes]) -> None:
-        for place, name in zip(self._everyone_else(), names, strict=True):
+        for place, name in zip(self._other_places(), names, strict=True):
             if name != self._name:
                 raise CommError(
                     f"rank {self._node[place]} sums {_describe(name)} while rank {self._backend.rank} on the same host "

@@ -101,7 +101,7 @@ class Staging:
         return kept_N[:num_bytes].view(dtype)
 
 
-LOST = ((0.25, "1%"), (0.5, "4%"), (1.0, "7%"), (2.0, "25%"), (4.0, "60%"), (8.0, "80%"))
+HOP_ERRORS = ((0.25, "1%"), (0.5, "4%"), (1.0, "7%"), (2.0, "25%"), (4.0, "60%"), (8.0, "80%"))
 """(hops * u, error if the ranks' values differ by a tenth): benchmarks/results/comm-rounding.json, ring, bf16, fp16."""
 
 
@@ -126,10 +126,10 @@ def rounding_note(
         )
     chains = {"native": backend.world_size * rounds, "ring": backend.world_size, "doubling": 0}
     num_hops = max(chains.get(name, num_nodes) for name in algorithms)
-    place = bisect_right([at for at, _ in LOST], num_hops * torch.finfo(travels_as).eps / 2)
+    place = bisect_right([at for at, _ in HOP_ERRORS], num_hops * torch.finfo(travels_as).eps / 2)
     if not place:
         return ""
     return (
         f"comm.reduce_dtype=wire rounds to {dtype_name(travels_as)} at each of up to {num_hops} hops: sums may be "
-        f"wrong by {LOST[place - 1][1]} or more where gradients of ranks agree; fp32 keeps them within one rounding"
+        f"wrong by {HOP_ERRORS[place - 1][1]} or more where gradients of ranks agree; fp32 keeps them within a rounding"
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
-from bigbatch.comm.backends.mpi import answer_of
+from bigbatch.comm.backends.mpi import on_queue
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -31,7 +31,7 @@ def import_horovod() -> Any:
             f"which fails beside a recent torch; {HOW_TO_BUILD}"
         ) from error
     if not hasattr(hvd, "mpi_built"):  # it installs even if its build failed
-        raise CommError(f"Horovod was built without its part for PyTorch: build it where torch is; {HOW_TO_BUILD}")
+        raise CommError(f"Horovod was built without PyTorch support: build it in this environment; {HOW_TO_BUILD}")
     if not hvd.mpi_built():
         raise CommError(f"Horovod was built without MPI: build it with HOROVOD_WITH_MPI=1; {HOW_TO_BUILD}")
     return hvd
@@ -72,11 +72,11 @@ class HorovodBackend:
                 "needs, and comm.backend nccl takes the GPUs"
             )
         if self._hvd.is_initialized():  # by the script or another communicator: one would end it for both
-            raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
+            raise CommError("Horovod is initialized already: call connect() once, instead of hvd.init()")
         mpi_world(env)  # starts MPI: if Horovod started it, Horovod would also end it, before bigbatch does
         self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)
         self.oldest = self._queue.oldest
-        answer_of(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
+        on_queue(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
         self.rank: int = self._hvd.rank()
         self.world_size: int = self._hvd.size()
         self.world = Group(tuple(range(self.world_size)), self._hvd.global_process_set)
@@ -88,7 +88,7 @@ class HorovodBackend:
             assert ranks == tuple(sorted(ranks)), "a process set has no order but that of the ranks"
             if ranks not in self._process_sets:
                 add = partial(self._hvd.add_process_set, ranks)
-                self._process_sets[ranks] = answer_of(self._queue, add, label=f"Horovod's process set of {len(ranks)}")
+                self._process_sets[ranks] = on_queue(self._queue, add, label=f"Horovod's process set of {len(ranks)}")
         mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
         return Group(mine, self._process_sets[mine])
 

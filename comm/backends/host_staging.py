@@ -46,7 +46,7 @@ class HostStaging:
         self._copy(host_N, device_N)
         self._stream.synchronize()
 
-    def bring_back(self, device_N: Tensor, host_N: Tensor) -> None:
+    def copy_back(self, device_N: Tensor, host_N: Tensor) -> None:
         """Start to copy to the GPU, without waiting on the host; follow it with join() or another fetch."""
         self._copy(device_N, host_N)
 
@@ -114,6 +114,6 @@ def via_memory(
     def by_way_of_host() -> None:
         staging.fetch(scratch_N, tensor_N, ready=ready)
         collective_(scratch_N)
-        staging.bring_back(tensor_N, scratch_N)
+        staging.copy_back(tensor_N, scratch_N)
 
     return by_way_of_host

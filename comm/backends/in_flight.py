@@ -40,7 +40,7 @@ class ThreadQueue:
     """
 
     def __init__(self, explain: Explain, *, while_waiting: WhileWaiting, number: int = 0) -> None:
-        """number: the last operation's number in the queue that this one replaces, if any."""
+        """number: that of the last operation in the queue that this one replaces, if any."""
         self._explain = explain
         self._while_waiting = while_waiting
         self._failure: CommError | None = None
@@ -57,7 +57,7 @@ class ThreadQueue:
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Queue the operation; its failure is raised by wait(). Raises: CommError after close()."""
         if self.is_closed:
-            raise CommError(f"{label} comes too late: the communicator is closed")
+            raise CommError(f"{label} cannot start: the communicator is closed")
         future: futures.Future[None] = futures.Future()
         self.number += 1
         pending = Pending(self.number, label, awake_seconds(), ranks)
@@ -111,6 +111,10 @@ class ThreadQueue:
         self.is_closed = True
         self._jobs.put(None)
         self._thread.join()
+
+    def successor(self, *, num_missed: int) -> "ThreadQueue":
+        """Return a new queue. num_missed: number of operations that other ranks have submitted and this one has not."""
+        return ThreadQueue(self._explain, while_waiting=self._while_waiting, number=self.number + num_missed)
 
     def give_up(self, error: CommError, *, end: Callable[[], None]) -> None:
         """Fail the queued operations, and stop the thread; wait up to ABORT_SECONDS for the operation under way.
@@ -168,7 +172,7 @@ class StreamQueue:
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay would repeat the capture's number
         if is_watched:
             with self._lock:
-                self._take_out_done()
+                self._drop_done()
                 # before the operation, which may block the host: a barrier does, and a group's first connection
                 self._enqueued.append(Pending(self.number, label, awake_seconds(), ranks))
         # on the device: the host does not stop
@@ -193,10 +197,10 @@ class StreamQueue:
     def oldest(self) -> Pending | None:
         """Return the first operation that the device has not finished."""
         with self._lock:
-            self._take_out_done()
+            self._drop_done()
             return self._enqueued[0] if self._enqueued else None
 
-    def _take_out_done(self) -> None:
+    def _drop_done(self) -> None:
         done = int(self._done_1)
         while self._enqueued and self._enqueued[0].number <= done:
             self._enqueued.popleft()

@@ -15,25 +15,22 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
 from bigbatch.comm.rendezvous.secret import (
     HELLO_BYTES,
+    AuthenticationError,
     ServerHandshake,
-    StrangerError,
     accept_client,
-    end_with_process,
-    introduce,
+    close_after_fork,
+    make_hello,
 )
 from bigbatch.errors import CommError
 
-GREET_SECONDS = 10.0
+HELLO_SECONDS = 10.0
 """Time limit for a connection to authenticate itself."""
-MOST_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Most unauthenticated connections beside the job's own; the oldest is dropped first."""
-
-BURSTY = ("cubic", "reno")
+UNPACED = ("cubic", "reno")
 """Congestion controls that do not pace, so that a burst fills a link at once; in order of preference."""
-
 LENGTH = struct.Struct("!Q")
 """Header of each message: its length in bytes."""
-
 RECEIVED = struct.Struct("=Q")
 RECEIVED_AT = 128
 """Offset of tcpi_bytes_received in Linux's struct tcp_info."""
@@ -54,7 +51,7 @@ class Transfer:
         self.links = links
         self.done = False
 
-    def take(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         while self.left and count >= len(self.left[0]):
             count -= len(self.left.pop(0))
         if self.left:
@@ -67,7 +64,7 @@ class Transfer:
             self.links.wait_for(self)
 
 
-def leave_bbr(stream: socket.socket) -> None:
+def avoid_bbr(stream: socket.socket) -> None:
     """Replace BBR as congestion control, if the system uses it by default and lets a user choose.
 
     Call it before connect or listen (accepted sockets inherit it): a connection that has used BBR stays paced. BBR
@@ -77,7 +74,7 @@ def leave_bbr(stream: socket.socket) -> None:
     option = getattr(socket, "TCP_CONGESTION", None)  # Linux
     if option is None or not stream.getsockopt(socket.IPPROTO_TCP, option, 16).startswith(b"bbr"):
         return
-    for name in BURSTY:
+    for name in UNPACED:
         with suppress(OSError):  # this kernel lacks it, or allows it to root only
             stream.setsockopt(socket.IPPROTO_TCP, option, name.encode())
             return
@@ -86,7 +83,7 @@ def leave_bbr(stream: socket.socket) -> None:
 class Link:
     """The stream to one peer, and its messages to send and to receive, in order."""
 
-    __slots__ = ("incoming", "number", "outgoing", "peer", "polled", "proof", "socket")
+    __slots__ = ("fd", "incoming", "outgoing", "peer", "polled", "proof", "socket")
 
     def __init__(self, peer: int, stream: socket.socket, *, proof: bytes = b"") -> None:
         """proof: bytes that the peer must send first, to show that it knows the job's secret."""
@@ -95,31 +92,31 @@ class Link:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
         self.socket = stream
-        self.number = stream.fileno()
+        self.fd = stream.fileno()
         self.outgoing: deque[Transfer] = deque()
         self.incoming: deque[Transfer] = deque()
         self.polled = 0
         self.proof = proof
 
-    def send_what_goes(self) -> None:
+    def send_ready(self) -> None:
         """Send what the kernel accepts without blocking."""
         while self.outgoing:
             transfer = self.outgoing[0]
             try:
-                transfer.take(self.socket.sendmsg(transfer.left))
+                transfer.advance(self.socket.sendmsg(transfer.left))
             except BlockingIOError:
                 return
             if not transfer.done:
                 return
             self.outgoing.popleft()
 
-    def receive_what_came(self) -> None:
+    def receive_ready(self) -> None:
         """Receive the expected bytes that have arrived, without blocking.
 
         Raises: ConnectionError if the peer left; CommError if it does not know the job's secret, or sends a message of
         another length.
         """
-        if self.proof and not self._prove():
+        if self.proof and not self._check_proof():
             return
         while self.incoming:
             transfer = self.incoming[0]
@@ -132,7 +129,7 @@ class Link:
             if count == 0:
                 raise ConnectionResetError(f"rank {self.peer} closed the connection")
             expected = len(transfer.left[-1])
-            transfer.take(count)
+            transfer.advance(count)
             # checked once, as soon as the length is complete
             if is_first and len(transfer.left) < 2 and (length := LENGTH.unpack(transfer.length)[0]) != expected:
                 raise CommError(
@@ -143,17 +140,17 @@ class Link:
                 return
             self.incoming.popleft()
 
-    def _prove(self) -> bool:
+    def _check_proof(self) -> bool:
         """Compare the bytes of the peer's proof so far; return whether it is complete."""
         try:
-            said = self.socket.recv(len(self.proof))
+            hello_so_far = self.socket.recv(len(self.proof))
         except BlockingIOError:
             return False
-        if not said:
+        if not hello_so_far:
             raise ConnectionResetError(f"rank {self.peer} closed the connection")
-        if not hmac.compare_digest(said, self.proof[: len(said)]):
-            raise CommError(f"what answers for rank {self.peer} does not know this job's secret")
-        self.proof = self.proof[len(said) :]
+        if not hmac.compare_digest(hello_so_far, self.proof[: len(hello_so_far)]):
+            raise CommError(f"the process that answers for rank {self.peer} does not know this job's secret")
+        self.proof = self.proof[len(hello_so_far) :]
         return not self.proof
 
 
@@ -171,19 +168,19 @@ class Links:
         self._rank, self._world_size = env.rank, env.world_size
         self._while_waiting = while_waiting
         self._links: dict[int, Link] = {}
-        self._by_number: dict[int, Link] = {}
-        self._callers: dict[int, tuple[socket.socket, bytearray, float]] = {}
-        """Connections by file descriptor, the oldest first: socket, introduction so far, and since when it waits."""
-        self._most_callers = env.world_size + MOST_STRANGERS
+        self._by_fd: dict[int, Link] = {}
+        self._unauthenticated: dict[int, tuple[socket.socket, bytearray, float]] = {}
+        """Connections by file descriptor, the oldest first: socket, hello so far, and when it was accepted."""
+        self._max_unauthenticated = env.world_size + MAX_UNAUTHENTICATED
         self._poll = select.poll()
         self._is_shut = False
-        self._moved = self._asked = 0.0
+        self._last_transfer = self._last_check = 0.0
         """When bytes last moved over a link, and when while_waiting was last called; awake_seconds()."""
         towards = control.master[0] if control.master and not env.is_one_host else None
         address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
         # backlog: all higher ranks may connect before this one looks
         self._listener = socket.create_server((address, 0), family=family_of(address), backlog=1024)
-        leave_bbr(self._listener)
+        avoid_bbr(self._listener)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.POLLIN)
         # port 0 above lets the system choose one, known only now
@@ -199,7 +196,7 @@ class Links:
         link.outgoing.append(transfer)
         # otherwise it waits its turn: messages of a stream keep their order
         if len(link.outgoing) == 1:
-            link.send_what_goes()
+            link.send_ready()
         return transfer
 
     def receive(self, data: memoryview, *, source: int) -> Transfer:
@@ -219,7 +216,7 @@ class Links:
 
     def wait_for(self, transfer: Transfer) -> None:
         """Move all transfers forward until this one is done."""
-        self._moved = self._asked = awake_seconds()
+        self._last_transfer = self._last_check = awake_seconds()
         for link in self._links.values():
             self._move(link)
         while not transfer.done:
@@ -235,26 +232,26 @@ class Links:
         ready = self._poll.poll(POLL_SECONDS * 1000)
         if self._is_shut:
             raise ConnectionAbortedError("the links were shut down")
-        for number, _ in ready:
-            if number in self._by_number:
-                self._move(self._by_number[number])
-                self._moved = awake_seconds()
-            elif number in self._callers:
-                self._greet(number)
+        for fd, _ in ready:
+            if fd in self._by_fd:
+                self._move(self._by_fd[fd])
+                self._last_transfer = awake_seconds()
+            elif fd in self._unauthenticated:
+                self._authenticate(fd)
             else:
                 self._accept()
         now = awake_seconds()
-        if now - max(self._moved, self._asked) > POLL_SECONDS:
-            self._asked = now
-            while self._callers and now - next(iter(self._callers.values()))[2] > GREET_SECONDS:
-                self._send_off_the_first()
-            self._while_waiting(now - self._moved)
+        if now - max(self._last_transfer, self._last_check) > POLL_SECONDS:
+            self._last_check = now
+            while self._unauthenticated and now - next(iter(self._unauthenticated.values()))[2] > HELLO_SECONDS:
+                self._drop_oldest_unauthenticated()
+            self._while_waiting(now - self._last_transfer)
 
     def _move(self, link: Link) -> None:
         if link.incoming or link.proof:
-            link.receive_what_came()
+            link.receive_ready()
         if link.outgoing:
-            link.send_what_goes()
+            link.send_ready()
 
     def _watch(self, link: Link) -> None:
         # not polled while nothing is expected: poll would return at once for early bytes
@@ -262,9 +259,9 @@ class Links:
         if wanted == link.polled:
             return
         if not wanted:
-            self._poll.unregister(link.number)
+            self._poll.unregister(link.fd)
         else:
-            self._poll.register(link.number, wanted)
+            self._poll.register(link.fd, wanted)
         link.polled = wanted
 
     def _open(self, peer: int) -> Link:
@@ -273,7 +270,7 @@ class Links:
         if peer < self._rank:
             self._connect(peer)
         else:
-            self._moved = self._asked = awake_seconds()
+            self._last_transfer = self._last_check = awake_seconds()
             while peer not in self._links:
                 self._step()
         return self._links[peer]
@@ -281,9 +278,9 @@ class Links:
     def _connect(self, peer: int) -> None:
         told = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}")
         address, port, nonce = told.split()
-        stream = end_with_process(socket.socket(family_of(address)))
+        stream = close_after_fork(socket.socket(family_of(address)))
         stream.settimeout(self._control.timeout_seconds)
-        leave_bbr(stream)
+        avoid_bbr(stream)
         try:
             stream.connect((address, int(port)))
         except OSError as error:
@@ -293,43 +290,43 @@ class Links:
                 f"{self._control.host_of(peer)} at {address}:{port} ({error}): set comm.interface to the network "
                 "interface that all nodes share"
             ) from error
-        hello, proof = introduce(self._control.secret, _name(peer), bytes.fromhex(nonce), rank=self._rank)
+        hello, proof = make_hello(self._control.secret, _name(peer), bytes.fromhex(nonce), rank=self._rank)
         stream.sendall(hello)
         self._add(peer, stream, proof=proof)
 
     def _accept(self) -> None:
         """Accept a connection, of the expected rank or another; one that stays silent does not block the others."""
-        stream = accept_client(self._listener, self._send_off_the_first)
+        stream = accept_client(self._listener, self._drop_oldest_unauthenticated)
         if stream is None:
             return
-        self._callers[end_with_process(stream).fileno()] = stream, bytearray(), awake_seconds()
+        self._unauthenticated[close_after_fork(stream).fileno()] = stream, bytearray(), awake_seconds()
         self._poll.register(stream, select.POLLIN)
-        if len(self._callers) > self._most_callers:
-            self._send_off_the_first()
+        if len(self._unauthenticated) > self._max_unauthenticated:
+            self._drop_oldest_unauthenticated()
 
-    def _send_off_the_first(self) -> None:
-        if self._callers:
-            number, (stream, _, _) = next(iter(self._callers.items()))
-            del self._callers[number]
-            self._poll.unregister(number)
+    def _drop_oldest_unauthenticated(self) -> None:
+        if self._unauthenticated:
+            fd, (stream, _, _) = next(iter(self._unauthenticated.items()))
+            del self._unauthenticated[fd]
+            self._poll.unregister(fd)
             stream.close()
 
-    def _greet(self, number: int) -> None:
-        """Read more of a connection's introduction; close it if it ends or does not know the secret."""
-        stream, said, _ = self._callers[number]
+    def _authenticate(self, fd: int) -> None:
+        """Read more of a connection's hello; close it if it ends or does not know the secret."""
+        stream, hello_so_far, _ = self._unauthenticated[fd]
         try:
             # not a byte more: the first message may follow, and the link must read it
-            more = stream.recv(HELLO_BYTES - len(said))
+            more = stream.recv(HELLO_BYTES - len(hello_so_far))
         except OSError:
             more = b""
-        said += more
-        if more and len(said) < HELLO_BYTES:
+        hello_so_far += more
+        if more and len(hello_so_far) < HELLO_BYTES:
             return
-        del self._callers[number]
-        self._poll.unregister(number)
-        with suppress(StrangerError, OSError):
-            if len(said) == HELLO_BYTES:
-                peer, answer = self._handshake.verify(bytes(said))
+        del self._unauthenticated[fd]
+        self._poll.unregister(fd)
+        with suppress(AuthenticationError, OSError):
+            if len(hello_so_far) == HELLO_BYTES:
+                peer, answer = self._handshake.verify(bytes(hello_so_far))
                 if self._rank < peer < self._world_size and peer not in self._links:
                     stream.sendall(answer)  # nothing was sent before, so the kernel accepts it
                     self._add(peer, stream)
@@ -339,7 +336,7 @@ class Links:
     def _add(self, peer: int, stream: socket.socket, *, proof: bytes = b"") -> None:
         link = Link(peer, stream, proof=proof)
         self._links[peer] = link
-        self._by_number[link.number] = link
+        self._by_fd[link.fd] = link
 
     def shut_down(self) -> None:
         """End all transfers of both sides with an error. Any thread may call it."""
@@ -352,11 +349,11 @@ class Links:
         self._listener.close()
         for link in self._links.values():
             link.socket.close()
-        for stream, _, _ in self._callers.values():
+        for stream, _, _ in self._unauthenticated.values():
             stream.close()
-        self._callers.clear()
+        self._unauthenticated.clear()
         self._links.clear()
-        self._by_number.clear()
+        self._by_fd.clear()
 
 
 def _name(rank: int) -> str:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 HOST = torch.device("cpu")
 
 
-def answer_of(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> T:
+def on_queue(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> T:
     """Run a step of the set-up on the queue's thread, under the queue's time limit; return its result."""
     answers: list[T] = []
     queue.submit(lambda: answers.append(operation()), label=label).wait()
@@ -56,7 +56,7 @@ class MpiBackend:
         self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)
         self.oldest = self._queue.oldest
         # a copy of the communicator, so that no message matches one of the script's own MPI calls
-        communicator = answer_of(self._queue, world.Dup, label="MPI's copy of its world")
+        communicator = on_queue(self._queue, world.Dup, label="MPI's copy of its world")
         self.rank = communicator.rank
         self.world_size = communicator.size
         self.world = Group(tuple(range(self.world_size)), communicator)
@@ -66,7 +66,7 @@ class MpiBackend:
         color = next(i for i, ranks in enumerate(families) if self.rank in ranks)
         ranks = tuple(families[color])
         place = ranks.index(self.rank)
-        handle = answer_of(self._queue, lambda: self.world.handle.Split(color, place), label="MPI's split of its world")
+        handle = on_queue(self._queue, lambda: self.world.handle.Split(color, place), label="MPI's split of its world")
         return Group(ranks, handle)
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:

@@ -27,7 +27,7 @@ class RegisteredMemory:
         version = torch.cuda.nccl.version()
         try:
             if is_symmetric and version < SYMMETRIC_SINCE:
-                raise RuntimeError(f"symmetric windows came with NCCL {'.'.join(map(str, SYMMETRIC_SINCE))}")
+                raise RuntimeError(f"symmetric windows need NCCL {'.'.join(map(str, SYMMETRIC_SINCE))}")
             self._nccl = group._get_backend(device)
             self._allocator = self._nccl.mem_allocator
             self.release(self.allocate(1, torch.float32))

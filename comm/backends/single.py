@@ -35,10 +35,10 @@ class SingleBackend:
         tensor_N.copy_(shard_M)
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        raise ValueError("a world of one has no rank to send to: exchange with itself is a copy")
+        raise ValueError("the only rank has no rank to send to: use start_exchange(), which copies")
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        raise ValueError("a world of one has no rank to receive from: exchange with itself is a copy")
+        raise ValueError("the only rank has no rank to receive from: use start_exchange(), which copies")
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         receive.copy_(send)

@@ -55,12 +55,11 @@ class TcpBackend:
             self._control.gather_text("", what="end of a sum that hangs")
             links.shut_down()
 
-        queue.give_up(CommError("the sum hung, and was left behind"), end=end)
+        queue.give_up(CommError("the sum hung and was aborted"), end=end)
         links.close()
         self._links = self._make_links()
         self._control.gather_text("", what="connection after a sum that hung")  # no rank reads an earlier address
-        number = queue.number + num_missed
-        self._queue = ThreadQueue(self._explain, while_waiting=self._control.detector.check_peers, number=number)
+        self._queue = queue.successor(num_missed=num_missed)
 
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         if isinstance(error, ConnectionError):

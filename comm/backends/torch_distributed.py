@@ -2,96 +2,69 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
+from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
-from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS, VERDICT_SECONDS
+from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
+from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
 from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError, first_line
-
-T = TypeVar("T")
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_defaults_of_ours: set[Any] = set()
-"""Default process groups that a TorchDistributedBackend has made."""
-_on_default: "WeakKeyDictionary[TorchDistributedBackend, Any]" = WeakKeyDictionary()
-"""Open backends that use a default process group, and that group."""
-
 
 class TorchDistributedBackend:
-    """Wraps a process group of NCCL or gloo: over NCCL the default group, if the script has made none, else a new one.
+    """Runs collectives and messages of torch.distributed over groups of NCCL or gloo (see ProcessGroups).
+
     Collective: every rank constructs it. library: "nccl" or "gloo". The control's timeout_seconds bounds every wait.
-    A group of the same ranks is made once; close() destroys only groups that were made here.
     Raises: CommError if the library cannot connect the ranks.
     """
 
     def __init__(
-        self,
-        env: ProcessEnv,
-        control: Control,
-        *,
-        library: str,
-        device: torch.device,
-        interface: str | None = None,
+        self, env: ProcessEnv, control: Control, *, library: str, device: torch.device, interface: str | None = None
     ) -> None:
         self.name = library
         self.rank = env.rank
         self.world_size = env.world_size
         is_nccl = library == "nccl"
         self.capabilities = Capabilities(("cuda",) if is_nccl else ("cpu",), in_place=is_nccl, sums_half_in_fp32=False)
-        self._control = control
-        self._made: list[Any] = []
+        self._control, detector = control, control.detector
         self._gpus = [device.index] if is_nccl else None
-        # NCCL's own watchdog must come after bigbatch's error
-        self._timeout = timedelta(seconds=control.timeout_seconds + (VERDICT_SECONDS if is_nccl else 0.0))
+        self._groups = ProcessGroups(env, control, gpu=device if is_nccl else None)
         prefer_interface(interface, is_one_host=env.is_one_host)
         if is_nccl:
-            record_flights()
-        everyone, start = tuple(range(env.world_size)), awake_seconds()
+            enable_flight_recorder()
+        start = awake_seconds()
         try:
-            owns_default = not dist.is_initialized()
-            if owns_default:
-                self._start_torch(control.store.torch_store, device)
-            shares_default = owns_default and is_nccl  # gloo's operations must not mix with those of a script or DDP
-            self.world = Group(everyone, None if shares_default else self._make(everyone))
-            self._groups = {everyone: self.world.handle}
-            if shares_default:
-                _on_default[self] = dist.group.WORLD
+            self.world = self._groups.make_world()
             if is_nccl:
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
             if not is_nccl:  # a group formed after a loss makes groups of its own
-                self._destroy()
+                self._groups.destroy()
             if isinstance(error, PeerLostError):
                 raise
             # gloo's error comes before the store counts a rank as gone
             if not is_nccl and wait_until(lambda: bool(self._vanished()), 2 * GONE_SECONDS):
-                raise control.detector.explain(f"connection by {library}", awake_seconds() - start, error) from error
+                raise detector.explain(f"connection by {library}", awake_seconds() - start, error) from error
             raise CommError(
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
                 f"{first_line(error)}; {_remedy(error)}"
             ) from error
-        self._queue = StreamQueue(device) if is_nccl else self._make_queue(0)
-
-    def _make_queue(self, number: int) -> ThreadQueue:
-        detector = self._control.detector
-        return ThreadQueue(detector.explain, while_waiting=detector.check_peers, number=number)
+        self._queue: StreamQueue | ThreadQueue = (
+            StreamQueue(device) if is_nccl else ThreadQueue(detector.explain, while_waiting=detector.check_peers)
+        )
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -111,16 +84,12 @@ class TorchDistributedBackend:
         def end() -> None:
             # wait until all ranks have given up; otherwise one would report that another's connection has ended
             self._control.gather_text("", what="end of a sum that hangs")
-            self._abort_groups()
+            self._groups.abort()
 
-        self._queue.give_up(CommError("the sum hung, and was left behind"), end=end)
-        for handle in reversed(self._made):
-            dist.destroy_process_group(handle)
-        self._made.clear()
-        everyone = self.world.ranks
-        self.world = Group(everyone, self._make(everyone))
-        self._groups = {everyone: self.world.handle}
-        self._queue = self._make_queue(self._queue.number + num_missed)
+        self._queue.give_up(CommError("the sum hung and was aborted"), end=end)
+        self._groups.destroy_own()
+        self.world = self._groups.make_world()
+        self._queue = self._queue.successor(num_missed=num_missed)
 
     def _vanished(self) -> frozenset[int]:
         """Ask the store; return the ranks whose processes have ended without the event "ended" or "crashed"."""
@@ -129,63 +98,12 @@ class TorchDistributedBackend:
             log.read(self._control.store.within(PEER_CHECK_SECONDS))
         return log.state.vanished
 
-    def _start_torch(self, store: Store, device: torch.device) -> None:
-        self._bounded(
-            lambda: dist.init_process_group(
-                self.name,
-                store=store,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=self._timeout,
-                device_id=device if self.name == "nccl" else None,
-                pg_options=self._options(),
-            )
-        )
-        _defaults_of_ours.add(dist.group.WORLD)
-
-    def _bounded(self, operation: Callable[[], T]) -> T:
-        """Connect gloo within a time limit. NCCL needs the calling thread's GPU, so it runs here, under the Watch."""
-        if self.name == "nccl":
-            return operation()
-        return self._control.detector.bounded(f"connection of {self.world_size} ranks by {self.name}", operation)
-
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make the families' process groups, except existing ones; torch needs every rank to make all of them."""
-        missing = [ranks for ranks in map(tuple, families) if ranks not in self._groups]
-        if missing and self.name == "nccl" and _bound_gpu() is not None:
-            self._groups |= dict.fromkeys(missing, self._split(missing))
-        else:
-            self._groups |= {ranks: self._make(ranks) for ranks in missing}
-        mine = next((tuple(ranks) for ranks in families if self.rank in ranks), None)
-        return Group(mine, self._groups[mine]) if mine else Group((self.rank,))
-
-    def _make(self, ranks: tuple[int, ...]) -> Any:
-        options = self._options()
-        made = self._bounded(
-            lambda: dist.new_group(list(ranks), backend=self.name, timeout=self._timeout, pg_options=options)
-        )
-        self._made.append(made)
-        return made
-
-    def _options(self) -> Any:
-        """Return new options for an NCCL group, None for gloo; a split group has its parent's options."""
-        if self.name != "nccl":
-            return None
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # where messages run
-        options._timeout = self._timeout
-        return options
+        return self._groups.make(families)
 
     def register(self, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:
         """Return an allocator of memory registered with the group of all ranks. Collective, NCCL only."""
         return RegisteredMemory(self.world.handle or dist.group.WORLD, device, is_symmetric=is_symmetric)
-
-    def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
-        """Make the groups of all families in one split, in which all ranks take part; return this rank's group."""
-        split = dist.split_group(self.world.handle, [list(ranks) for ranks in families], timeout=self._timeout)
-        # a rank without a part gets None from older torch, and destroying None destroys the default group
-        if split is not None:
-            self._made.append(split)
-        return split
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         dist.all_reduce(tensor_N, group=group.handle)
@@ -244,7 +162,7 @@ class TorchDistributedBackend:
             return
         self.submit(self._barrier, label="the last barrier").wait()
         self._queue.close()
-        self._destroy()
+        self._groups.destroy()
 
     def _barrier(self) -> None:
         # if a group is bound to no GPU, NCCL's barrier would use the current one, which the script may have changed
@@ -253,34 +171,13 @@ class TorchDistributedBackend:
     def abandon(self) -> None:
         """Stop the queue and destroy the process groups, so that another connection can make new ones."""
         self._queue.close()
-        self._destroy()
+        self._groups.destroy()
 
     def abort(self) -> None:
         """End gloo's operations, without the other ranks, and destroy the process groups."""
         assert isinstance(self._queue, ThreadQueue)
-        self._queue.give_up(CommError("the connection was aborted"), end=self._abort_groups)
-        self._destroy()
-
-    def _abort_groups(self) -> None:
-        for handle in {*self._made, *filter(None, [self.world.handle])}:
-            with suppress(RuntimeError):
-                handle.abort()
-
-    def _destroy(self) -> None:
-        for handle in reversed(self._made):  # NCCL's parts before the whole
-            dist.destroy_process_group(handle)
-        _on_default.pop(self, None)
-        default = dist.group.WORLD
-        # destroying the default group destroys all groups: it stays while a script or another connection has one
-        is_used = len(dist.distributed_c10d._world.pg_map) > 1 or default in _on_default.values()
-        if default in _defaults_of_ours and not is_used:
-            _defaults_of_ours.discard(default)
-            dist.destroy_process_group()
-
-
-def _bound_gpu() -> torch.device | None:
-    """Return the GPU to which the default group is bound, or None; then torch cannot split a group."""
-    return getattr(dist.group.WORLD, "bound_device_id", None)
+        self._queue.give_up(CommError("the connection was aborted"), end=self._groups.abort)
+        self._groups.destroy()
 
 
 def _remedy(error: BaseException) -> str:

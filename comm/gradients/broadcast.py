@@ -38,7 +38,7 @@ def broadcast_optimizer_state(
 
     Raises: ValueError from load_state_dict if the optimizers have different parameter groups.
     """
-    payload = _broadcast_bytes(_saved(optimizer.state_dict(), communicator, root_rank), communicator, root_rank)
+    payload = _broadcast_bytes(optimizer.state_dict(), communicator, root_rank)
     if communicator.rank != root_rank:
         optimizer.load_state_dict(_load(payload, map_location="cpu"))
 
@@ -49,7 +49,7 @@ def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int =
     Collective. Received data is read without running code.
     Raises: ValueError on all ranks if the value holds anything else.
     """
-    return _load(_broadcast_bytes(_saved(value, communicator, root_rank), communicator, root_rank))
+    return _load(_broadcast_bytes(value, communicator, root_rank))
 
 
 def send_object(value: Any, communicator: Communicator, *, source: int, to: Collection[int]) -> Any:
@@ -83,14 +83,9 @@ def send_object(value: Any, communicator: Communicator, *, source: int, to: Coll
         stream = io.BytesIO()
         torch.save(_with_tensors(value, lambda tensor: note(tensor).to("meta")), stream)
         _load(payload := stream.getvalue())  # an error before others wait
-    size_1 = torch.tensor([len(payload)])
-    exchange_([size_1])
-    text_N = torch.empty(int(size_1), dtype=torch.uint8)
-    if payload:
-        text_N.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    exchange_([text_N])
-    if rank != source and text_N.numel():
-        skeleton = _load(text_N.numpy().tobytes())
+    payload = _exchange_bytes(payload, exchange_)
+    if rank != source and payload:
+        skeleton = _load(payload)
         # not empty_like, which takes a Python path for tensors without data, and imports half of torch for it
         value = _with_tensors(skeleton, lambda it: note(torch.empty_strided(it.size(), it.stride(), dtype=it.dtype)))
     dense = [tensor.contiguous() for tensor in tensors]
@@ -124,9 +119,9 @@ def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average
     if op not in ("average", "sum"):
         raise ValueError(f"op={op!r} is unknown; choose one of average, sum")
     if tensor.is_complex():
-        raise ValueError(f"{tensor.dtype} values are not summed: pass torch.view_as_real(tensor), their real pairs")
+        raise ValueError(f"{tensor.dtype} values are not summed: pass torch.view_as_real(tensor)")
     if op == "average" and not tensor.is_floating_point():
-        raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: average tensor.float(), or sum")
+        raise ValueError(f'{tensor.dtype} has no fractions, so it is not averaged: pass tensor.float(), or op="sum"')
     backend = communicator.backend
     carrier = tensor.dtype if tensor.dtype in backend.capabilities.dtypes else torch.float64
     total = tensor.detach().to(communicator.transport_device, carrier, copy=True).contiguous()
@@ -140,13 +135,6 @@ allreduce = all_reduce
 """The name in scripts written for Horovod."""
 
 
-def _saved(value: Any, communicator: Communicator, root_rank: int) -> bytes:
-    stream = io.BytesIO()
-    if communicator.rank == root_rank:
-        torch.save(value, stream)
-    return stream.getvalue()
-
-
 def _load(payload: bytes, *, map_location: str | None = None) -> Any:
     try:
         return torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
@@ -154,19 +142,26 @@ def _load(payload: bytes, *, map_location: str | None = None) -> Any:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
             f"a broadcast object holds {found[1] if found else 'an object of a class'}: send numbers, texts, tensors, "
-            "and lists, tuples and dicts of these, as anything else would run code where it is read"
+            "and lists, tuples and dicts of these; reading anything else could run code"
         ) from None
 
 
-def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int) -> bytes:
-    """Return root_rank's payload on all ranks; payloads of other ranks are ignored. Collective."""
-    label = f"broadcast of an object from rank {root_rank}"
-    size_1 = torch.tensor([len(payload)])
-    _broadcast_([size_1], communicator, root_rank, label=label)
-    data_N = torch.empty(int(size_1), dtype=torch.uint8)
+def _broadcast_bytes(value: Any, communicator: Communicator, root_rank: int) -> bytes:
+    """Return root_rank's value on all ranks, as torch.save() writes it; values of other ranks are ignored."""
+    stream, label = io.BytesIO(), f"broadcast of an object from rank {root_rank}"
     if communicator.rank == root_rank:
+        torch.save(value, stream)
+    return _exchange_bytes(stream.getvalue(), lambda each: _broadcast_(each, communicator, root_rank, label=label))
+
+
+def _exchange_bytes(payload: bytes, exchange_: Callable[[Sequence[Tensor]], None]) -> bytes:
+    """Return the bytes of the rank that has any. exchange_: overwrites the tensors of other ranks with that rank's."""
+    size_1 = torch.tensor([len(payload)])
+    exchange_([size_1])
+    data_N = torch.empty(int(size_1), dtype=torch.uint8)
+    if payload:
         data_N.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    _broadcast_([data_N], communicator, root_rank, label=label)
+    exchange_([data_N])
     return data_N.numpy().tobytes()
 
 
@@ -193,7 +188,7 @@ Start = Literal["equal", "broadcast", "unchecked"]
 STARTS = get_args(Start)
 
 
-def begin_alike_(tensors: Mapping[str, Tensor], communicator: Communicator, *, weights: Start) -> None:
+def require_same_start_(tensors: Mapping[str, Tensor], communicator: Communicator, *, weights: Start) -> None:
     """Make all ranks start alike. equal: check for the same bits; broadcast: copy rank 0's, in place. Collective.
 
     unchecked: do nothing. The check reads each tensor once, and exchanges one digest of all of them.
@@ -214,8 +209,8 @@ def begin_alike_(tensors: Mapping[str, Tensor], communicator: Communicator, *, w
     if not odd:
         return
     speakers = (found.index(common), odd[0])
-    texts = communicator.gather_text(" ".join(mine.values()) if communicator.rank in speakers else "")
-    one, other = (texts[rank].split() for rank in speakers)
+    digests = communicator.gather([*mine.values()] if communicator.rank in speakers else None)
+    one, other = (digests[rank] for rank in speakers)
     first = next(name for name, a, b in zip(mine, one, other, strict=True) if a != b)
     raise CommError(
         f"{name_ranks(odd)} {'have' if odd[1:] else 'has'} other weights than rank {speakers[0]}, first {first}: set "

@@ -122,7 +122,7 @@ class GridSums:
             communicator.all_reduce_(total_N)
             self._read_(buffer_N, total_N[:-1], total_N[-1:])
 
-        return communicator.start_by(
+        return communicator.start_collective(
             sum_and_read_, sums_N, label=label, algorithm=communicator.algorithm_for(sums_N), wire=communicator.wire
         )
 

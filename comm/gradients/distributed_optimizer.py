@@ -58,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap each one once")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                "LBFGS decides by this rank's own loss how often to evaluate, so ranks would diverge: use another"
+                "LBFGS decides by this rank's loss how often to evaluate, so ranks would diverge: use another optimizer"
             )
         named = _of_optimizer(optimizer, named_parameters)
         self._optimizer = optimizer
@@ -156,8 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._passes:
             raise RuntimeError(
-                "zero_grad() after backward, but before step() or synchronize(): gradients are on their way over the "
-                "wire; call one of the two first"
+                "zero_grad() after backward, but before step() or synchronize(): gradients are being summed over "
+                "ranks; call one of the two first"
             )
         self._reducer.zero_grad()
         self._is_synchronized = False

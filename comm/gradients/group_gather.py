@@ -26,7 +26,6 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
     starts = range(0, world_size, group_size)
     group = communicator.backend.new_group([range(start, start + group_size) for start in starts])
     label = f"gather of {what} over ranks {group.ranks[0]} to {group.ranks[-1]}"
-
     backend, staging, timeline = communicator.backend, communicator.staging, communicator.timeline
 
     def gather(own_N: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
                     staging.fetch(send_N, own_N, ready=ready)
                 backend.all_gather(receive_RN.view(-1), send_N, group)
                 if staging is not None:
-                    staging.bring_back(all_RN, receive_RN)
+                    staging.copy_back(all_RN, receive_RN)
 
         with exposed.measure([own_N]):
             work = backend.submit(run, label=label, ranks=group.ranks)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name, require_type
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.broadcast import Start, begin_alike_
+from bigbatch.comm.gradients.broadcast import Start, require_same_start_
 from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.grid import Grid
@@ -87,7 +87,7 @@ class GradientReducer:
         choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}\naverage {average}"
         # compared before any sum: ranks that differ would wait for each other, or sum the wrong buffers
         communicator.agree("the parameters to reduce", f"{described}\n{choices}")
-        begin_alike_(self._parameters, communicator, weights=weights)
+        require_same_start_(self._parameters, communicator, weights=weights)
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
         # None: there is nothing to learn, or it is learned already
@@ -199,7 +199,7 @@ class GradientReducer:
         if self._learned is not None:
             # a parameter may get its gradient in several passes: the first one counts; unseen parameters come last
             mine = dict.fromkeys((*self._learned, *reversed(self._parameters)))
-            self._lay_out(self._communicator.gather_text("\n".join(mine))[0].split("\n"))
+            self._lay_out(self._communicator.gather([*mine])[0])
             self._learned = None
 
     def zero_grad(self) -> None:

@@ -29,7 +29,7 @@ class ScatterGather:
 
         Each rank sends nbytes * (n - 1) / n.
         """
-        return self._communicator.start_by(
+        return self._communicator.start_collective(
             self._reduce_scatter_, buffer_N, label=label, algorithm="reduce-scatter", wire=Wire()
         )
 
@@ -43,7 +43,7 @@ class ScatterGather:
 
     def start_all_gather(self, buffer_N: Tensor, *, label: str) -> InFlight:
         """Start to copy each rank's part to all ranks. Collective. Each rank sends at most nbytes * (n - 1) / n."""
-        return self._communicator.start_by(
+        return self._communicator.start_collective(
             self._all_gather_, buffer_N, label=label, algorithm="all-gather", wire=Wire()
         )
 
@@ -61,5 +61,5 @@ class ScatterGather:
 def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
     """Return a rank's part, (N / world_size), as a view. Raises: ValueError if world_size does not divide N."""
     if buffer_N.numel() % world_size:
-        raise ValueError(f"{buffer_N.numel()} elements have no {world_size} equal parts: fill them up to a multiple")
+        raise ValueError(f"{buffer_N.numel()} elements do not divide into {world_size} equal parts: pad them")
     return buffer_N.view(world_size, -1)[rank]

@@ -49,7 +49,7 @@ class TrainedSet:
         given: dict[str, nn.Parameter] = {}
         for name, p in as_pairs(named_parameters):
             if given.setdefault(name, p) is not p:
-                raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
+                raise ValueError(f"two parameters are named {name!r}; give the names of each model a prefix")
         self.parameters = {name: p for name, p in given.items() if p.requires_grad}
         if not self.parameters:
             raise ValueError("there is no parameter to reduce: every one is frozen, or the iterator was used up")
@@ -152,8 +152,8 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
     shape = next(tuple(p.shape) for key, p in updated.items() if key in alone)
     raise CommError(
         f"{type(optimizer).__name__} updates a parameter of shape {shape} that no GradientReducer sums"
-        f"{_more([*alone])}, beside others that are summed: {REMEDY}; what each rank trains for itself takes an "
-        "optimizer of its own"
+        f"{_more([*alone])}, beside others that are summed: {REMEDY}; parameters that each rank trains "
+        "separately need a separate optimizer"
     )
 
 

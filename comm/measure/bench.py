@@ -33,7 +33,7 @@ TIMING_COPIES = 3
 LINK_SECONDS = 4.0
 """Time for measuring the links, from which their limit is computed."""
 
-OF_TIMING = {
+TIMING_OPTIONS = {
     "min_bytes": "1K",
     "max_bytes": "256M",
     "factor": 4,
@@ -45,7 +45,7 @@ OF_TIMING = {
     "link_gbit": "measured",
     "plot": None,
 }
-OF_VERIFY = {
+VERIFY_OPTIONS = {
     "min_bytes": "4K",
     "max_bytes": "16M",
     "factor": 64,
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     counts = check_options(arguments)
     if arguments.verify and read_process_env().world_size == 1:
         raise CommError(
-            "--verify: one rank has no other to sum with; start several, for example by bigbatch launch mpirun "
+            "--verify needs several ranks, and this job has one: start it by bigbatch launch mpirun "
             "--ranks 4 -- comm bench --verify"
         )
     tuned = read_tuned(arguments.table) if arguments.table else None
@@ -143,7 +143,7 @@ def _time_sizes(
         except HungError as hung:
             report.working_on("")
             report.print(f"# {hung}")
-            contestants = _without(hung.form, contestants, communicator)
+            contestants = _without(hung.algorithm, contestants, communicator)
             tensor_N = communicator.allocate(max(counts), tensor_N.dtype)  # the hung sum may use the old one
             continue
         left.pop(0)
@@ -167,11 +167,11 @@ def _time_sizes(
     return num_wrong == 0
 
 
-def _without(form: str, contestants: Mapping[str, Communicator], communicator: Communicator) -> dict[str, Communicator]:
+def _without(hung: str, contestants: Mapping[str, Communicator], communicator: Communicator) -> dict[str, Communicator]:
     """Return the other contestants, connected again. Collective. Raises: CommError if there is none."""
-    others = {name: each for name, each in contestants.items() if name != form}
+    others = {name: each for name, each in contestants.items() if name != hung}
     if not others:
-        raise CommError(f"{form} hangs, and no other all-reduce is left to measure")
+        raise CommError(f"{hung} hangs, and no other all-reduce is left to measure")
     return {name: communicator.with_algorithm(name, table=each.table) for name, each in others.items()}
 
 
@@ -206,7 +206,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
         arguments.precisions = [PRECISIONS[name] for name in names]
     pieces = arguments.pieces.split(",")
     if not all(word.isascii() and word.isdigit() and int(word) for word in pieces):
-        raise CommError(f"--pieces {arguments.pieces!r} are not numbers of pieces; give some, such as 1 or 1,3")
+        raise CommError(f"--pieces {arguments.pieces!r} is not a list of whole numbers; give one such as 1 or 1,3")
     arguments.pieces = tuple(dict.fromkeys(map(int, pieces)))
     if arguments.verify:
         if "hybrid" in arguments.algorithms.split(","):
@@ -217,7 +217,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 def _set_defaults(arguments: argparse.Namespace) -> None:
     """Set omitted options to their defaults. Raises: CommError for an option of timing with --verify, or vice versa."""
-    own, others = (OF_VERIFY, OF_TIMING) if arguments.verify else (OF_TIMING, OF_VERIFY)
+    own, others = (VERIFY_OPTIONS, TIMING_OPTIONS) if arguments.verify else (TIMING_OPTIONS, VERIFY_OPTIONS)
     for name in others.keys() - own.keys():
         if getattr(arguments, name) is not None:
             which = "has no effect with --verify" if arguments.verify else "is for --verify"
@@ -293,7 +293,7 @@ is 1.""",
     def add_option(option: str, help_text: str, **how: object) -> None:
         """Add an option with a default that depends on --verify."""
         name = option.removeprefix("--").replace("-", "_")
-        defaults = dict.fromkeys(each[name] for each in (OF_TIMING, OF_VERIFY) if each.get(name) is not None)
+        defaults = dict.fromkeys(each[name] for each in (TIMING_OPTIONS, VERIFY_OPTIONS) if each.get(name) is not None)
         shown = f" (default: {', with --verify '.join(map(str, defaults))})" if defaults else ""
         add(option, help=help_text + shown, **how)  # type: ignore[arg-type]
 

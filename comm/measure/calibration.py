@@ -79,7 +79,7 @@ def calibrate(
         )
         if is_first:
             took = time.perf_counter() - start
-            table = make_table(times, beyond=beyond_measured(communicator, but=[each.form for each in hung]))
+            table = make_table(times, beyond=beyond_measured(communicator, but=[each.algorithm for each in hung]))
             record = {
                 "format": FORMAT,
                 "changes": CHANGES,

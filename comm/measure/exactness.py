@@ -1,7 +1,6 @@
 """Find errors of sums over ranks: draw numbers with a known exact sum, sum them repeatedly, and compare the results."""
 
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -259,14 +258,14 @@ class DrawnSums:
         ]
         mine = [_digest(self._first_N), changes, own]
         # together, as gathering over thousands of ranks takes longer than a sum
-        everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
+        everyone = communicator.gather(mine)
         digests, all_changes, all_errors = zip(*everyone, strict=True)
         parts = [[Errors(*errors) for errors in of_rank] for of_rank in all_errors]
         errors = [each for of_rank in parts for each in of_rank]
         found = (
-            *_find_odd_rank(self._first_N, digests, communicator),
+            *_find_odd_ranks(self._first_N, digests, communicator),
             *_find_changes(all_changes),
-            *_find_beyond(parts, precision=precision),
+            *_find_beyond_bound(parts, precision=precision),
         )
         count, algorithm, cut = len(self._own_N), communicator.algorithm, "" if pieces == 1 else f" in {pieces} pieces"
         return VerifyRow(
@@ -315,7 +314,7 @@ def _usual(digests: Sequence[str]) -> str:
     return Counter(digests).most_common(1)[0][0]
 
 
-def _find_odd_rank(sum_N: Tensor, digests: Sequence[str], communicator: Communicator) -> list[str]:
+def _find_odd_ranks(sum_N: Tensor, digests: Sequence[str], communicator: Communicator) -> list[str]:
     usual = _usual(digests)
     odd = [rank for rank, digest in enumerate(digests) if digest != usual]
     if not odd:
@@ -335,9 +334,8 @@ def _find_difference(sum_N: Tensor, communicator: Communicator, *, odd: int, lik
     while stop - start > 1:
         size = -(-(stop - start) // PARTS)
         starts = range(start, stop, size)
-        mine = " ".join(_digest(sum_N[at : min(at + size, stop)])[:32] for at in starts)
-        texts = communicator.gather_text(mine)
-        pairs = zip(texts[odd].split(), texts[like].split(), strict=True)
+        digests = communicator.gather([_digest(sum_N[at : min(at + size, stop)])[:32] for at in starts])
+        pairs = zip(digests[odd], digests[like], strict=True)
         start = starts[next(index for index, (a, b) in enumerate(pairs) if a != b)]
         stop = min(start + size, stop)
     return start
@@ -360,7 +358,7 @@ def _find_changes(all_changes: Sequence[Sequence[tuple[int, int, int]]]) -> list
     return told
 
 
-def _find_beyond(parts: Sequence[Sequence[Errors]], *, precision: SumPrecision) -> list[str]:
+def _find_beyond_bound(parts: Sequence[Sequence[Errors]], *, precision: SumPrecision) -> list[str]:
     """Return a sentence for each rank with errors beyond the bound, or on the grid with wrong bits. parts: by rank."""
     found = []
     for rank, of_rank in enumerate(parts):

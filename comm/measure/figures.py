@@ -29,9 +29,7 @@ def parse_bytes(text: str, *, option: str) -> int:
     """
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
     if not match or int(match[1]) == 0:
-        raise CommError(
-            f"{option} {text!r} is not a size; write it as bytes, or such as 4K, 25M or 1G (powers of 1024)"
-        )
+        raise CommError(f"{option} {text!r} is not a size; give bytes, or for example 4K, 25M or 1G (powers of 1024)")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
@@ -49,7 +47,7 @@ def sweep_counts(*, min_bytes: int, max_bytes: int, factor: int, dtype: str) -> 
     Raises: CommError for a range without sizes, a factor below 2, or sizes below one element.
     """
     if factor < 2:
-        raise CommError(f"--factor {factor} leads from no size to a larger one; give at least 2")
+        raise CommError(f"--factor {factor} does not lead to a larger size; give at least 2")
     if min_bytes > max_bytes:
         raise CommError(
             f"--min-bytes {show_bytes(min_bytes)} exceeds --max-bytes {show_bytes(max_bytes)}: there is no size between"
@@ -192,7 +190,7 @@ def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: M
     if num_nodes == 1:
         return "of limit: all ranks are on one node, so no link limits them; busbw is over ranks"
     if limit is None:
-        return "of limit: unknown, as this backend has no messages to measure a link by; give --link-gbit"
+        return "of limit: unknown, because this backend sends no messages that could measure a link; give --link-gbit"
     least = limit.wire_bytes_per_byte
     wider = [f"{name} {share:g}" for name, share in shares.items() if share != least]
     narrow = f" * {least:g}" if least != 1 or wider else ""

@@ -1,6 +1,5 @@
-"""Time limit of each measured sum: if a form of the all-reduce hangs, all ranks learn its name and connect again."""
+"""Time limit of each measured sum: if an all-reduce algorithm hangs, all ranks learn its name and connect again."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,23 +9,23 @@ from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.watch import Pending
 
-SHARE = 0.25
+LIMIT_SHARE = 0.25
 """Limit of one sum, as a share of the job's time limit, within which the ranks must also agree on the hung sum."""
 HUNG = "hung"
 """Text that a rank whose sum is late sends in an exchange instead of its value."""
 
 
 class HungError(Exception):
-    """A form of the all-reduce hangs. The ranks have connected again; earlier communicators may hold ended groups."""
+    """An algorithm hangs. The ranks have connected again; earlier communicators may hold groups that have ended."""
 
-    def __init__(self, form: str, seconds: float) -> None:
-        super().__init__(f"{form} hangs: a sum did not end within {seconds:g} s; the others are measured without it")
-        self.form = form
+    def __init__(self, algorithm: str, seconds: float) -> None:
+        super().__init__(f"{algorithm} hangs: a sum did not end within {seconds:g} s; others are measured without it")
+        self.algorithm = algorithm
 
 
-def form_label(what: str, form: str) -> str:
-    """Return the label of a sum; it ends with the form, so that the label of a hung sum names the form."""
-    return f"{what} by {form}"
+def sum_label(what: str, algorithm: str) -> str:
+    """Return the label of a sum; it ends with the algorithm, so that the label of a hung sum names the algorithm."""
+    return f"{what} by {algorithm}"
 
 
 @contextmanager
@@ -44,31 +43,31 @@ def limited(communicator: Communicator) -> Iterator[None]:
         yield
     except LateError as error:
         # the other ranks reach an exchange, or their limit in a later sum, which lacks this rank
-        communicator.gather_text(json.dumps(HUNG))
-        raise _leave_behind(communicator, error.pending) from None
+        communicator.gather(HUNG)
+        raise _restart_without(communicator, error.pending) from None
     finally:
         backend.limit(None)
 
 
 def limit_seconds(communicator: Communicator) -> float:
     """Return the limit of one sum."""
-    return SHARE * communicator.control.timeout_seconds
+    return LIMIT_SHARE * communicator.control.timeout_seconds
 
 
 def exchange(value: Any, communicator: Communicator) -> list[Any]:
     """Gather a JSON value of every rank. Collective. Raises: HungError if a sum is late on another rank."""
-    everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(value))]
+    everyone = communicator.gather(value)
     if HUNG in everyone:
-        raise _leave_behind(communicator, None)
+        raise _restart_without(communicator, None)
     return everyone
 
 
-def _leave_behind(communicator: Communicator, late: Pending | None) -> HungError:
+def _restart_without(communicator: Communicator, late: Pending | None) -> HungError:
     """Agree on the sum that hangs, the earliest late one, connect again, and return the error. Collective."""
     backend = communicator.backend
     assert isinstance(backend, Restartable)
     mine = [backend.num_submitted(), late and [late.number, late.label]]
-    everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
+    everyone = communicator.gather(mine)
     _, label = min(late for _, late in everyone if late)
     num_missed = max(count for count, _ in everyone) - backend.num_submitted()
     for _ in range(num_missed):  # the ranks' counts of operations stay equal

@@ -10,7 +10,7 @@ import torch
 from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.measure.hangs import HungError, form_label, limited
+from bigbatch.comm.measure.hangs import HungError, limited, sum_label
 from bigbatch.comm.measure.timing import Effort, loops_of, slowest, time_sums, wait_for
 from bigbatch.errors import CommError
 
@@ -24,7 +24,7 @@ FIRST_SHARE = 0.6
 """Share of the time for all sizes; the rest is for sizes with an uncertain choice."""
 MOST_NOISE = 0.02
 """A choice is measured again only if two contenders' joint noise exceeds this; two such errors stay below 4%."""
-NARROW = 1.5
+MAX_SIZE_RATIO = 1.5
 """If two neighbouring sizes choose differently and differ by more than this ratio, one between them is measured."""
 LEAST_REFINEMENT = 5
 """Fewest repetitions for which a second measurement is worth its check."""
@@ -148,8 +148,8 @@ class _Sweep:
             self.refine()
 
     def leave_out(self, hung: HungError) -> None:
-        """Leave out a form, forget all times and the time since connect(). Raises: CommError if no form is left."""
-        self._hung.append(hung.form)
+        """Leave out an algorithm; forget all times, and the time since connect(). Raises: CommError if none is left."""
+        self._hung.append(hung.algorithm)
         if set(self._hung) >= set(self._communicator.algorithms):
             raise CommError(f"every all-reduce hangs: {', '.join(self._hung)}")
         self.times.clear()
@@ -202,7 +202,7 @@ class _Sweep:
         for size in sizes:
             part_N, start = self.tensor_N[: size // self.tensor_N.itemsize].zero_(), time.perf_counter()
             for name, communicator in self.contestants.items():
-                communicator.sum_(part_N, label=form_label(f"first sum of {size} bytes", name))
+                communicator.sum_(part_N, label=sum_label(f"first sum of {size} bytes", name))
                 wait_for(communicator.device)
             seconds.append(time.perf_counter() - start)
         return self._exchange(*seconds)
@@ -225,7 +225,7 @@ class _Sweep:
 
     def refine(self) -> None:
         """Measure again where the choice is uncertain, while there is time."""
-        while (open_choice := next_open(self.times, granularity=self.tensor_N.itemsize)) is not None:
+        while (open_choice := next_uncertain(self.times, granularity=self.tensor_N.itemsize)) is not None:
             size, names = open_choice
             left = self.left - self.size_exchange_seconds
             expected = [_expected_seconds(self.times, size, name) for name in names]
@@ -248,7 +248,7 @@ def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:
     return min(at_last + slope * (size - last), at_last * size / last) if size > last else at_last
 
 
-def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
+def next_uncertain(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
     """Return the next size to measure, and its contenders; None if the choice is clear at all sizes.
 
     First a size between two that choose differently and are far apart; then the size with the least certain choice.
@@ -257,15 +257,15 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
     for a, b in pairwise(sizes):
         # the geometric middle, in whole elements
         middle = math.isqrt(a * b) // granularity * granularity
-        if table.choose(a) != table.choose(b) and b > NARROW * a and middle not in times:
+        if table.choose(a) != table.choose(b) and b > MAX_SIZE_RATIO * a and middle not in times:
             both, chosen = [name for name in times[a] if name in times[b]], [table.choose(a), table.choose(b)]
             return middle, [name for name in both if name in chosen] or both or chosen
-    doubts = {size: _doubt(times[size]) for size in sizes}
+    doubts = {size: _uncertainty(times[size]) for size in sizes}
     doubt, size = max((doubt, size) for size, (doubt, _) in doubts.items())
     return (size, doubts[size][1]) if doubt > MOST_NOISE else None
 
 
-def _doubt(at_size: Mapping[str, MeasuredTimes]) -> tuple[float, list[str]]:
+def _uncertainty(at_size: Mapping[str, MeasuredTimes]) -> tuple[float, list[str]]:
     """Return the uncertainty of the choice and its contenders; 0 if it is clear, or was measured often enough."""
     best = min(at_size, key=lambda name: at_size[name].median)
     open_ones = {

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.measure.hangs import exchange, form_label
+from bigbatch.comm.measure.hangs import exchange, sum_label
 
 LEAST_REPETITIONS = 2
-ROUND = 5
+REPETITIONS_IN_A_ROW = 5
 """Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift affects all equally."""
 LOOP_SECONDS, MOST_LOOPS = 0.02, 20
 """Seconds of one repetition of several sums in a row, and the most sums; its time is divided by their number."""
@@ -20,7 +20,7 @@ MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
 """Sizes of messages that are timed; each a multiple of 4."""
 PERIOD = 1021
 """Elements after which the numbers repeat: a prime, so that a part in a wrong place is detected."""
-LARGEST = 63
+LARGEST_NUMBER = 63
 """Largest number in the pattern, even if larger ones would fit."""
 
 
@@ -69,7 +69,7 @@ def time_sums(
             wait_for(tensor_N.device)
             start = time.perf_counter()
             for _ in range(loops):
-                communicators[name].sum_(tensor_N, label=form_label(label, name))
+                communicators[name].sum_(tensor_N, label=sum_label(label, name))
             wait_for(tensor_N.device)
             seconds[name].append((time.perf_counter() - start) / loops)
         wrong[name] += int(torch.count_nonzero(tensor_N))
@@ -82,7 +82,7 @@ def time_sums(
         return dict(zip(seconds, slowest([each for (each,) in seconds.values()], any_communicator), strict=True))
 
     for name, communicator in communicators.items():
-        wrong[name] = _count_wrong_sums(tensor_N, communicator, label=form_label(f"check of {label}", name))
+        wrong[name] = _count_wrong_sums(tensor_N, communicator, label=sum_label(f"check of {label}", name))
     pilots = first_times()
     # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
     affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
@@ -96,8 +96,8 @@ def time_sums(
     left = effort.repetitions_of(loops * sum(pilots[name] for name in chosen)) - 1
     while left > 0:
         for name in chosen:
-            repeat(name, min(left, ROUND))
-        left -= ROUND
+            repeat(name, min(left, REPETITIONS_IN_A_ROW))
+        left -= REPETITIONS_IN_A_ROW
     # together, as gathering over thousands of ranks takes longer than a sum
     mine = {name: [wrong[name], *seconds[name]] for name in communicators}
     everyone = exchange(mine, any_communicator)
@@ -143,7 +143,7 @@ def rank_pattern(rank: int, world_size: int, *, limit: int) -> Tensor:
     Any order of adding is exact, because every partial sum is a whole number within the limit. Ranks from the limit on
     add zeros.
     """
-    largest, place_P = min(LARGEST, limit // min(world_size, limit)), torch.arange(PERIOD)
+    largest, place_P = min(LARGEST_NUMBER, limit // min(world_size, limit)), torch.arange(PERIOD)
     return (17 * place_P + 31 * rank + place_P * rank) % (largest + 1) * (rank < limit)
 
 
@@ -155,16 +155,16 @@ def expected_pattern(world_size: int, *, limit: int) -> Tensor:
 
 def fill_(tensor_N: Tensor, pattern_P: Tensor) -> None:
     """Repeat the pattern over the tensor, in place."""
-    for rows_RP, same_P in _beside(tensor_N, pattern_P):
+    for rows_RP, same_P in _in_periods(tensor_N, pattern_P):
         rows_RP.copy_(same_P)
 
 
 def count_different(tensor_N: Tensor, pattern_P: Tensor) -> int:
     """Count elements that differ from the repeated pattern; a value that is not finite differs."""
-    return sum(int(torch.count_nonzero(rows_RP != same_P)) for rows_RP, same_P in _beside(tensor_N, pattern_P))
+    return sum(int(torch.count_nonzero(rows_RP != same_P)) for rows_RP, same_P in _in_periods(tensor_N, pattern_P))
 
 
-def _beside(tensor_N: Tensor, pattern_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _in_periods(tensor_N: Tensor, pattern_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tensor in rows of one period, each piece with the pattern; last the rest, with the pattern's beginning.
 
     It yields pieces, because a comparison of all rows at once would need a mask as long as the tensor.

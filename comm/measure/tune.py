@@ -78,28 +78,9 @@ def tune(
     say(explain_links(links))
     backward = measure_backward(named_parameters, forward, communicator, seconds=BACKWARD_SHARE * seconds)
     tensors = in_ready_order(named_parameters, backward)
-    bytes_of: Counter[str] = Counter()
-    for tensor in tensors:
-        bytes_of[tensor.dtype] += tensor.num_bytes
-    dtype, num_bytes = bytes_of.most_common(1)[0][0], bytes_of.total()
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
     say(f"{explain_backward(backward)}; {len(tensors)} gradients, {num_bytes / 1e6:.1f} MB")
-    names, hung = communicator.algorithms, list[str]()
-
-    def leave_out(error: HungError) -> None:
-        hung.append(error.form)
-        say(str(error))
-
-    say(f"time of an all-reduce of {dtype}, median in ms; * fastest, n repetitions:")
-    say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names))
-    times = measure_times(
-        communicator,
-        sizes_below(num_bytes),
-        dtype=getattr(torch, dtype),
-        start=start,
-        seconds=(1 - STEPS_SHARE) * seconds,
-        on_size=lambda size, at_size: say(times_line(size, at_size, names)),
-        on_hung=leave_out,
-    )
+    times, hung = measure_sums(communicator, tensors, start=start, seconds=(1 - STEPS_SHARE) * seconds, say=say)
     fastest = make_table(times, beyond=beyond_measured(communicator, but=hung))
     if set(stated.table.algorithms) & set(hung):
         stated = replace(stated, table=fastest)
@@ -122,6 +103,38 @@ def tune(
     for line in explain_choice(findings):
         say(line)
     return findings
+
+
+def measure_sums(
+    communicator: Communicator,
+    tensors: Sequence[TensorSpec],
+    *,
+    start: float,
+    seconds: float,
+    say: Callable[[str], None],
+) -> tuple[Times, list[str]]:
+    """Measure all-reduces by size in the tensors' main dtype; return times, and algorithms that hang. Collective."""
+    bytes_of: Counter[str] = Counter()
+    for tensor in tensors:
+        bytes_of[tensor.dtype] += tensor.num_bytes
+    dtype, names, hung = bytes_of.most_common(1)[0][0], communicator.algorithms, list[str]()
+
+    def leave_out(error: HungError) -> None:
+        hung.append(error.algorithm)
+        say(str(error))
+
+    say(f"time of an all-reduce of {dtype}, median in ms; * fastest, n repetitions:")
+    say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names))
+    times = measure_times(
+        communicator,
+        sizes_below(bytes_of.total()),
+        dtype=getattr(torch, dtype),
+        start=start,
+        seconds=seconds,
+        on_size=lambda size, at_size: say(times_line(size, at_size, names)),
+        on_hung=leave_out,
+    )
+    return times, hung
 
 
 def near_the_fastest(times: Times) -> list[str]:

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +73,8 @@ def measure_backward(
     return Backward(dict(zip(named_parameters, ready, strict=True)), end)
 
 
-def _between(start: object, end: object) -> float:
-    if isinstance(start, float):
-        return cast(float, end) - start
-    return cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end)) / 1e3
+def _between(start: Any, end: Any) -> float:
+    return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
 
 
 def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backward) -> list[TensorSpec]:

@@ -50,7 +50,7 @@ def _start_of_route(towards: str) -> str:
             else:
                 return str(probe.getsockname()[0])
     raise CommError(
-        f"{socket.gethostname()} knows no way to {towards}, where the ranks meet ({reason or 'no such host'}): set "
+        f"{socket.gethostname()} has no route to {towards}, where the ranks meet ({reason or 'no such host'}): set "
         "MASTER_ADDR to an address or name that all nodes reach, or comm.interface to the network interface that they "
         "share"
     ) from reason

@@ -16,9 +16,7 @@ T = TypeVar("T")
 
 KEY_PAUSES_SECONDS = 0.0005, 0.02
 """First and longest pause between two checks for a missing key."""
-
-
-_ASKING = "bigbatch-ask"
+_THREAD_NAME = "bigbatch-ask"
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,16 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
         except Exception as error:  # raised again below
             future.set_exception(error)
 
-    Thread(target=run, name=_ASKING, daemon=True).start()
+    Thread(target=run, name=_THREAD_NAME, daemon=True).start()
     # not by result(): the request may raise a TimeoutError of its own
     if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()
 
 
-def is_asking() -> bool:
+def has_request_under_way() -> bool:
     """Return whether a request of this process is under way, including one that has timed out."""
-    return any(thread.name == _ASKING for thread in running_threads())
+    return any(thread.name == _THREAD_NAME for thread in running_threads())
 
 
 def wait_until(
@@ -82,12 +80,7 @@ class BoundedStore:
     """A wait in torch's store blocks other threads."""
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        seconds: float,
-        deadline: float = float("inf"),
-        turn: "Lock | None" = None,
+        self, store: Store, *, seconds: float, deadline: float = float("inf"), turn: "Lock | None" = None
     ) -> None:
         """deadline: end of all requests, by awake_seconds(). turn: held by the request under way."""
         self.torch_store = store

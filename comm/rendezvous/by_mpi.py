@@ -68,7 +68,7 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
         answer = answer_within(timeout_seconds, lambda: world.bcast(answer, root=0))
     except Exception as error:  # the control channel, which could explain it, does not exist yet
         raise CommError(
-            f"rank {env.rank}: meeting by MPI failed ({first_line(error)}): see that all ranks started"
+            f"rank {env.rank}: meeting by MPI failed ({first_line(error)}): check that all ranks started"
         ) from error
     if isinstance(answer, str):
         raise CommError(answer)

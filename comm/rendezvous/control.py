@@ -1,6 +1,9 @@
 """Control channel: rendezvous, exchange of short texts, and failure detection, beside the data transport."""
 
+import json
 from contextlib import suppress
+from hashlib import sha256
+from typing import Any
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -14,6 +17,8 @@ from bigbatch.comm.rendezvous.limits import (
     SILENCE_SECONDS,
 )
 from bigbatch.comm.rendezvous.meeting import open_store
+from bigbatch.errors import CommError
+from bigbatch.words import first_difference
 
 HOST = "bigbatch/host"
 """Prefix of the keys with the host of each rank that has met."""
@@ -92,6 +97,22 @@ class Control:
                 self._await(f"{key}/read/{rank}", source=rank, what=what)
             return all_texts
 
+    def gather(self, value: Any, **how: Any) -> list[Any]:
+        """Gather a JSON value of every rank; tuples become lists. how: options of gather_text. Collective."""
+        return [json.loads(text) for text in self.gather_text(json.dumps(value), **how)]
+
+    def agree(self, what: str, text: str) -> None:
+        """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
+        # digests first: texts are long, and nearly always equal
+        digests = self.gather_text(sha256(text.encode()).hexdigest())
+        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if odd:
+            texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
+            raise CommError(
+                f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; "
+                "start all ranks from the same files with the same command"
+            )
+
     def collect_text(self, text: str, *, what: str) -> list[str]:
         """Gather texts on rank 0, also long ones; other ranks get an empty list. Collective."""
         with self.detector.explained(what):
@@ -113,7 +134,7 @@ class Control:
     def describe_late_ranks(self) -> str:
         """On rank 0 return which ranks have not started; "" on other ranks, and if all have."""
         ranks = range(self.world_size if self.rank == 0 else 0)
-        late = [rank for rank in ranks if not self.store.check([f"{HOST}/{rank}"])]
+        late = [rank for rank in ranks if not self.has_met(rank)]
         limit = f"meeting_seconds={self.meeting_seconds:g}"
         return f"rank 0 on {self.host} waits for {name_ranks(late)} to start ({limit})" if late else ""
 

@@ -14,7 +14,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.addresses import loopback
 from bigbatch.comm.rendezvous.launcher import (
     LAUNCHER_VARIABLES,
-    PLACE_VARIABLES,
+    RANK_VARIABLES,
     expand_hostlist,
     find_launcher,
     local_size_of,
@@ -39,10 +39,9 @@ STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 JOINS_VARIABLE = "BIGBATCH_JOINS"
 """Set by `bigbatch launch` for a rank that it restarts: path of a file that the rank removes once it has joined the
 running job."""
-IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
+IDENTITY_VARIABLES = (*RANK_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
 """bigbatch's launchers remove inherited ones, then set those of their ranks; * matches any end of a name."""
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
-
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
 """Set by a batch script for the ranks: seconds between the request to stop and the job's time limit."""
 SITE_VARIABLE = "BIGBATCH_SITE"
@@ -50,7 +49,6 @@ SITE_VARIABLE = "BIGBATCH_SITE"
 SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
 """Set by users: the only bigbatch.toml to read; empty: none."""
 SYSTEM_SITE_FILE = Path("/etc/bigbatch/bigbatch.toml")
-
 FIND_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Slurm's configuration and the user's token."""
 SECRET_VARIABLE = "BIGBATCH_SECRET"
@@ -92,10 +90,8 @@ class ProcessEnv:
     stopped_file: Path | None = None
     """File for rank 0's exit code, since mpirun ends with 0 after it lost a node's daemon. With it, ranks that were
     asked to stop exit with 0: mpirun treats any other code as a failure."""
-
     secret: bytes = field(default=b"", repr=False)
     """The job's secret; empty if none was given."""
-
     notice_seconds: int | None = None
     """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
     joins_file: Path | None = None
@@ -156,7 +152,6 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
     for index, count, what in ((rank, world_size, names[:2]), (local_rank, local_size, names[2:])):
         if not 0 <= index < count:
             raise LaunchError(f"{what[0]}={index} is not below {what[1]}={count}; start all ranks in one job")
-    one_host = local_size == world_size
     return replace(
         alone,
         launcher=launcher,
@@ -165,7 +160,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         local_rank=local_rank,
         local_size=local_size,
         joins_file=Path(environ[JOINS_VARIABLE]) if environ.get(JOINS_VARIABLE) else None,
-        master=_master(environ, launcher, is_one_host=one_host),
+        master=_master(environ, launcher, is_one_host=local_size == world_size),
         names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,
         master_runs=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
@@ -249,12 +244,12 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
     return name == "cpu"
 
 
-def ask_for_deterministic_cublas() -> None:
+def set_deterministic_cublas() -> None:
     """Set the workspaces that torch requires for deterministic products of cuBLAS. Call it before the first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def record_flights() -> None:
+def enable_flight_recorder() -> None:
     """Enable torch's flight recorder, which a hanging rank dumps; later releases of torch enable it by default."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is the deprecated name
@@ -301,12 +296,12 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None
     return f"{number} of {cluster}" if cluster else number, int(restarts) if restarts.isdecimal() else 0
 
 
-def start_of_launcher() -> str:
+def launcher_start_id() -> str:
     """Return an identifier of this start of the launcher, equal on its ranks; "" if the launcher sets none."""
     return os.environ.get(STOPPED_VARIABLE, "")
 
 
-def outside_of_jobs(environ: Mapping[str, str] | None) -> tuple[dict[str, str], list[str]]:
+def without_slurm_job(environ: Mapping[str, str] | None) -> tuple[dict[str, str], list[str]]:
     """Return the variables without those of the enclosing Slurm job, and the names of the SBATCH_* left out.
 
     Variables that locate Slurm stay. SBATCH_* override a script's options, and SLURM_* and SRUN_* would describe
@@ -321,7 +316,7 @@ def outside_of_jobs(environ: Mapping[str, str] | None) -> tuple[dict[str, str], 
     return kept, sorted(name for name in variables if name.startswith("SBATCH_"))
 
 
-def keep_compiled_code(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str) -> Path:
+def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str) -> Path:
     """Set the folder in which torch.compile caches code between runs, unless the user has set one; return it.
 
     torchs_own: torch's default, which it sets at import. It stays if there is no writable home.
@@ -343,12 +338,11 @@ def measured_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path 
     return None
 
 
-def site_files(environ: Mapping[str, str] | None) -> list[Path]:
+def site_files(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the site's settings files, nearest first: the existing ones of the user and the system.
 
-    If BIGBATCH_SITE_FILE names one, return only that, existing or not. environ: None for the process's own.
+    If BIGBATCH_SITE_FILE names one, return only that, existing or not.
     """
-    environ = os.environ if environ is None else environ
     if (named := environ.get(SITE_FILE_VARIABLE)) is not None:
         return [as_path(named)] if named else []
     found = [SYSTEM_SITE_FILE]

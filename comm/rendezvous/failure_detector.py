@@ -26,14 +26,14 @@ class FailureDetector:
     def __init__(self, job: Job) -> None:
         self._job, self.log = job, FailureLog(job)
         self.is_watched = False
-        self.has_failed = self._has_parted = False
+        self.has_failed = self._has_stopped_requests = False
         """has_failed: this rank has received an error about a failure, or reports one itself."""
         self._own_verdict: Verdict | None = None
         """Verdict of this rank alone, after it has failed on its own or has lost the store."""
-        self.goes_on = False
+        self.continues_after_loss = False
         """Whether this process, with any store that it holds, continues after a loss."""
         self._num_begun = 0
-        self._calling, self._parting = Lock(), Lock()
+        self._verdict_lock, self._stop_lock = Lock(), Lock()
         self._waiting = set[int]()
         """Threads of this rank that wait for other ranks outside the queue of operations."""
 
@@ -43,7 +43,7 @@ class FailureDetector:
         return self._own_verdict or self.log.state.verdict
 
     @property
-    def silence(self) -> str:
+    def no_answer(self) -> str:
         """Return the message that the store's holder does not answer."""
         return f"no answer from {self._job.holder}, which holds the rendezvous"
 
@@ -115,16 +115,16 @@ class FailureDetector:
         Afterwards this rank sends no requests to the store; its holder waits until the other ranks send none.
         """
         failure = self.describe(label, seconds, error)
-        self.part()
+        self.stop_requests()
         return failure
 
     def describe(self, label: str, seconds: float, error: Exception) -> PeerLostError:
-        """Return the same error, for a caller that still uses the store and calls part() itself."""
+        """Return the same error, for a caller that still uses the store and calls stop_requests() itself."""
         self.has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         # a store that has not answered for so long is not asked again
         is_silent = isinstance(error, NoAnswerError)
-        verdict = self._lose_store() if is_silent else self.call(LATE if is_late else LOST)
+        verdict = self._lose_store() if is_silent else self.roll_call(LATE if is_late else LOST)
         text = f"{self.failed(label, seconds)}; {verdict.reason} ({self._job.library}: {first_line(error)})"
         failure = PeerLostError(text)
         failure.lost_ranks = verdict.lost
@@ -135,9 +135,9 @@ class FailureDetector:
         """Return what failed on this rank, and after how long."""
         return f"rank {self._job.rank}: {label} failed after {seconds:.1f} s"
 
-    def call(self, cause: str) -> Verdict:
-        """Return the verdict after a failure on this rank. cause: LATE or LOST. The first call takes some seconds."""
-        with self._calling:
+    def roll_call(self, cause: str) -> Verdict:
+        """Return the verdict after a failure on this rank. cause: LATE or LOST. The first one takes seconds."""
+        with self._verdict_lock:
             if not self.verdict:
                 with suppress(RuntimeError):
                     self.log.look()
@@ -150,10 +150,10 @@ class FailureDetector:
     def _lose_store(self) -> Verdict:
         """Return the verdict after the store is lost: its holder is lost, unless other ranks have ended."""
         if not self.verdict:
-            self._has_parted = True  # no more requests
+            self._has_stopped_requests = True  # no more requests
             lost = self.log.state.vanished
             reason = (
-                f"no answer from {self.log.name(lost)}; then none from {self._job.holder}" if lost else self.silence
+                f"no answer from {self.log.name(lost)}; then none from {self._job.holder}" if lost else self.no_answer
             )
             holder = [rank for rank in range(self._job.world_size) if self._job.holder == f"rank {rank}"]
             self._own_verdict = Verdict(lost or frozenset(holder), reason, awake_seconds())
@@ -163,26 +163,26 @@ class FailureDetector:
     def crash(self, exit_code: int = CRASHED) -> None:
         """Publish that this rank has failed on its own: the waits of other ranks end, and the verdict names it.
 
-        After an earlier failure, that verdict stays. Calls part(). If exit_code means that the same command would fail
-        again, the other ranks end with this code, too. Raises: RuntimeError.
+        After an earlier failure, that verdict stays. Calls stop_requests(). If exit_code means that the same command
+        would fail again, the other ranks end with this code, too. Raises: RuntimeError.
         """
         self.has_failed = True
-        with self._calling:
+        with self._verdict_lock:
             if not self.verdict:
                 self.log.write("crashed", exit_code if exit_code in (FAILED, PIPE_CLOSED) else None)
                 mine = frozenset({self._job.rank})
                 self._own_verdict = Verdict(mine, "this rank has failed by itself", awake_seconds())
-        self.part()
+        self.stop_requests()
 
-    def part(self) -> None:
+    def stop_requests(self) -> None:
         """Publish that this rank sends no more requests; the store's holder waits, not forever, until no rank does."""
-        with self._parting:
+        with self._stop_lock:
             # without a verdict the store has not answered
-            if self._has_parted or not self.verdict:
+            if self._has_stopped_requests or not self.verdict:
                 return
-            self._has_parted = True
+            self._has_stopped_requests = True
             begin, seconds = awake_seconds(), limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
-            if self.goes_on:  # missing ranks can read the verdict later
+            if self.continues_after_loss:  # missing ranks can read the verdict later
                 begin -= limits.LINGER_SECONDS
             with suppress(RuntimeError):
                 self.log.write("heard", within=seconds)
@@ -205,7 +205,7 @@ class FailureDetector:
             self.log.write("ended")
             if self.log.is_holder:
                 self.log.look_until(lambda: self.log.state.needs_no_store(awake_seconds()), within_seconds)
-                self.part()
+                self.stop_requests()
 
 
 def late_error() -> TimeoutError:

@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import Store
 import bigbatch
 from bigbatch.awake import awake_seconds, wait_awake
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerError
-from bigbatch.comm.rendezvous.secret import TurnedAwayError, call, end_with_process, receive_exactly
-from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, NAME, pack, split
+from bigbatch.comm.rendezvous.secret import RejectedError, authenticate, close_after_fork, receive_exactly
+from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, STORE_NAME, pack, split
 
-AGAIN_SECONDS = 0.1
+RETRY_SECONDS = 0.1
 """Pause between two attempts to connect, if the store does not listen yet or has refused the connection."""
 MOST_REFUSALS = 3
 LONGEST_POLL_SECONDS = 3600.0
@@ -31,7 +31,6 @@ _PROGRAM = (
 )
 
 INFINITE = float("inf")
-
 Text = str | bytes
 
 
@@ -51,15 +50,15 @@ class StoreConnections:
         num_refusals = 0
         while not self._idle:
             try:
-                left = max(AGAIN_SECONDS, deadline - awake_seconds())
+                left = max(RETRY_SECONDS, deadline - awake_seconds())
                 self._presence = self._presence or self._connect(left)
                 self._idle.append(self._connect(left))
-            except (OSError, TurnedAwayError) as error:
-                num_refusals += isinstance(error, TurnedAwayError)
-                if num_refusals == MOST_REFUSALS or awake_seconds() + AGAIN_SECONDS > deadline:
+            except (OSError, RejectedError) as error:
+                num_refusals += isinstance(error, RejectedError)
+                if num_refusals == MOST_REFUSALS or awake_seconds() + RETRY_SECONDS > deadline:
                     self.close()
                     raise
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(RETRY_SECONDS)
 
     def ask(self, name: str, *parts: Text, seconds: float = INFINITE) -> bytes:
         """Return the answer to a request.
@@ -97,17 +96,17 @@ class StoreConnections:
             self._presence.close()
 
     def _connect(self, limit: float | None) -> socket.socket:
-        stream = end_with_process(socket.create_connection((self.address, self.port), timeout=limit))
+        stream = close_after_fork(socket.create_connection((self.address, self.port), timeout=limit))
         try:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            call(stream, self._secret, NAME, rank=self._rank)
+            authenticate(stream, self._secret, STORE_NAME, rank=self._rank)
         except BaseException:
             stream.close()
             raise
         return stream
 
 
-_of_torch: list[Store] = []
+_kept_for_torch: list[Store] = []
 """Stores handed to torch's C++ code, which does not keep Python objects alive."""
 
 
@@ -147,7 +146,7 @@ class JobStore(Store):
         authentication, FileStore needs a shared disk, and the others do not see other ranks.
         """
         made = JobStore(self.connections, self.prefix, seconds=self.seconds, is_for_torch=True)
-        _of_torch.append(made)
+        _kept_for_torch.append(made)
         return made
 
     def within(self, seconds: float) -> "JobStore":
@@ -239,7 +238,7 @@ KeyValue = JobStore | BoundedStore
 """A store that answers each request within a time limit. Raises: NoAnswerError, RuntimeError."""
 
 
-def hold_store(
+def start_store(
     listener: socket.socket, secret: bytes, *, world_size: int, timeout_seconds: float, rank: int = 0
 ) -> StoreConnections:
     """Start the store's process on a listening socket, for world_size ranks; return this rank's connections to it.

@@ -30,13 +30,13 @@ from bigbatch.errors import CommError, PeerLostError
 from bigbatch.words import first_difference
 
 REQUESTS = "bigbatch/joins"
-FIRST_NUMBER = 1 << 20
+FIRST_JOIN_NUMBER = 1 << 20
 """Initial ranks connect to a store under their ranks; a rank that joins, under a random number from here on."""
 CONNECT_SECONDS = 1.0
 """Limit of one attempt to reach the store."""
 LOOK_SECONDS = 1.0
 """Longest wait for an answer in one request."""
-_GO, _STAY = "+", "-"
+_COMMIT, _ABORT = "+", "-"
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ def ask_to_join(
     Raises: CommError if they refuse; RuntimeError if the store has ended, or does not know the secret; OSError, also
     if the ranks use another store.
     """
-    number = FIRST_NUMBER + secrets.randbelow(1 << 30)
+    number = FIRST_JOIN_NUMBER + secrets.randbelow(1 << 30)
     connections = StoreConnections(*store, env.secret, rank=number, timeout_seconds=CONNECT_SECONDS)
     bound: socket.socket | None = None
     try:
         requests = JobStore(connections, REQUESTS, seconds=timeout_seconds)
         endpoint, bound = bind_endpoint(env, towards=store[0], interface=interface)
-        asked = {"number": number, "seat": asdict(endpoint), "facts": dict(facts)}
+        asked = {"number": number, "endpoint": asdict(endpoint), "facts": dict(facts)}
         requests.append("asked", json.dumps(asked) + "\n")
         while not requests.wait_for(f"answer/{number}", LOOK_SECONDS):
             if not is_current():
@@ -153,7 +153,7 @@ def _parse(line: bytes) -> tuple[int | None, Mapping[str, Any]]:
 def _endpoint_of(asked: Mapping[str, Any]) -> Endpoint | None:
     """Return the endpoint of a request; None if another release has written it."""
     with suppress(TypeError, LookupError):
-        return Endpoint(**asked["seat"])
+        return Endpoint(**asked["endpoint"])
     return None
 
 
@@ -163,7 +163,7 @@ def _refusal(asked: Mapping[str, Any], endpoint: Endpoint | None, group: Group, 
     for name, ours in facts.items():
         theirs = told.get(name, "") if isinstance(told, dict) else ""
         if theirs != ours:
-            return f"its {name} is not that of the job: {first_difference(f'{theirs}', ours)}"
+            return f"its {name} differs from the job's: {first_difference(f'{theirs}', ours)}"
     if endpoint is None:
         return "its request is of another format"
     for each in group.endpoints.all:
@@ -172,7 +172,7 @@ def _refusal(asked: Mapping[str, Any], endpoint: Endpoint | None, group: Group, 
     return ""
 
 
-def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -> Admitted:
+def admit(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -> Admitted:
     """Form the group of the present ranks and those found, in the launcher's order. Collective over the present ranks.
 
     found, told: only rank 0's are used. No operation of the former group is under way afterwards.
@@ -188,7 +188,7 @@ def let_in(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -
         answer = {
             "prefix": prefix_after(store.prefix, "+", [each.number for each in found]),
             "numbers": [number for number, _ in everyone],
-            "seats": [asdict(endpoint) for _, endpoint in everyone],
+            "endpoints": [asdict(endpoint) for _, endpoint in everyone],
             "holder": [number for number, _ in everyone].index(store.numbers[holder_of(control)]),
             "told": dict(told),
         }
@@ -231,18 +231,18 @@ def _all_or_none(group: Group, text: str = "", *, what: str) -> str:
         control.collect_text("", what=what)
         with control.detector.explained(what):
             if control.rank == 0:
-                decision = store.compare_set(key, "", _GO + text).decode()
+                decision = store.compare_set(key, "", _COMMIT + text).decode()
             else:
                 decision = control.read(key, what=what, source=0)
-            if decision == _STAY:
-                raise RuntimeError("another rank has found one lost")
+            if decision == _ABORT:
+                raise RuntimeError("another rank has reported a lost rank")
     except PeerLostError:
-        decision = _STAY
+        decision = _ABORT
         with suppress(RuntimeError):
-            decision = store.compare_set(key, "", _STAY).decode()
-        if decision == _STAY:
+            decision = store.compare_set(key, "", _ABORT).decode()
+        if decision == _ABORT:
             raise
-    return decision.removeprefix(_GO)
+    return decision.removeprefix(_COMMIT)
 
 
 def _requests(group: Group) -> JobStore:
@@ -259,7 +259,7 @@ def _form(
     warn_seconds: float,
 ) -> Group:
     """Form the group that an answer describes. env.master: address of the store. number: this rank's in the store."""
-    endpoints, numbers = tuple(Endpoint(**each) for each in answer["seats"]), list(map(int, answer["numbers"]))
+    endpoints, numbers = tuple(Endpoint(**each) for each in answer["endpoints"]), list(map(int, answer["numbers"]))
     env = replace(env, rank=numbers.index(number), former_rank=env.launched_as)
     store = JobStore(former.connections, answer["prefix"], seconds=former.seconds, numbers=numbers)
     return form_group(env, Endpoints(endpoints, bound), store, holder=answer["holder"], warn_seconds=warn_seconds)

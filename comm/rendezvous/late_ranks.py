@@ -13,7 +13,7 @@ WARN_SECONDS = 20.0
 
 
 @contextmanager
-def telling_late(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
+def reporting_late(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
     """Print describe() on standard error if the block takes longer than seconds; pauses before further lines double.
 
     describe runs on another thread; nothing is printed if it returns "".

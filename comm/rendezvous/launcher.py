@@ -27,13 +27,10 @@ pals is the mpiexec of HPE Cray. Only Slurm's step variables count: a shell in a
 process. The last variables of flux and srun describe all nodes; local_size_of reads them.
 Source: flux-environment(7); srun(1), "OUTPUT ENVIRONMENT VARIABLES".
 """
-
 MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "flux")
 """Launchers whose ranks can communicate by MPI at once."""
-
-OF_LIBRARIES = ("pals", "flux", "srun")
+PMI_LAUNCHERS = ("pals", "flux", "srun")
 """Launchers that also set PMI_RANK and PMI_SIZE for MPICH's library: these do not prove that MPICH's mpiexec ran."""
-
 UNKNOWN_LAUNCHERS = {
     # variable: (launcher, what to use instead)
     "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
@@ -43,8 +40,7 @@ UNKNOWN_LAUNCHERS = {
     "ALPS_APP_PE": ("aprun of ALPS", "mpiexec"),
 }
 """Unsupported launchers: without a refusal each of their ranks would train alone."""
-
-PLACE_VARIABLES = (
+RANK_VARIABLES = (
     # torchrun's
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*"),
@@ -67,8 +63,7 @@ PLACE_VARIABLES = (
     *("SLURM_STEP_*", "SLURM_SRUN_*"),
 )
 """Variables that state rank, world size and meeting point; * matches any end of a name."""
-
-OWN_VARIABLES = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+VARIABLES_TO_SET = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
 
 def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
@@ -81,7 +76,7 @@ def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
     in PMIX_SERVER_TMPDIR and SLURM_TASK_PID. Open MPI before 5 sets none of these, and then mpirun counts.
     """
     is_step = "SLURM_STEP_ID" in variables
-    others = {LAUNCHER_VARIABLES[name][0] for name in OF_LIBRARIES if name != "srun" or is_step}
+    others = {LAUNCHER_VARIABLES[name][0] for name in PMI_LAUNCHERS if name != "srun" or is_step}
     for launcher, names in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and not is_step:
             continue  # the batch script itself, not a task that srun started
@@ -113,8 +108,8 @@ def refuse_unknown(variables: Mapping[str, str]) -> None:
     for name, (launcher, instead) in UNKNOWN_LAUNCHERS.items():
         if name in variables:
             raise LaunchError(
-                f"{name}={variables[name]} is of {launcher} which does not say here how many ranks there are: start "
-                f"them by {instead}, or set {OWN_VARIABLES} for each; a single process: env -u {name}"
+                f"{name}={variables[name]} was set by {launcher} which does not state the number of ranks: start them "
+                f"by {instead}, or set {VARIABLES_TO_SET} for each; for a single process: env -u {name}"
             )
     for launcher, (rank, size, *_) in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and "SLURM_STEP_ID" not in variables:
@@ -122,8 +117,8 @@ def refuse_unknown(variables: Mapping[str, str]) -> None:
         for name, other, least in ((rank, size, 0), (size, rank, 1)):
             if other not in variables and (text := variables.get(name, "")).isdecimal() and int(text[:18]) > least:
                 raise LaunchError(
-                    f"{name}={text} without {other}: this is one of several ranks, and {launcher} does not say "
-                    f"enough: let all its variables through, or set {OWN_VARIABLES}; a single process: env -u {name}"
+                    f"{name}={text} is set without {other}, so this is one of several ranks of {launcher}: pass all "
+                    f"its variables on, or set {VARIABLES_TO_SET}; for a single process: env -u {name}"
                 )
 
 
@@ -145,7 +140,7 @@ def number(variables: Mapping[str, str], name: str, launcher: str) -> int:
         return whole(variables[name])
     except KeyError:
         known = LAUNCHER_VARIABLES.get(launcher)
-        left_over = f"; a single process, where they are left over: env -u {known[0]} -u {known[1]}" if known else ""
+        left_over = f"; for a single process with left-over variables: env -u {known[0]} -u {known[1]}" if known else ""
         raise LaunchError(
             f"{launcher} did not set {name}; start the job with {launcher}'s own command{left_over}"
         ) from None
@@ -158,7 +153,7 @@ def _flux_local_size(variables: Mapping[str, str]) -> int:
     if nodes < 1 or ranks % nodes:
         raise LaunchError(
             f"FLUX_JOB_SIZE={ranks} on FLUX_JOB_NNODES={nodes}: flux does not say how many are on this node: give "
-            f"each node the same number, by --tasks-per-node, or set {OWN_VARIABLES} for each rank"
+            f"each node the same number, by --tasks-per-node, or set {VARIABLES_TO_SET} for each rank"
         )
     return ranks // nodes
 
@@ -170,7 +165,7 @@ def _slurm_local_size(variables: Mapping[str, str]) -> int:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not match:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form, such as 8(x4)")
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not in Slurm's form, such as 8(x4)")
         counts += [int(match[1])] * int(match[2] or 1)
     node = number(variables, "SLURM_NODEID", "srun")
     if not 0 <= node < len(counts):

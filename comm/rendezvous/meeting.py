@@ -13,14 +13,14 @@ from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within, wait_until
 from bigbatch.comm.rendezvous.by_mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, StoreConnections, hold_store
-from bigbatch.comm.rendezvous.late_ranks import name_ranks, telling_late
+from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, StoreConnections, start_store
+from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.limits import GRACE_SECONDS
-from bigbatch.comm.rendezvous.secret import StrangerError
+from bigbatch.comm.rendezvous.secret import AuthenticationError
 from bigbatch.errors import CommError, first_line, tell
 
-_WORDS = "bigbatch/words"
+_TOKENS = "bigbatch/words"
 
 _met: dict[tuple[str, int] | None, tuple[StoreConnections, ProcessEnv]] = {}
 """Rendezvous that this process has joined, by the launcher's address or None: a port can be opened only once."""
@@ -47,7 +47,7 @@ def open_store(
         return BoundedStore(store, seconds=timeout_seconds), "the default process group's store", env
     if env.master not in _met:
         met = env
-        with telling_late(warn_seconds, lambda: _describe_wait(met)):
+        with reporting_late(warn_seconds, lambda: _describe_wait(met)):
             if env.master is None and env.launcher in MPI_LAUNCHERS:
                 address, port, secret = meet_by_mpi(env, timeout_seconds=meeting_seconds, interface=interface)
                 met = replace(env, master=(address, port), secret=secret.encode())
@@ -86,7 +86,7 @@ def rendezvous(
     address, port = env.master
     if env.local_rank == 0 and not addresses_of(address):
         tell(
-            f"rank {env.rank} on {env.host}: MASTER_ADDR={address} is not a known host here: the rank looks again "
+            f"rank {env.rank} on {env.host}: MASTER_ADDR={address} is not a known host here: the rank tries again "
             f"for meeting_seconds={timeout_seconds:g}; if the name is wrong, stop the job and set another"
         )
     try:
@@ -97,7 +97,7 @@ def rendezvous(
         if env.rank == 0:
             # DNS may learn a pod's name some seconds after its start
             wait_until(lambda: bool(addresses_of(address)), timeout_seconds)
-            return _hold(env, address, port, timeout_seconds=timeout_seconds)
+            return _start_store(env, address, port, timeout_seconds=timeout_seconds)
         return StoreConnections(address, port, env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
     except (OSError, RuntimeError) as error:
         raise CommError(
@@ -106,7 +106,7 @@ def rendezvous(
         ) from error
 
 
-def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -> StoreConnections:
+def _start_store(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -> StoreConnections:
     listener = listen(address, port, is_one_host=env.is_one_host)
     if not env.secret:
         where = f"{address}:{listener.getsockname()[1]}"
@@ -114,7 +114,7 @@ def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -
             f"this job has no secret, so any process that reaches {where} can take part in it: start it by bigbatch "
             f"launch, or set {SECRET_VARIABLE} to the same random text for all ranks"
         )
-    return hold_store(listener, env.secret, world_size=env.world_size, timeout_seconds=timeout_seconds)
+    return start_store(listener, env.secret, world_size=env.world_size, timeout_seconds=timeout_seconds)
 
 
 def _meet_by_torchrun(
@@ -133,25 +133,21 @@ def _meet_by_torchrun(
     )
     board = BoundedStore(theirs, seconds=timeout_seconds + GRACE_SECONDS)
     session = meet_in_session(
-        board,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout_seconds=timeout_seconds,
-        warn_seconds=warn_seconds,
+        board, rank=env.rank, world_size=env.world_size, timeout_seconds=timeout_seconds, warn_seconds=warn_seconds
     )
     key = f"{session}/store"
     if env.rank == 0:
         # if the name resolves to loopback here, other hosts know this host by another address
         here = (
             address
-            if _leads_back(address)
+            if _is_loopback_name(address)
             else own_address(is_one_host=env.is_one_host, interface=interface, towards=address)
         )
-        connections = _hold(env, here, 0, timeout_seconds=timeout_seconds)
+        connections = _start_store(env, here, 0, timeout_seconds=timeout_seconds)
         board.set(key, f"{here} {connections.port}")
         return connections
     if not wait_until(lambda: board.check([key]), timeout_seconds):
-        raise TimeoutError("rank 0 opened none in time")
+        raise TimeoutError("rank 0 opened no store in time")
     here, own_port = board.get(key).decode().split()
     return StoreConnections(here, int(own_port), env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
 
@@ -160,8 +156,8 @@ def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seco
     """Return a session name that is unique to this start of the job and equal on all its ranks. Collective.
 
     The store outlives the ranks, and no launcher variable identifies a start: each agent of torchrun counts its own
-    restarts, and does not count changes of membership. So each rank but rank 0 writes a random word. Rank 0 answers
-    every word, also those of earlier starts, with the name of its session, and waits until all ranks have joined it.
+    restarts, and does not count changes of membership. So each rank but rank 0 writes a random token. Rank 0 answers
+    every token, also those of earlier starts, with the name of its session, and waits until all ranks have joined it.
     Then all ranks begin. If an earlier rank 0 has answered a rank, that rank follows the later answer.
     After warn_seconds rank 0 prints which ranks are late.
     Raises: TimeoutError naming the missing ranks; errors of the store.
@@ -169,31 +165,31 @@ def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seco
     if rank != 0:
         return _join_session(store, rank, timeout_seconds)
     session = uuid.uuid4().hex
-    comers = {rank: f"{session}/rank/{rank}" for rank in range(1, world_size)}
+    joined_keys = {rank: f"{session}/rank/{rank}" for rank in range(1, world_size)}
     num_answered = 0
 
-    def have_come() -> bool:
+    def have_all_joined() -> bool:
         nonlocal num_answered
-        words = store.get(_WORDS).decode().split() if store.check([_WORDS]) else []
-        for word in words[num_answered:]:
-            store.set(f"bigbatch/answer/{word}", session)
-        num_answered = len(words)
-        return store.check(list(comers.values()))
+        tokens = store.get(_TOKENS).decode().split() if store.check([_TOKENS]) else []
+        for token in tokens[num_answered:]:
+            store.set(f"bigbatch/answer/{token}", session)
+        num_answered = len(tokens)
+        return store.check(list(joined_keys.values()))
 
     def late() -> str:
-        return name_ranks([rank for rank, key in comers.items() if not store.check([key])])
+        return name_ranks([rank for rank, key in joined_keys.items() if not store.check([key])])
 
-    with telling_late(warn_seconds, lambda: f"rank 0 waits for {named} to start" if (named := late()) else ""):
-        if not wait_until(have_come, timeout_seconds):
-            raise TimeoutError(f"{late()} did not come in time")
+    with reporting_late(warn_seconds, lambda: f"rank 0 waits for {named} to start" if (named := late()) else ""):
+        if not wait_until(have_all_joined, timeout_seconds):
+            raise TimeoutError(f"{late()} did not join in time")
     store.set(f"{session}/begins", "1")
     return session
 
 
 def _join_session(store: KeyValue, rank: int, timeout_seconds: float) -> str:
-    word, session = uuid.uuid4().hex[:16], ""
-    store.append(_WORDS, f"{word} ")
-    answer = f"bigbatch/answer/{word}"
+    token, session = uuid.uuid4().hex[:16], ""
+    store.append(_TOKENS, f"{token} ")
+    answer = f"bigbatch/answer/{token}"
 
     def begins() -> bool:
         nonlocal session
@@ -203,22 +199,24 @@ def _join_session(store: KeyValue, rank: int, timeout_seconds: float) -> str:
         return bool(session) and store.check([f"{session}/begins"])
 
     if not wait_until(begins, timeout_seconds):
-        raise TimeoutError("some other rank did not come in time" if session else "rank 0 did not come in time")
+        raise TimeoutError("another rank did not join in time" if session else "rank 0 did not join in time")
     return session
 
 
 def _remedy(env: ProcessEnv, address: str, error: Exception, *, seconds: float) -> str:
-    if isinstance(error, StrangerError):
+    if isinstance(error, AuthenticationError):
         return f"start all ranks by one launcher, or set {SECRET_VARIABLE} to the same random text for all of them"
-    if env.rank != 0 and not env.is_one_host and _leads_back(address):
-        return f"{address} leads {env.host} to itself: give it {address}'s own address in /etc/hosts, or by MASTER_ADDR"
+    if env.rank != 0 and not env.is_one_host and _is_loopback_name(address):
+        return (
+            f"{address} resolves to loopback on {env.host}: set MASTER_ADDR, or give it its own address in /etc/hosts"
+        )
     again = ", or submit the job again: its number chooses another port" if env.launcher == "srun" else ""
-    words = "check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are an address and free port of its host"
+    advice = "check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are an address and free port of its host"
     late = "" if env.rank == 0 else f"; if it only started late, raise meeting_seconds={seconds:g}"
-    return words + again + late
+    return advice + again + late
 
 
-def _leads_back(address: str) -> bool:
+def _is_loopback_name(address: str) -> bool:
     """Return whether a name resolves to loopback, as the host's own name does on Debian and Ubuntu."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -234,7 +232,7 @@ def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socke
     know this host by another address.
     """
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    if not is_one_host and _leads_back(address):
+    if not is_one_host and _is_loopback_name(address):
         where = ("", port)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,5 @@
 """Check that the ranks' releases, hosts, local ranks and GPUs are consistent before they are used."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ import torch
 import bigbatch
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.late_ranks import name_ranks, telling_late
+from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
 from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import CommError
 
@@ -67,13 +66,12 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
     mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host, gpu)
     _claim_rank(env, control)
     limit = control.meeting_seconds
-    with telling_late(control.warn_seconds, control.describe_late_ranks):
-        texts = control.gather_text(
-            json.dumps({"release": release(), **asdict(mine)}),
+    with reporting_late(control.warn_seconds, control.describe_late_ranks):
+        told = control.gather(
+            {"release": release(), **asdict(mine)},
             what=f"meeting of all ranks (meeting_seconds={limit:g})",
             timeout_seconds=limit,
         )
-    told = [json.loads(text) for text in texts]
     # first: another release of bigbatch may have other fields
     require_same_release([each.pop("release", UNKNOWN_RELEASE) for each in told], hosts=[each["host"] for each in told])
     places = [RankPlace(**each) for each in told]
@@ -185,6 +183,6 @@ def require_same_release(releases: Sequence[str], *, hosts: Sequence[str]) -> No
     if odd:
         named = "; ".join(f"{', '.join(names)}: {told}" for told, names in odd.items())
         raise CommError(
-            f"the ranks run different code: {named}; {hosts[0]}: {first}: install the same on all nodes, or once where "
-            "all see it"
+            f"the ranks run different code: {named}; {hosts[0]}: {first}: install the same release on all "
+            "nodes, or once on a shared disk"
         )

@@ -269,7 +269,7 @@ def _check(data: bytes) -> None:
         if operation == _STOP:
             return
         if operation in _CALLS:
-            raise RunsCode("it would run code as it is read, and data alone is expected")
+            raise RunsCode("reading it would run code, and only data is expected")
         if operation not in _TEXTS:
             raise NotPlain("it holds more than plain data, or is cut off")
         start = at + 1 + _TEXTS[operation]

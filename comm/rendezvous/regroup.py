@@ -6,7 +6,6 @@ other, only the larger one continues (has_quorum); the trainer's claim of the ru
 """
 
 import hashlib
-import json
 import os
 import socket
 import time
@@ -19,15 +18,15 @@ from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
-from bigbatch.comm.rendezvous.secret import StrangerError
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, start_store
+from bigbatch.comm.rendezvous.secret import AuthenticationError
 from bigbatch.errors import CommError, PeerLostError
 
 HOLDER_SECONDS = 0.5
 """Wait for ranks on a lost store's host, if this host cannot see their processes: most are lost with the store."""
 LOOK_SECONDS = 0.02
 """Polling interval while waiting for other ranks."""
-CALL_SECONDS = 1.0
+CONNECT_SECONDS = 1.0
 """Timeout of one attempt to connect to the next store."""
 
 
@@ -80,8 +79,8 @@ class Group:
 def exchange_endpoints(env: ProcessEnv, control: Control, *, interface: str | None) -> Endpoints:
     """Bind this rank's socket, and exchange the addresses. Collective, after all have met."""
     mine, bound = bind_endpoint(env, towards=control.master[0] if control.master else None, interface=interface)
-    told = control.gather_text(json.dumps(asdict(mine)), what="exchange of the addresses of later stores")
-    return Endpoints(tuple(Endpoint(**json.loads(text)) for text in told), bound)
+    everyone = control.gather(asdict(mine), what="exchange of the addresses of later stores")
+    return Endpoints(tuple(Endpoint(**each) for each in everyone), bound)
 
 
 def bind_endpoint(env: ProcessEnv, *, towards: str | None, interface: str | None) -> tuple[Endpoint, socket.socket]:
@@ -124,15 +123,15 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     store, rank, holder = group.store, env.rank, holder_of(control)
     left = [each for each in range(env.world_size) if each not in lost]
     if rank not in left and rank != holder:
-        raise excluded(env, lost)
+        raise excluded_error(env, lost)
     if holder in left:  # the store lives: its verdict is the same on all ranks
         members, connections, first = left, store.connections, holder
         master = control.master  # the holder's own connection may be over another address
         numbers = [store.numbers[each] if store.numbers else each for each in members]
-        if not has_quorum(members, _silent(group, members, lost)):
+        if not has_quorum(members, _silent_ranks(group, members, lost)):
             members = []
     else:
-        members, connections, first = _meet_elsewhere(group, lost)
+        members, connections, first = _meet_at_next_store(group, lost)
         numbers, master = members, (connections.address, connections.port)
     if not members:
         raise PeerLostError(
@@ -140,7 +139,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
             "may go on without it, so this process ends"
         )
     if rank not in members:
-        raise excluded(env, frozenset(range(env.world_size)).difference(members))
+        raise excluded_error(env, frozenset(range(env.world_size)).difference(members))
     # ranks that disagree about the members never meet
     prefix = prefix_after(store.prefix, ">", members)
     return form_group(
@@ -166,7 +165,7 @@ def form_group(env: ProcessEnv, endpoints: Endpoints, store: JobStore, *, holder
     return Group(env, control, endpoints)
 
 
-def excluded(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
+def excluded_error(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
     """Return the error for a rank that the other ranks have excluded."""
     error = PeerLostError(
         f"rank {env.rank} on {env.host} did not answer in time, so the other ranks go on without it: this process ends"
@@ -183,7 +182,7 @@ def has_quorum(members: Collection[int], silent: Collection[int]) -> bool:
     return (len(members), -min(members)) > (len(silent), -min(silent, default=0))
 
 
-def _silent(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[int]:
+def _silent_ranks(group: Group, members: Sequence[int], lost: frozenset[int]) -> set[int]:
     """Return the ranks outside members whose processes are not known to have ended."""
     state, holder = group.control.detector.log.state, holder_of(group.control)
     known = set(state.crashed)
@@ -204,7 +203,7 @@ def _has_closed(group: Group) -> bool:
     connections = group.store.connections
     with suppress(OSError):
         try:
-            socket.create_connection((connections.address, connections.port), CALL_SECONDS).close()
+            socket.create_connection((connections.address, connections.port), CONNECT_SECONDS).close()
         except ConnectionRefusedError:
             return True
     return False
@@ -216,7 +215,7 @@ def order_of_holders(endpoints: Sequence[Endpoint], lost: frozenset[int], *, hol
     return [*sorted(left, key=lambda each: endpoints[each].host == endpoints[holder].host), holder]
 
 
-def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections, int]:
+def _meet_at_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections, int]:
     """Open or find the next store, and agree there on the members.
 
     Returns: the members, none without a quorum; the store; and the rank that holds it.
@@ -225,13 +224,13 @@ def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], Stor
     reasons = []
     for first in order_of_holders(endpoints.all, lost, holder=holder_of(control)):
         if first == env.rank:
-            return *_count(group, lost), first
+            return *_open_next_store(group, lost), first
         try:
-            connections = _call(endpoints.all[first], control, rank=env.rank)
-        except (OSError, StrangerError) as error:
+            connections = _connect_to(endpoints.all[first], control, rank=env.rank)
+        except (OSError, AuthenticationError) as error:
             reasons.append(f"rank {first}: {error}")
             continue
-        store = _election(connections, group)
+        store = _members_store(connections, group)
         try:
             store.set(f"here/{env.rank}", "1")
             # twice: the first rank may wait once for another one, and once for its own requests
@@ -242,17 +241,17 @@ def _meet_elsewhere(group: Group, lost: frozenset[int]) -> tuple[list[int], Stor
     raise CommError(f"rank {env.rank} on {env.host} cannot reach any rank that opens a new store: {'; '.join(reasons)}")
 
 
-def _election(connections: StoreConnections, group: Group) -> JobStore:
+def _members_store(connections: StoreConnections, group: Group) -> JobStore:
     return JobStore(connections, f"{group.store.prefix}>members", seconds=group.control.timeout_seconds)
 
 
-def _call(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConnections:
-    """Connect to the store at an endpoint, once it listens. Raises: OSError; StrangerError."""
+def _connect_to(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConnections:
+    """Connect to the store at an endpoint, once it listens. Raises: OSError; AuthenticationError."""
     deadline = awake_seconds() + control.timeout_seconds
     while not endpoint.has_ended():
         try:
             return StoreConnections(
-                endpoint.address, endpoint.port, control.secret, rank=rank, timeout_seconds=CALL_SECONDS
+                endpoint.address, endpoint.port, control.secret, rank=rank, timeout_seconds=CONNECT_SECONDS
             )
         except OSError:  # that rank may be in a long step, and may not have noticed the loss yet
             if awake_seconds() > deadline:
@@ -260,7 +259,7 @@ def _call(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConnection
     raise ConnectionError("its process has ended")
 
 
-def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections]:
+def _open_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections]:
     """Open the next store, and publish the ranks that connect to it as members; none if they have no quorum.
 
     It waits for each rank until its process has ended, comm.timeout_seconds at most: the rank may be in a long step.
@@ -273,8 +272,8 @@ def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnecti
         listener = _bind(own.address, own.port)
     listener.listen(4096)
     limit = control.timeout_seconds
-    connections = hold_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
-    store = _election(connections, group)
+    connections = start_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
+    store = _members_store(connections, group)
     holder = holder_of(control)
     awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}
     come, gone = set[int](), frozenset[int]()
@@ -293,7 +292,7 @@ def _count(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnecti
             awaited.discard(each)
         time.sleep(LOOK_SECONDS if awaited else 0.0)
     members = sorted({*come, env.rank})
-    if not has_quorum(members, _silent(group, members, lost) - gone):
+    if not has_quorum(members, _silent_ranks(group, members, lost) - gone):
         members = []
     store.set("members", " ".join(map(str, members)))
     return members, connections

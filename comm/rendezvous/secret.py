@@ -21,14 +21,14 @@ _HELLO = struct.Struct(f"!4sI{NONCE_BYTES}s{PROOF_BYTES}s")
 _PROTOCOL = b"bb01"
 
 HELLO_BYTES = _HELLO.size
-SHORTAGE_SECONDS = 0.01
+ACCEPT_RETRY_SECONDS = 0.01
 """Pause after a failed accept, such as without free descriptors."""
 
 _STREAMS: "WeakSet[socket.socket]" = WeakSet()
 """Connections that forked children close."""
 
 
-def end_with_process(stream: socket.socket) -> socket.socket:
+def close_after_fork(stream: socket.socket) -> socket.socket:
     """Register a connection for closing in processes forked later; return it.
 
     Otherwise a loader's workers, which outlive a killed rank, would keep it open, and the rank would seem alive.
@@ -40,11 +40,11 @@ def end_with_process(stream: socket.socket) -> socket.socket:
 os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_STREAMS))))
 
 
-class StrangerError(RuntimeError):
+class AuthenticationError(RuntimeError):
     """The other end of a connection does not know the job's secret."""
 
 
-class TurnedAwayError(StrangerError):
+class RejectedError(AuthenticationError):
     """The other end refused this process: another secret, or too many connections at once."""
 
 
@@ -64,7 +64,7 @@ def accept_client(listener: socket.socket, make_room: Callable[[], None]) -> soc
         return None
     except OSError:
         make_room()
-        time.sleep(SHORTAGE_SECONDS)  # the connection is still pending: do not spin
+        time.sleep(ACCEPT_RETRY_SECONDS)  # the connection is still pending: do not spin
         return None
     stream.setblocking(False)
     return stream
@@ -79,32 +79,32 @@ class ServerHandshake:
         """Nonce of this listener, which clients receive first."""
 
     def verify(self, hello: bytes) -> tuple[int, bytes]:
-        """Return the client's rank and the answer. Raises: StrangerError if the proof is wrong."""
-        protocol, rank, drawn, proof = _HELLO.unpack(hello)
-        expected = _prove(self._secret, b"caller", self._name, rank, drawn, self.nonce)
+        """Return the client's rank and the answer. Raises: AuthenticationError if the proof is wrong."""
+        protocol, rank, client_nonce, proof = _HELLO.unpack(hello)
+        expected = _prove(self._secret, b"caller", self._name, rank, client_nonce, self.nonce)
         # in constant time, so that timing reveals nothing
         if protocol != _PROTOCOL or not hmac.compare_digest(proof, expected):
-            raise StrangerError("a caller does not know this job's secret")
-        return rank, _prove(self._secret, b"door", self._name, rank, drawn, self.nonce)
+            raise AuthenticationError("a client does not know this job's secret")
+        return rank, _prove(self._secret, b"door", self._name, rank, client_nonce, self.nonce)
 
 
-def introduce(secret: bytes, name: str, nonce: bytes, *, rank: int) -> tuple[bytes, bytes]:
+def make_hello(secret: bytes, name: str, nonce: bytes, *, rank: int) -> tuple[bytes, bytes]:
     """Return the hello for the server of that name and nonce, and the answer that proves it belongs to the job."""
-    drawn = secrets.token_bytes(NONCE_BYTES)
-    proof = _prove(secret, b"caller", name, rank, drawn, nonce)
-    return _HELLO.pack(_PROTOCOL, rank, drawn, proof), _prove(secret, b"door", name, rank, drawn, nonce)
+    client_nonce = secrets.token_bytes(NONCE_BYTES)
+    proof = _prove(secret, b"caller", name, rank, client_nonce, nonce)
+    return _HELLO.pack(_PROTOCOL, rank, client_nonce, proof), _prove(secret, b"door", name, rank, client_nonce, nonce)
 
 
-def call(stream: socket.socket, secret: bytes, name: str, *, rank: int) -> None:
-    """Authenticate with a server that sends its nonce first. Raises: OSError, TurnedAwayError, StrangerError."""
-    hello, expected = introduce(secret, name, receive_exactly(stream, NONCE_BYTES), rank=rank)
+def authenticate(stream: socket.socket, secret: bytes, name: str, *, rank: int) -> None:
+    """Authenticate with a server that sends its nonce first. Raises: OSError, RejectedError, AuthenticationError."""
+    hello, expected = make_hello(secret, name, receive_exactly(stream, NONCE_BYTES), rank=rank)
     try:
         stream.sendall(hello)
         answer = receive_exactly(stream, PROOF_BYTES)
     except ConnectionError:  # a server closes unauthenticated connections without an answer
-        raise TurnedAwayError("it does not take this process for one of the job: they know different secrets") from None
+        raise RejectedError("it refused this process: they know different secrets") from None
     if not hmac.compare_digest(answer, expected):
-        raise StrangerError("it does not know the job's secret")
+        raise AuthenticationError("it does not know the job's secret")
 
 
 def receive_exactly(stream: socket.socket, count: int) -> bytes:
@@ -117,6 +117,6 @@ def receive_exactly(stream: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def _prove(secret: bytes, who: bytes, name: str, rank: int, drawn: bytes, nonce: bytes) -> bytes:
-    text = b"\0".join((_PROTOCOL, who, name.encode(), str(rank).encode(), drawn + nonce))
+def _prove(secret: bytes, role: bytes, name: str, rank: int, client_nonce: bytes, nonce: bytes) -> bytes:
+    text = b"\0".join((_PROTOCOL, role, name.encode(), str(rank).encode(), client_nonce + nonce))
     return hmac.digest(secret, text, "sha256")

@@ -17,18 +17,17 @@ from contextlib import suppress
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
-from bigbatch.comm.rendezvous.secret import HELLO_BYTES, ServerHandshake, StrangerError, accept_client
+from bigbatch.comm.rendezvous.secret import HELLO_BYTES, AuthenticationError, ServerHandshake, accept_client
 
 LENGTH = struct.Struct("!I")
 """Length in bytes, before each request, answer and part."""
-MOST_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 64 << 20
 """Largest request; a larger one ends its connection."""
 HELLO_SECONDS = 10.0
 """Time limit of a client's authentication."""
-MOST_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Unauthenticated connections beyond the job's ranks; the server drops the oldest one if there are more."""
-NAME = "store"
-
+STORE_NAME = "store"
 DONE, MISSING = b"\0", b"\1"
 
 
@@ -49,7 +48,7 @@ def split(data: bytes) -> list[bytes]:
     return parts
 
 
-class _Caller:
+class _Client:
     """One connection, unauthenticated until its hello has come."""
 
     def __init__(self, stream: socket.socket, handshake: ServerHandshake) -> None:
@@ -67,7 +66,7 @@ class _Caller:
         """When its wait ends without an answer, to within STORE_LOOK_SECONDS; awake_seconds()."""
 
     def requests(self) -> Iterator[list[bytes]]:
-        """Yield the complete requests. Raises: ValueError, StrangerError."""
+        """Yield the complete requests. Raises: ValueError, AuthenticationError."""
         if self.handshake is not None and len(self.incoming) >= HELLO_BYTES:
             self.rank, answer = self.handshake.verify(bytes(self.incoming[:HELLO_BYTES]))
             self.outgoing += answer
@@ -75,7 +74,7 @@ class _Caller:
             del self.incoming[:HELLO_BYTES]
         while self.handshake is None and len(self.incoming) >= LENGTH.size:
             length = LENGTH.unpack_from(self.incoming)[0]
-            if length > MOST_BYTES:
+            if length > MAX_REQUEST_BYTES:
                 raise ValueError(f"a request of {length} bytes")
             if len(self.incoming) < LENGTH.size + length:
                 return
@@ -84,7 +83,7 @@ class _Caller:
             yield split(request)
 
 
-class Requests:
+class KeyValueTable:
     """The key-value table, and the requests on it: name of an operation, then its arguments."""
 
     def __init__(self) -> None:
@@ -132,159 +131,159 @@ class StoreServer:
         """world_size: ranks that may connect at once."""
         listener.setblocking(False)
         self._listener, self._secret = listener, secret
-        self._most_strangers = MOST_STRANGERS + world_size
-        self._table = Requests()
+        self._max_unauthenticated = MAX_UNAUTHENTICATED + world_size
+        self._table = KeyValueTable()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: deque[_Caller] = deque()
-        self._waiting: dict[bytes, list[_Caller]] = {}
-        self._tails: dict[bytes, set[_Caller]] = {}
-        """Key -> callers that wait for news of it."""
-        self._known: dict[int, set[_Caller]] = {}
+        self._unauthenticated: deque[_Client] = deque()
+        self._waiting: dict[bytes, list[_Client]] = {}
+        self._news_waiters: dict[bytes, set[_Client]] = {}
+        """Key -> clients that wait for news of it."""
+        self._connections_of: dict[int, set[_Client]] = {}
         """Connections of each rank that has authenticated."""
-        self._left: dict[int, float] = {}
+        self._gone_since: dict[int, float] = {}
         """Rank -> when its last connection ended; awake_seconds()."""
 
-    def serve(self, is_over: Callable[[], bool], *, also: int | None = None) -> None:
-        """Serve until is_over(), called every STORE_LOOK_SECONDS and when the descriptor `also` is readable."""
-        if also is not None:
-            self._selector.register(also, selectors.EVENT_READ)
-        looked = awake_seconds()
+    def serve(self, is_over: Callable[[], bool], *, wake_fd: int | None = None) -> None:
+        """Serve until is_over(), called every STORE_LOOK_SECONDS and when the descriptor `wake_fd` is readable."""
+        if wake_fd is not None:
+            self._selector.register(wake_fd, selectors.EVENT_READ)
+        last_look = awake_seconds()
         while True:
-            is_told = False
+            is_woken = False
             for key, events in self._selector.select(limits.STORE_LOOK_SECONDS):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data is None:
-                    is_told = True
+                    is_woken = True
                 else:
                     self._serve(key.data, events)
             now = awake_seconds()
-            if is_told or now - looked > limits.STORE_LOOK_SECONDS:
-                looked = now
-                while self._strangers and now - self._strangers[0].since > HELLO_SECONDS:
-                    self._send_off_the_first()
-                late = {each for callers in self._waiting.values() for each in callers if now > each.waits_until}
-                for caller in late:
-                    self._forget(caller)
-                    self._end_wait(caller, MISSING)
-                for caller in [each for callers in self._tails.values() for each in callers]:
-                    self._tell_news(caller, is_late=now > caller.waits_until)
+            if is_woken or now - last_look > limits.STORE_LOOK_SECONDS:
+                last_look = now
+                while self._unauthenticated and now - self._unauthenticated[0].since > HELLO_SECONDS:
+                    self._drop_oldest_unauthenticated()
+                late = {each for clients in self._waiting.values() for each in clients if now > each.waits_until}
+                for client in late:
+                    self._cancel_wait(client)
+                    self._end_wait(client, MISSING)
+                for client in [each for clients in self._news_waiters.values() for each in clients]:
+                    self._answer_tail(client, is_late=now > client.waits_until)
                 if is_over():
                     return
 
     def _accept(self) -> None:
-        stream = accept_client(self._listener, self._send_off_the_first)
+        stream = accept_client(self._listener, self._drop_oldest_unauthenticated)
         if stream is None:
             return
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        caller = _Caller(stream, ServerHandshake(self._secret, NAME))
-        self._strangers.append(caller)
-        self._selector.register(stream, selectors.EVENT_READ | selectors.EVENT_WRITE, caller)
-        if len(self._strangers) > self._most_strangers:
-            self._send_off_the_first()
+        client = _Client(stream, ServerHandshake(self._secret, STORE_NAME))
+        self._unauthenticated.append(client)
+        self._selector.register(stream, selectors.EVENT_READ | selectors.EVENT_WRITE, client)
+        if len(self._unauthenticated) > self._max_unauthenticated:
+            self._drop_oldest_unauthenticated()
 
-    def _send_off_the_first(self) -> None:
-        if self._strangers:
-            self._close(self._strangers[0])
+    def _drop_oldest_unauthenticated(self) -> None:
+        if self._unauthenticated:
+            self._close(self._unauthenticated[0])
 
-    def _serve(self, caller: _Caller, events: int) -> None:
-        if caller.stream.fileno() < 0:  # dropped in this round
+    def _serve(self, client: _Client, events: int) -> None:
+        if client.stream.fileno() < 0:  # dropped in this round
             return
         try:
             if events & selectors.EVENT_READ:
-                self._hear(caller)
-            self._send(caller)
+                self._receive(client)
+            self._send(client)
         except BlockingIOError:
             pass
-        except (OSError, StrangerError, ValueError, LookupError):
-            self._close(caller)
+        except (OSError, AuthenticationError, ValueError, LookupError):
+            self._close(client)
 
-    def _hear(self, caller: _Caller) -> None:
-        data = caller.stream.recv(1 << 16)
+    def _receive(self, client: _Client) -> None:
+        data = client.stream.recv(1 << 16)
         if not data:
             raise ConnectionResetError
-        caller.incoming += data
-        was_stranger = caller.handshake is not None
-        for request in caller.requests():
-            self._answer(caller, request)
-        if was_stranger and caller.rank is not None:
-            self._strangers.remove(caller)
-            self._known.setdefault(caller.rank, set()).add(caller)
-            self._left.pop(caller.rank, None)
+        client.incoming += data
+        was_unauthenticated = client.handshake is not None
+        for request in client.requests():
+            self._answer(client, request)
+        if was_unauthenticated and client.rank is not None:
+            self._unauthenticated.remove(client)
+            self._connections_of.setdefault(client.rank, set()).add(client)
+            self._gone_since.pop(client.rank, None)
 
-    def _answer(self, caller: _Caller, request: list[bytes]) -> None:
+    def _answer(self, client: _Client, request: list[bytes]) -> None:
         if request[0] == b"wait":
-            caller.waits_for = {key for key in request[2:] if key not in self._table.values}
-            caller.waits_until = awake_seconds() + float(request[1])
-            for key in caller.waits_for:
-                self._waiting.setdefault(key, []).append(caller)
-            if not caller.waits_for:
-                _reply(caller, DONE)
+            client.waits_for = {key for key in request[2:] if key not in self._table.values}
+            client.waits_until = awake_seconds() + float(request[1])
+            for key in client.waits_for:
+                self._waiting.setdefault(key, []).append(client)
+            if not client.waits_for:
+                _reply(client, DONE)
             return
         if request[0] == b"tail":
             _, seconds, key, begin, num_gone = request
-            caller.tail, caller.waits_until = (key, int(begin), int(num_gone)), awake_seconds() + float(seconds)
-            self._tails.setdefault(key, set()).add(caller)
-            self._tell_news(caller, is_late=not float(seconds))
+            client.tail, client.waits_until = (key, int(begin), int(num_gone)), awake_seconds() + float(seconds)
+            self._news_waiters.setdefault(key, set()).add(client)
+            self._answer_tail(client, is_late=not float(seconds))
             return
-        _reply(caller, self._table.answer(request))
+        _reply(client, self._table.answer(request))
         for key in request[1::2]:  # the odd parts are keys
-            for waiting in tuple(self._tails.get(key, ())):
-                self._tell_news(waiting, is_late=request[0] == b"append")
+            for waiting in tuple(self._news_waiters.get(key, ())):
+                self._answer_tail(waiting, is_late=request[0] == b"append")
             if key in self._waiting and key in self._table.values:
                 for waiting in self._waiting.pop(key):
                     waiting.waits_for.remove(key)
                     if not waiting.waits_for:
                         self._end_wait(waiting, DONE)
 
-    def _tell_news(self, caller: _Caller, *, is_late: bool = False) -> None:
+    def _answer_tail(self, client: _Client, *, is_late: bool = False) -> None:
         """Answer a request for news if there are any, or if it is late."""
-        assert caller.tail is not None
-        key, begin, num_gone = caller.tail
+        assert client.tail is not None
+        key, begin, num_gone = client.tail
         value, gone_before = self._table.values.get(key, b"")[begin:], awake_seconds() - limits.GONE_SECONDS
-        gone = [rank for rank, since in self._left.items() if since < gone_before]
+        gone = [rank for rank, since in self._gone_since.items() if since < gone_before]
         if value or len(gone) != num_gone or is_late:
-            self._forget(caller)
-            self._end_wait(caller, DONE + pack(value, *(str(rank).encode() for rank in gone)))
+            self._cancel_wait(client)
+            self._end_wait(client, DONE + pack(value, *(str(rank).encode() for rank in gone)))
 
-    def _end_wait(self, caller: _Caller, answer: bytes) -> None:
-        _reply(caller, answer)
+    def _end_wait(self, client: _Client, answer: bytes) -> None:
+        _reply(client, answer)
         with suppress(OSError):  # the selector reports a closed connection
-            self._send(caller)
+            self._send(client)
 
-    def _forget(self, caller: _Caller) -> None:
+    def _cancel_wait(self, client: _Client) -> None:
         """Cancel its pending wait, or request for news."""
-        if caller.tail is not None:
-            self._tails[caller.tail[0]].discard(caller)
-            caller.tail = None
-        for key in caller.waits_for:
-            self._waiting[key].remove(caller)
+        if client.tail is not None:
+            self._news_waiters[client.tail[0]].discard(client)
+            client.tail = None
+        for key in client.waits_for:
+            self._waiting[key].remove(client)
             if not self._waiting[key]:
                 del self._waiting[key]
-        caller.waits_for = set()
+        client.waits_for = set()
 
-    def _send(self, caller: _Caller) -> None:
-        if caller.outgoing:
+    def _send(self, client: _Client) -> None:
+        if client.outgoing:
             with suppress(BlockingIOError):
-                del caller.outgoing[: caller.stream.send(caller.outgoing)]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.outgoing else 0)
-        self._selector.modify(caller.stream, wanted, caller)
+                del client.outgoing[: client.stream.send(client.outgoing)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outgoing else 0)
+        self._selector.modify(client.stream, wanted, client)
 
-    def _close(self, caller: _Caller) -> None:
-        if caller in self._strangers:
-            self._strangers.remove(caller)
-        if caller.rank is not None and caller in (known := self._known.get(caller.rank, set())):
-            known.remove(caller)
-            if not known:
-                self._left[caller.rank] = awake_seconds()
-        self._forget(caller)
-        self._selector.unregister(caller.stream)
-        caller.stream.close()
+    def _close(self, client: _Client) -> None:
+        if client in self._unauthenticated:
+            self._unauthenticated.remove(client)
+        if client.rank is not None and client in (connections := self._connections_of.get(client.rank, set())):
+            connections.remove(client)
+            if not connections:
+                self._gone_since[client.rank] = awake_seconds()
+        self._cancel_wait(client)
+        self._selector.unregister(client.stream)
+        client.stream.close()
 
 
-def _reply(caller: _Caller, answer: bytes) -> None:
-    caller.outgoing += LENGTH.pack(len(answer)) + answer
+def _reply(client: _Client, answer: bytes) -> None:
+    client.outgoing += LENGTH.pack(len(answer)) + answer
 
 
 def main() -> None:
@@ -311,4 +310,4 @@ def main() -> None:
         except BlockingIOError:
             return False
 
-    server.serve(is_over, also=end)
+    server.serve(is_over, wake_fd=end)

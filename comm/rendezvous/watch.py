@@ -11,11 +11,11 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.failures import Stall
-from bigbatch.comm.rendezvous.last_words import LastWords
+from bigbatch.comm.rendezvous.hang_report import HangReport
 from bigbatch.errors import tell
 from bigbatch.exit_codes import LOST
 
-BESIDE_A_QUEUE = -1_000_000
+FIRST_UNQUEUED_NUMBER = -1_000_000
 """Number of the first operation outside of a queue; such numbers stay below those of a queue."""
 
 
@@ -59,14 +59,14 @@ class Watch:
         self._warn_seconds, self._say = control.warn_seconds, say
         # four looks per warn_seconds: answers of others come at most a quarter of it late
         self._look_seconds = min(limits.LOOK_SECONDS, control.warn_seconds / 4)
-        self._beside = itertools.count(BESIDE_A_QUEUE)
-        self._noted: Pending | None = None
-        """The last operation in which this rank has said that it waits, at _noted_at."""
-        self._noted_at = 0.0
-        self._said: set[int] = set()
-        self._named: dict[int, str] = {}
+        self._unqueued_numbers = itertools.count(FIRST_UNQUEUED_NUMBER)
+        self._logged_wait: Pending | None = None
+        """The last operation in which this rank has said that it waits, at _logged_at."""
+        self._logged_at = 0.0
+        self._reported: set[int] = set()
+        self._late_texts: dict[int, str] = {}
         """Operation number -> what was printed about its late ranks, for the time after the store is lost."""
-        self._last_words, self._ends_job = LastWords(control), ends_job
+        self._report, self._ends_job = HangReport(control), ends_job
         self._closed = Event()
         rounds = [self._follow_log, self._watch_clock] if ends_job else [self._follow_log]
         self._threads = [Thread(target=each, name="bigbatch-watch", daemon=True) for each in rounds]
@@ -80,7 +80,7 @@ class Watch:
 
         All ranks make these calls in the same order.
         """
-        queued, pending = self._oldest, Pending(next(self._beside), label, awake_seconds())
+        queued, pending = self._oldest, Pending(next(self._unqueued_numbers), label, awake_seconds())
         self.follow(lambda: queued() or pending)
         try:
             yield
@@ -107,18 +107,18 @@ class Watch:
             try:
                 self.look(wait=self._look_seconds)
             except RuntimeError:  # the store is lost, or closed at the end of a good run
-                self._say_silent()
+                self._report_silent_store()
                 self._closed.wait(self._look_seconds)
 
     def _watch_clock(self) -> None:
         while not self._closed.wait(self._look_seconds):
-            self.count()
+            self.check_clock()
 
-    def count(self) -> None:
+    def check_clock(self) -> None:
         """Check the clock once; end this process after the time limit. Does not need the store."""
         pending = self._oldest()
         if pending and pending.seconds > self._control.timeout_seconds:
-            self._last_words.say(pending.label, pending.seconds, self._named.get(pending.number, ""), by=self._say)
+            self._report.say(pending.label, pending.seconds, self._late_texts.get(pending.number, ""), by=self._say)
             os._exit(LOST)  # the main thread waits for the device and cannot be interrupted
 
     def look(self, *, wait: float = 0.0) -> None:
@@ -126,54 +126,54 @@ class Watch:
         self._log.look(
             is_waiting=lambda: self._oldest() is not None or self._detector.is_waiting,
             is_watching=True,
-            before_answer=self._last_words.publish if self._ends_job else lambda: None,
+            before_answer=self._report.publish if self._ends_job else lambda: None,
             wait=wait,
             within=self._warn_seconds,
         )
         pending = self._oldest()
         if pending:
-            self._note(pending)
+            self._log_wait(pending)
         for stall in self._log.state.stalls:
-            if stall.number not in self._said:
-                self._name_late(stall, pending)
+            if stall.number not in self._reported:
+                self._report_late(stall, pending)
 
-    def _note(self, pending: Pending) -> None:
+    def _log_wait(self, pending: Pending) -> None:
         """Log, once, that this rank waits in an operation, if another rank has logged that or this one waits long."""
         stall = self._log.state.stall(pending.number)
         if stall is None and pending.seconds <= self._warn_seconds:
             return
-        if self._noted is None or self._noted.number != pending.number:
-            self._noted, self._noted_at = pending, awake_seconds()
+        if self._logged_wait is None or self._logged_wait.number != pending.number:
+            self._logged_wait, self._logged_at = pending, awake_seconds()
         if stall is None or self._control.rank not in stall.waiting:
             ranks = None if pending.ranks is None else list(pending.ranks)
             self._log.write("waits", pending.number, pending.label, ranks)
 
-    def _name_late(self, stall: Stall, pending: Pending | None) -> None:
+    def _report_late(self, stall: Stall, pending: Pending | None) -> None:
         if pending and pending.number == stall.number:
             # after two looks every rank that waits in it has written so
-            if awake_seconds() - self._noted_at > 2 * self._look_seconds:
-                self._said.add(stall.number)
+            if awake_seconds() - self._logged_at > 2 * self._look_seconds:
+                self._reported.add(stall.number)
                 ranks = range(self._control.world_size) if pending.ranks is None else pending.ranks
                 late = [rank for rank in ranks if rank not in stall.waiting]
                 named = self._log.name(late)
                 verb = "has" if len(late) == 1 else "have"
-                self._named[stall.number] = f"{named} {verb} not come to it" if late else "all ranks are in it"
-                self._say(self._waits(pending, self._named[stall.number]))
+                self._late_texts[stall.number] = f"{named} {verb} not come to it" if late else "all ranks are in it"
+                self._say(self._waits(pending, self._late_texts[stall.number]))
             return
         is_behind = pending is None or pending.number < stall.number
         # the log keeps an operation that has ended
-        is_past = self._noted is not None and self._noted.number >= stall.number
+        is_past = self._logged_wait is not None and self._logged_wait.number >= stall.number
         if is_behind and not is_past and self._control.rank in stall.ranks:
-            self._said.add(stall.number)
+            self._reported.add(stall.number)
             here = f"rank {self._control.rank} on {self._control.host}"
             self._say(f"{here} is late: other ranks wait for it in {stall.label}")
 
-    def _say_silent(self) -> None:
+    def _report_silent_store(self) -> None:
         """Print, once per operation, that the store does not answer."""
         pending = self._oldest()
-        if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
-            self._said.add(pending.number)
-            self._say(self._waits(pending, self._detector.silence))
+        if pending and pending.seconds > self._warn_seconds and pending.number not in self._reported:
+            self._reported.add(pending.number)
+            self._say(self._waits(pending, self._detector.no_answer))
 
     def _waits(self, pending: Pending, verdict: str) -> str:
         return (

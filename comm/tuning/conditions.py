@@ -53,19 +53,19 @@ class Conditions:
 
 def gather_conditions(communicator: Communicator) -> Conditions:
     """Return the conditions of all ranks. Collective."""
-    texts = communicator.gather_text(f"{num_cores()}\n{communicator.env.host}\n{device_name(communicator.device)}")
-    each = [text.split("\n") for text in texts]
+    facts = communicator.gather([num_cores(), communicator.env.host, device_name(communicator.device)])
+    cores, hosts, devices = zip(*facts, strict=True)
     return Conditions(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         bigbatch=__version__,
-        commit=communicator.gather_text(source_commit() or "" if communicator.rank == 0 else "")[0] or None,
+        commit=communicator.gather(source_commit() if communicator.rank == 0 else None)[0],
         torch=torch.__version__,
         python=platform.python_version(),
         kernel=f"{platform.system()} {platform.release()}",
-        hosts=tuple(host for _, host, _ in each),
+        hosts=hosts,
         groups=communicator.topology.groups,
-        cores=tuple(int(count) for count, _, _ in each),
-        device=", ".join(sorted({device for _, _, device in each})),
+        cores=cores,
+        device=", ".join(sorted({*devices})),
         launcher=communicator.env.started_by,
         backend=communicator.backend.name,
         predivide=communicator.wire.predivide,

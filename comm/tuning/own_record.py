@@ -33,9 +33,9 @@ def find_record(
         except FileNotFoundError:
             continue
         except OSError as error:
-            complaints += f"{path} is not read ({error.strerror}); "
+            complaints += f"{path} cannot be read ({error.strerror}); "
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            complaints += f"{path} is not taken ({' '.join(str(error).split())}); "
+            complaints += f"{path} is ignored ({' '.join(str(error).split())}); "
     return None, complaints
 
 
@@ -66,4 +66,4 @@ def as_text(record: dict[str, Any]) -> str:
 
 def from_first(communicator: Communicator, value: Any) -> Any:
     """Return rank 0's value, which must be JSON. Collective."""
-    return json.loads(communicator.gather_text(json.dumps(value) if communicator.rank == 0 else "")[0])
+    return communicator.gather(value if communicator.rank == 0 else None)[0]

@@ -22,7 +22,6 @@ CHANGES = (
     "bits, within rounding, but for run.reproducible"
 )
 """Effect of a table on a run's bits, stated in every file."""
-
 DEFAULT_FOLDER = Path("tuned")
 
 
@@ -43,7 +42,7 @@ class ClusterFacts:
 
 SETTINGS = ("wire_dtype", "reduce_dtype", "buffers")
 """Facts that are configuration keys of comm, not properties of the machines."""
-BEFORE = {"reduce_dtype": "wire", "buffers": "torch"}
+OLD_DEFAULTS = {"reduce_dtype": "wire", "buffers": "torch"}
 """Values of the facts that older files do not state."""
 
 
@@ -72,7 +71,7 @@ def make_cluster(
 
 def complete_cluster(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's facts, with those that an older file lacks, and without settings that no longer exist."""
-    return {name: value for name, value in {**BEFORE, **stated}.items() if name != "max_ctas"}
+    return {name: value for name, value in {**OLD_DEFAULTS, **stated}.items() if name != "max_ctas"}
 
 
 def fingerprint(tensors: Sequence[TensorSpec]) -> str:
@@ -201,7 +200,7 @@ def parse_tuned(text: str, *, path: Path) -> Tuned:
     except ValueError as error:
         raise TunedError(f"{path} is not JSON ({error}); make it again with bigbatch comm tune") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise TunedError(f"{path} is not of the form {FORMAT!r}; make it again with bigbatch comm tune")
+        raise TunedError(f"{path} is not in the format {FORMAT!r}; make it again with bigbatch comm tune")
     try:
         return _parse(record)
     except (KeyError, TypeError, ValueError) as error:
@@ -213,7 +212,7 @@ def _parse(record: Mapping[str, Any]) -> Tuned:
     cluster = complete_cluster(record["cluster"])
     tensors = tuple(TensorSpec(*fields) for fields in record["tensors"])
     if fingerprint(tensors) != record["fingerprint"]:
-        raise ValueError("its tensors are not those of its fingerprint")
+        raise ValueError("its tensors do not match its fingerprint")
     return Tuned(
         cluster=ClusterFacts(**{**cluster, "group_sizes": tuple(cluster["group_sizes"])}),
         model=record["model"],

@@ -106,7 +106,7 @@ def apply_site(
     Raises: LaunchOptionError, also if a file is invalid from which no value would be used.
     """
     taken: dict[str, dict[str, Any]] = {}
-    for path in site_files(None):
+    for path in site_files():
         stated = {
             name: value for name, value in read_file(path, table=table).items() if FIELDS.get(name, name) not in refused
         }

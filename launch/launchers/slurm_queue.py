@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import outside_of_jobs
+from bigbatch.comm.rendezvous.environ import without_slurm_job
 from bigbatch.errors import LaunchOptionError, SchedulerError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.files import parse_json
@@ -87,7 +87,7 @@ def submit(
     Raises: SchedulerError if Slurm refuses it or is not installed.
     """
     argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
-    variables, left_out = outside_of_jobs(environ)
+    variables, left_out = without_slurm_job(environ)
     if left_out:
         tell(f"sbatch does not see {', '.join(left_out)} of this shell, which would go before the options here")
     pipe = subprocess.PIPE

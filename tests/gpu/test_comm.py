@@ -138,7 +138,7 @@ def test_spans_on_the_gpu_follow_each_other(nccl: Communicator) -> None:
     with nccl.timeline.span("backward", row="step"):
         model(inputs_BC).square().sum().backward()
     reducer.wait()
-    spans = [event for event in json.loads(nccl.gather_trace())["traceEvents"] if event["ph"] == "X"]
+    spans = [event for event in json.loads(nccl.timeline.gather(nccl.control))["traceEvents"] if event["ph"] == "X"]
     sums = [span for span in spans if "all-reduce" in span["name"]]
     assert len(sums) == len(reducer.plan.buffers)
     assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(sums))

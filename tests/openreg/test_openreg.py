@@ -55,7 +55,7 @@ def test_staging_brings_there_and_back_on_a_thread(locked: Locked) -> None:
 
     def there_and_back() -> None:
         staging.fetch(host_N, device_N, ready=ready)
-        staging.bring_back(device_N, host_N.mul_(2))
+        staging.copy_back(device_N, host_N.mul_(2))
 
     queue = ThreadQueue(explain, while_waiting=lambda label, seconds: None)
     queue.submit(there_and_back, label="copies").wait()

@@ -261,6 +261,7 @@ def check_texts(communicator: Communicator) -> None:
     n, rank = communicator.world_size, communicator.rank
     assert communicator.gather_text(f"text of {rank}") == [f"text of {r}" for r in range(n)]
     assert communicator.gather_text("") == [""] * n
+    assert communicator.gather((rank, "\udcff")) == [[r, "\udcff"] for r in range(n)]  # a path may not be UTF-8
     assert communicator.control.host_of(n - 1) == communicator.gather_text(communicator.env.host)[-1]
     communicator.agree("the config", "seed: 1\nlr: 2")
     if n == 1:

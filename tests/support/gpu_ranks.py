@@ -57,7 +57,7 @@ def copy_on_a_thread() -> int:
 
     def there_and_back() -> None:
         staging.fetch(host_N, device_N, ready=ready)
-        staging.bring_back(device_N, host_N.mul_(2))
+        staging.copy_back(device_N, host_N.mul_(2))
 
     def explain(label: str, seconds: float, error: Exception) -> CommError:
         return CommError(f"{label}: {error}")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from recorded_graph import is_recording
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bigbatch.comm.backends import torch_distributed
+from bigbatch.comm.backends import process_groups
 
 
 class PlayedOptions:
@@ -48,7 +48,7 @@ class PlayedNccl:
         monkeypatch.setattr(dist, "barrier", self._meet)
         monkeypatch.setattr(dist, "batch_isend_irecv", self._exchange)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=PlayedOptions), raising=False)
-        monkeypatch.setattr(torch_distributed, "_bound_gpu", lambda: self.bound)
+        monkeypatch.setattr(process_groups, "_bound_gpu", lambda: self.bound)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_recording)
 
     def of(self, what: str) -> list[Any]:
@@ -60,7 +60,7 @@ class PlayedNccl:
         self.asked += asked
 
     def _connect(
-        self, library: str, *, device_id: torch.device | None, store: Any, pg_options: Any = None, **options: Any
+        self, backend: str, *, device_id: torch.device | None, store: Any, pg_options: Any = None, **options: Any
     ) -> None:
         self._note(("init", device_id), ("options", pg_options))
         self._init(self._carrier, store=FakeStore() if self._carrier == "fake" else store, **options)

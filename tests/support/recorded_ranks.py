@@ -43,6 +43,8 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
             alone = connect(env=ALONE, device=torch.device("cpu"))
             control: Any = SimpleNamespace(
                 gather_text=lambda text, **_: [text] * len(hosts),
+                gather=lambda value, **_: [value] * len(hosts),
+                agree=lambda what, text: None,
                 timeout_seconds=8,
                 detector=SimpleNamespace(
                     explain=None,

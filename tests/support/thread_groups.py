@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, start_store
 from bigbatch.comm.rendezvous.regroup import Endpoint, Endpoints, Group
 
 SECRET = b"of this test"
@@ -25,7 +25,7 @@ def groups_of(
     num_ranks: int, *, ended: Collection[int] = (), ranks: Iterable[int] | None = None, holder: int = 0
 ) -> tuple[StoreConnections, list[Group]]:
     """The connections to a store, and what each of the ranks knows; ended: ranks whose processes have ended."""
-    connections = hold_store(socket.create_server(("127.0.0.1", 0)), SECRET, world_size=num_ranks, timeout_seconds=60)
+    connections = start_store(socket.create_server(("127.0.0.1", 0)), SECRET, world_size=num_ranks, timeout_seconds=60)
     sockets, pid = [socket.socket() for _ in range(num_ranks)], os.getpid()
     for each in sockets:
         each.bind(("127.0.0.1", 0))

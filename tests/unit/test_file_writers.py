@@ -16,7 +16,7 @@ ALLOWED = {
     "bigbatch/cli.py": "/dev/null",
     "bigbatch/locks.py": "locks, without a byte in them; follows no link",
     "comm/backends/node_memory.py": "memory of this job, under a name that it drew",
-    "comm/rendezvous/last_words.py": "a temporary file under a new name",
+    "comm/rendezvous/hang_report.py": "a temporary file under a new name",
     "launch/emulate/keeper.py": "/dev/null",
     "launch/emulate/namespaces.py": "the kernel's /proc/self",
     "launch/emulate/slurm.py": "a key, with its mode, in a folder that is new and private",

@@ -1,7 +1,6 @@
 """Build the input of a run from its config: splits, loaders, batches and their preparation for the model."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -331,5 +330,5 @@ def measure_input(
 
 def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:
     """Return the rates of every rank, in rank order; None if a rank could not measure. Collective."""
-    texts = communicator.gather_text(json.dumps(probe.rates) if probe else "")
-    return tuple(json.loads(text) for text in texts) if all(texts) else None
+    rates = communicator.gather(probe and probe.rates)
+    return None if None in rates else tuple(rates)

@@ -141,17 +141,16 @@ def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
     """
     if config.comm.table is None:
         return None
-    path, found = Path(config.comm.table), ""
+    path, text, problem = Path(config.comm.table), "", ""
     if communicator.rank == 0:
         try:
-            # one gather carries either: a + before the text, a - before an error
-            found = "+" + read_text(path)
+            text = read_text(path)
         except TunedError as error:
-            found = "-" + str(error)
-    found = communicator.gather_text(found)[0]
-    if found[0] == "-":
-        raise TunedError(found[1:])
-    tuned = parse_tuned(found[1:], path=path)
+            problem = str(error)
+    text, problem = communicator.gather([text, problem])[0]
+    if problem:
+        raise TunedError(problem)
+    tuned = parse_tuned(text, path=path)
     tuned.require_cluster(gather_cluster(communicator), path=path)
     return tuned
 

@@ -1,6 +1,5 @@
 """Copy packed data to every node before a run, while the ranks exchange progress."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -63,7 +62,7 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
     """Return the last state of each rank; rank 0 prints the progress of the slowest node. Collective."""
     said = awake_seconds()
     while True:
-        states = [json.loads(text) for text in communicator.gather_text(json.dumps(state()))]
+        states = communicator.gather(state())
         # every rank sees the same states, so all raise the same error
         if failures := [each["failure"] for each in states if "failure" in each]:
             raise DataError(failures[0])

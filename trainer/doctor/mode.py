@@ -258,8 +258,7 @@ def _try_all(
             return best, {**tried, mode: Trial(refusal=reason, needs_seconds=used + needed)}, used
         limit = trial_limit(mode, left=left) if tried else trial_time.first_limit(mode)
         mine = trials(mode, limit_seconds=limit, meet=partial(communicator.gather_text, ""))
-        texts = communicator.gather_text(json.dumps([clock() - start, asdict(mine)]))
-        answers = [json.loads(text) for text in texts]
+        answers = communicator.gather([clock() - start, asdict(mine)])
         used = max(answer[0] for answer in answers)
         trial = merge_ranks([Trial(**answer[1]) for answer in answers])
         tried[mode] = replace(trial, needs_seconds=allowed) if trial.is_cut else trial

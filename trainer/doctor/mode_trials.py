@@ -185,7 +185,7 @@ def take_step(
     set_tf32(config.optimizer.precision == "tf32")
     alone = connect(env=ALONE, device=device)
     set_up_process(alone, cudnn_benchmark=config.compute.cudnn_benchmark, cpu_threads=config.compute.cpu_threads)
-    alone.abandon()
+    alone.connection.abandon()
     # as many untimed steps as a capture takes, for all modes alike: a loss scale changes with the steps
     seconds = run_steps(
         with_values(config, mode.values()),

@@ -1,7 +1,6 @@
 """The process or job of a probe, which measures one config with the parts and the step of training."""
 
 import dataclasses
-import json
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -189,7 +188,7 @@ class _Probe:
             "peak_bytes": peak_bytes(self.communicator.device),
             "failure": stream.failure.reason if stream.failure else None,
         }
-        ranks = [json.loads(text) for text in self.communicator.gather_text(json.dumps(mine))]
+        ranks = self.communicator.gather(mine)
         if failures := [each["failure"] for each in ranks if each["failure"]]:
             raise DataError(failures[0])
         self._step_seconds[batches] = max(each["seconds"] for each in ranks)
@@ -274,7 +273,7 @@ class _Probe:
 
     def _agreed(self, number: float) -> float:
         """Return the first rank's number on all ranks."""
-        return float(self.communicator.gather_text(f"{number}")[0])
+        return float(self.communicator.gather(number)[0])
 
     def _timed(self, stream: InputStream, num_steps: int) -> float:
         """Return the seconds of that many steps, to the end of the device's work."""

@@ -104,7 +104,7 @@ def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *,
             lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
         )
     # ranks have equal numbers of images, so the slowest one ends last
-    return communicator.world_size * min(map(float, communicator.gather_text(repr(rate))))
+    return communicator.world_size * min(communicator.gather(rate))
 
 
 def _describe_speed(record: dict[str, Any]) -> str:

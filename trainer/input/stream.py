@@ -1,6 +1,5 @@
 """Give the loop one rank's batches: measures the waits, and repeats a batch after a failure."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,6 +62,6 @@ class InputStream:
 def gather_replaced(communicator: Communicator, replaced: Mapping[int, str]) -> dict[int, str]:
     """Return position -> reason of the bad images of all ranks, in rank order. Collective."""
     together: dict[int, str] = {}
-    for text in communicator.gather_text(json.dumps(list(replaced.items()))):
-        together |= dict(json.loads(text))
+    for pairs in communicator.gather(list(replaced.items())):
+        together |= dict(pairs)
     return together

@@ -10,7 +10,7 @@ import torch
 
 from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.rendezvous.environ import ask_for_deterministic_cublas
+from bigbatch.comm.rendezvous.environ import set_deterministic_cublas
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
@@ -27,7 +27,7 @@ def set_up_process(
     is_reproducible: deterministic kernels only; torch raises an error that names an operator without one.
     """
     if is_reproducible:
-        ask_for_deterministic_cublas()
+        set_deterministic_cublas()
         torch.use_deterministic_algorithms(True)
     if communicator.device.type == "cuda":
         torch.backends.cudnn.benchmark = cudnn_benchmark and not is_reproducible

@@ -126,7 +126,7 @@ def run_steps(
         return seconds
     finally:
         parts.close()
-        communicator.abandon()
+        communicator.connection.abandon()
 
 
 def free_memory(device: torch.device) -> None:

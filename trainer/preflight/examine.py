@@ -99,15 +99,14 @@ def examine(
     is_leader = env.local_rank == 0
     with listening(address) as port:
         mine = NodeAddress(env.rank, env.host, address, port, machine_id(), num_gpus, complaint) if is_leader else None
-        texts = control.gather_text(json.dumps(mine and asdict(mine)), what="meeting of every node")
-        places = [NodeAddress(**each) for each in map(json.loads, texts) if each]
+        leaders = control.gather(mine and asdict(mine), what="meeting of every node")
+        places = [NodeAddress(**each) for each in leaders if each]
         if early := host_faults(places):
             return [], early
         if device is None:
             raise CommError(str(complaint))
         gpu = RankGpu(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
-        texts = control.gather_text(json.dumps(asdict(gpu)), what="comparison of GPUs")
-        gpus = [RankGpu(**each) for each in map(json.loads, texts)]
+        gpus = [RankGpu(**each) for each in control.gather(asdict(gpu), what="comparison of GPUs")]
         try:
             require_own_gpus([(gpu.host, gpu.only_gpu) for gpu in gpus])
         except CommError as error:  # all ranks find the same
@@ -121,7 +120,7 @@ def examine(
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
         own = looking()
         reach = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
-        heard = [json.loads(text) for text in control.gather_text(json.dumps(reach), what="reaching every node")]
+        heard = control.gather(reach, what="reaching every node")
     reached = {place.host: heard[place.rank]["missed"] for place in places}
     rates = _take_turns(control, places, env, device=device)
     links: dict[str, float] = {}

@@ -198,7 +198,7 @@ class GradientAudit:
             "again": again if drawn.audited_by(rank) in odd else None,
             "thirds": thirds,
         }
-        told_P = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
+        told_P = communicator.gather(mine)
         found = [verdict(told_P, drawn, each) for each in odd]
         sentences = dict(reversed(found))  # of several on the same ranks the first
         return ReplicasDiffer(

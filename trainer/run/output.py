@@ -197,7 +197,7 @@ class RunOutput:
             settle()
         timeline.is_active = is_active
         if ends:
-            trace = communicator.gather_trace()
+            trace = timeline.gather(communicator.control)
             if communicator.rank == 0:
                 self._rundir.write_text(self._rundir.timeline, trace)
                 self.say(f"timeline: open {self._rundir.timeline} in https://ui.perfetto.dev")

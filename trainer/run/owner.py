@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from bigbatch.boot import own_kernel, start_ticks
-from bigbatch.comm.rendezvous.environ import slurm_job, start_of_launcher
+from bigbatch.comm.rendezvous.environ import launcher_start_id, slurm_job
 from bigbatch.errors import RunFolderError
 from bigbatch.files import open_plain, parse_json, read_plain, write_new, write_whole
 from bigbatch.trainer.run.folder import writing
@@ -84,7 +84,7 @@ def own_claim(*, store: tuple[str, int] | None = None) -> Claim:
         kernel=own_kernel(),
         job=job,
         restart=restart,
-        start=start_of_launcher(),
+        start=launcher_start_id(),
         store=f"{store[0]} {store[1]}" if store else "",
     )
 

@@ -14,7 +14,7 @@ third (0.37 of the mean, for 1000 classes); the rest is for noise."""
 REMEDY = "lower schedule.base_lr or lengthen schedule.warmup_epochs"
 
 
-def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_text: Callable[[str], list[str]]) -> None:
+def require_finite(loss: float, *, first_step: int, finite_steps: int, gather: Callable[[int], list[int]]) -> None:
     """Raise TrainingDiverged if the loss, summed over ranks and since first_step, is not finite.
 
     finite_steps: number of steps after first_step for which this rank's own sum was finite.
@@ -23,7 +23,7 @@ def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_te
     if math.isfinite(loss):
         return
     # the sum over ranks does not tell where it began: the rank with the fewest finite steps does
-    counts = [int(text) for text in gather_text(str(finite_steps))]
+    counts = gather(finite_steps)
     ranks = [rank for rank, count in enumerate(counts) if count == min(counts)]
     step = first_step + min(counts) + 1
     if len(ranks) == len(counts):

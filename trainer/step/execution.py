@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.environ import keep_compiled_code
+from bigbatch.comm.rendezvous.environ import set_compile_cache
 from bigbatch.errors import ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.memory import is_out_of_memory
@@ -215,7 +215,7 @@ def compile_failure(first_call: Callable[[], object]) -> str:
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    keep_compiled_code(torchs_own=default_cache_dir())
+    set_compile_cache(torchs_own=default_cache_dir())
     try:
         first_call()
     except TorchDynamoException as error:

@@ -1,6 +1,5 @@
 """One training step, and the measured steps of a run. Takes ready objects and builds none."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -142,7 +141,7 @@ class Steps:
             sums.loss,
             first_step=done - window.steps,
             finite_steps=int(window.finite_steps),
-            gather_text=communicator.gather_text,
+            gather=communicator.gather,
         )
         if parts.reducer.grid and not parts.precision.skips_overflow:
             require_on_grid(parts.reducer.grid_sums.take_beyond(), done=done, largest=parts.reducer.grid.largest)
@@ -197,8 +196,8 @@ class Steps:
     def _lost_input(self) -> InputLost:
         """Return the error for the first step that lacked a batch on some rank."""
         communicator, failure = self.parts.communicator, self.stream.failure
-        texts = communicator.gather_text(json.dumps([failure.step, failure.reason]) if failure else "")
-        failures = [(*json.loads(text), rank) for rank, text in enumerate(texts) if text]
+        failures_P = communicator.gather([failure.step, failure.reason] if failure else None)
+        failures = [(*each, rank) for rank, each in enumerate(failures_P) if each]
         done, reason, rank = min(failures, key=lambda failure: failure[0])
         where = f"rank {rank}: " if communicator.world_size > 1 else ""
         outcome = f"The run stopped after step {done}." if done else "No step was done."

@@ -107,8 +107,8 @@ def _difference(
     reference = told.index(commonest)
     odd = [rank for rank, other in enumerate(told) if other != commonest]
     is_asked = communicator.rank in (reference, odd[0])
-    theirs = communicator.gather_text(json.dumps(mine) if is_asked else "")
-    pairs = zip(names, json.loads(theirs[reference]), json.loads(theirs[odd[0]]), strict=True)
+    theirs = communicator.gather(mine if is_asked else None)
+    pairs = zip(names, theirs[reference], theirs[odd[0]], strict=True)
     differing = [name for name, one, other in pairs if one != other]
     what = differing[0] + (f" and {len(differing) - 1} more of {len(names)} tensors" if differing[1:] else "")
     places = [f"{rank} on {communicator.control.host_of(rank)}" for rank in odd]

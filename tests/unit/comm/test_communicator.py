@@ -21,8 +21,8 @@ from bigbatch.comm.backends import horovod
 from bigbatch.comm.backends.base import Capabilities, Group
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import abort_connection, open_connections
 from bigbatch.comm.connection import choose_device, connect, only_gpu, with_index
+from bigbatch.comm.lifetime import abort_connection, open_connections
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.errors import CommError
@@ -78,7 +78,7 @@ def test_sum_of_a_gpus_tensor_goes_by_way_of_the_host_for_a_rank_alone_in_its_no
     device, content_N = torch.device("meta"), torch.tensor([1.0, 2.0, 3.0])  # of a GPU's tensor, which is on no device
     staging = SimpleNamespace(pin=lambda host_N: None, ready=lambda: None, join=lambda: None)
     staging.fetch = lambda host_N, device_N, ready: host_N.copy_(content_N)
-    staging.bring_back = lambda device_N, host_N: content_N.copy_(host_N)
+    staging.copy_back = lambda device_N, host_N: content_N.copy_(host_N)
     alone = connect(env=ALONE, device=CPU)
     memory = NodeMemory(make_topology(hosts, rank=0), alone.control)
     staged = replace(alone, device=device, backend=HostBackend(), memory=memory, staging=staging)  # type: ignore
@@ -310,8 +310,11 @@ def test_device_without_any_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("theirs", "difference"), [("a: 1\nseed: 2", "'seed: 2' against 'seed: 1'"), ("a: 1\nseed: 1\nb", "one is longer")]
 )
-def test_agree_names_the_odd_rank_and_the_first_difference(theirs: str, difference: str) -> None:
+def test_agree_names_the_odd_rank_and_the_first_difference(
+    theirs: str, difference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = iter([["digest", "another"], ["a: 1\nseed: 1", theirs]])
-    two = replace(connect(env=ALONE, device=CPU), control=SimpleNamespace(gather_text=lambda text: next(answers)))  # type: ignore
+    two = connect(env=ALONE, device=CPU)
+    monkeypatch.setattr(two.control, "gather_text", lambda text: next(answers))
     with pytest.raises(CommError, match=naming("rank 1", "rank 0", "the config", difference)):
         two.agree("the config", "a: 1\nseed: 1")

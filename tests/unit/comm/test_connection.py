@@ -19,7 +19,7 @@ from played_gpus import PlayedGpus
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
-from bigbatch.comm import communicator, connection
+from bigbatch.comm import communicator, connection, lifetime
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.backends import links, torch_distributed
 from bigbatch.comm.backends.base import Capabilities
@@ -27,7 +27,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import bounded_store, last_words, meeting, watch
+from bigbatch.comm.rendezvous import bounded_store, hang_report, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
@@ -296,10 +296,10 @@ def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.Mo
 def test_connection_that_is_refused_is_given_up(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made = NativeBackend()
     monkeypatch.setattr(connection, "SingleBackend", lambda: made)
-    before = dict(communicator.open_connections)
+    before = dict(lifetime.open_connections)
     with pytest.raises(ValueError, match=naming(*options.values())):
         connect(env=ALONE, device=CPU, **options)
-    assert communicator.open_connections == before
+    assert lifetime.open_connections == before
     assert made.is_abandoned
 
 
@@ -307,23 +307,23 @@ def test_connection_by_a_function_makes_one_algorithm_and_is_open_meanwhile(monk
     """If the function fails, the other ranks are told, as for any failure of an open connection."""
     made: list[str] = []
     monkeypatch.setattr(communicator, "make_allreduce", lambda name, **_: made.append(name))
-    before = dict(communicator.open_connections)
+    before = dict(lifetime.open_connections)
 
     def choose(met: communicator.Communicator) -> communicator.Communicator:
-        assert communicator.open_connections[met.control] is met
+        assert lifetime.open_connections[met.control] == met.connection
         return met.with_algorithm("ring")
 
     with connect(env=ALONE, device=CPU, algorithm=choose) as found:
         assert (found.algorithm, made) == ("ring", ["ring"])
-        assert communicator.open_connections[found.control] is found
+        assert lifetime.open_connections[found.control] == found.connection
 
     def fail(met: communicator.Communicator) -> communicator.Communicator:
         raise KeyError
 
     with pytest.raises(KeyError):
         connect(env=ALONE, device=CPU, algorithm=fail)
-    (still_open,) = communicator.open_connections.keys() - before.keys()
-    communicator.open_connections[still_open].close()
+    (still_open,) = lifetime.open_connections.keys() - before.keys()
+    lifetime.open_connections[still_open].close()
 
 
 def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
 
     monkeypatch.setattr(connection, "meet", meet_both)
     monkeypatch.setattr(watch.os, "_exit", end_process)
-    monkeypatch.setattr(last_words, "dump_flight", str)  # of what other tests did
+    monkeypatch.setattr(hang_report, "dump_flight", str)  # of what other tests did
     monkeypatch.setattr(torch.distributed, "init_process_group", wait_for_ever)
     monkeypatch.setattr(torch_distributed, "prefer_interface", lambda interface, *, is_one_host: None)
     with pytest.raises(CommError):
@@ -445,8 +445,8 @@ class Played(SimpleNamespace):
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes of this process, which does not end. No connection or request of another test is open in it."""
-    monkeypatch.setattr(communicator, "open_connections", {})
-    monkeypatch.setattr(communicator, "_aborted", [])
+    monkeypatch.setattr(lifetime, "open_connections", {})
+    monkeypatch.setattr(lifetime, "_aborted", [])
     earlier, all_threads = set(threading.enumerate()), bounded_store.running_threads
     monkeypatch.setattr(
         bounded_store, "running_threads", lambda: [each for each in all_threads() if each not in earlier]
@@ -465,8 +465,10 @@ def leaving(**told: object) -> tuple[communicator.Communicator, list[str]]:
         setattr(played, name, lambda *_, word=word, **__: noted.append(word))
     vars(played).update(told, detector=played)
     met = connect(env=ALONE, device=CPU)
-    communicator.open_connections.pop(met.control)
-    return communicator.close_at_exit(replace(met, backend=played, control=played)), noted
+    lifetime.open_connections.pop(met.control)
+    made = replace(met, backend=played, control=played)
+    lifetime.close_at_exit(made.connection)
+    return made, noted
 
 
 @pytest.mark.parametrize(
@@ -485,7 +487,7 @@ def test_connection_is_closed_by_with_or_reports_its_failure(error: BaseExceptio
         if error is not None:
             raise error
     assert noted == expected
-    assert made.control not in communicator.open_connections
+    assert made.control not in lifetime.open_connections
 
 
 @pytest.mark.parametrize(
@@ -496,7 +498,7 @@ def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_excep
 ) -> None:
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     _, noted = leaving()
-    communicator._close_all()
+    lifetime._close_all()
     assert noted == expected
 
 
@@ -504,7 +506,7 @@ def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
     codes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     leaving(close=MagicMock(side_effect=PeerLostError("no answer from rank 1")))
-    communicator._close_all()
+    lifetime._close_all()
     assert codes == [1]
     assert capsys.readouterr().err == "bigbatch: no answer from rank 1\n"
 
@@ -519,10 +521,10 @@ def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
     assert noted == ["left", "closed", "ended"], "a rank that nothing has told of the loss meets it in the barrier"
     made, noted = leaving(verdict=verdict, has_failed=True)
     made.close()
-    communicator._close_all()
-    assert (noted, communicator.open_connections, codes) == (["reported"], {}, [])
+    lifetime._close_all()
+    assert (noted, lifetime.open_connections, codes) == (["reported"], {}, [])
     leaving(verdict=verdict, has_failed=True)
-    communicator._close_all()
+    lifetime._close_all()
     assert (codes, capsys.readouterr().err) == ([1], "bigbatch: no answer from rank 1\n")
 
 
@@ -538,14 +540,14 @@ def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread that returns from a library while the interpreter ends would abort the process."""
-    monkeypatch.setattr(communicator, "LAST_SECONDS", 1e9 if looks_to_the_end < 10_000 else 0.05)
+    monkeypatch.setattr(lifetime, "LAST_SECONDS", 1e9 if looks_to_the_end < 10_000 else 0.05)
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     made, _ = leaving()
     looks = iter(range(looks_to_the_end))
     made.backend.oldest = lambda: None if next(looks, None) is None else Pending(1, "sum", 0.0)  # type: ignore[method-assign]
     with suppress(PeerLostError), made:
         raise PeerLostError("no answer from rank 1")
-    communicator._close_all()
+    lifetime._close_all()
     assert codes == expected
 
 
@@ -555,10 +557,10 @@ def test_process_that_ends_waits_for_a_request_that_was_given_up(
     answer = threading.Event()
     with pytest.raises(NoAnswerError):
         answer_within(0.0, lambda: answer.wait(timeout=200))
-    monkeypatch.setattr(communicator, "LAST_SECONDS", 0.05)
-    communicator._close_all()
+    monkeypatch.setattr(lifetime, "LAST_SECONDS", 0.05)
+    lifetime._close_all()
     assert codes == [1]
-    monkeypatch.setattr(communicator, "LAST_SECONDS", 200.0)
+    monkeypatch.setattr(lifetime, "LAST_SECONDS", 200.0)
     answer.set()
-    communicator._close_all()
+    lifetime._close_all()
     assert codes == [1]

@@ -106,7 +106,7 @@ def test_a_mark_behind_what_another_thread_may_not_have_launched_is_seen(gpu: Re
         gpu.trace.judge_from_here()
         staging, device_N = HostStaging(GPU), torch.zeros(3, device=GPU)
         host_N: Tensor = torch.zeros(3, pin_memory=True)
-        work = communicator.backend.submit(lambda: staging.bring_back(device_N, host_N), label="copy")
+        work = communicator.backend.submit(lambda: staging.copy_back(device_N, host_N), label="copy")
         work.wait()
         staging.join()
         device_N.add_(1)

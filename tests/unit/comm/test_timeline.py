@@ -78,7 +78,7 @@ def test_timeline_shows_each_buffer_ready_started_and_done_beside_backward(algor
     with alone.timeline.span("backward", row="step"):
         model(torch.ones(1, 4)).sum().backward()
     reducer.wait()
-    found = json.loads(alone.gather_trace())["traceEvents"]
+    found = json.loads(alone.timeline.gather(alone.control))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     by_row: dict[str, list[dict]] = {}
     for event in found:

@@ -12,7 +12,7 @@ from thread_ranks import sum_by_threads
 
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import ring_allreduce_
-from bigbatch.comm.algorithms.wire import LOST, Wire, rounding_note
+from bigbatch.comm.algorithms.wire import HOP_ERRORS, Wire, rounding_note
 from bigbatch.comm.backends.base import Capabilities
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -79,7 +79,7 @@ def test_rounding_note_names_a_narrow_wire_that_saves_nothing() -> None:
     assert not note("native", Wire(), BF16, num_ranks=2)
 
 
-@pytest.mark.parametrize(("hops_u", "shown"), LOST)
+@pytest.mark.parametrize(("hops_u", "shown"), HOP_ERRORS)
 def test_rounding_figures_are_what_replayed_sums_lose(hops_u: float, shown: str) -> None:
     terms_RN = draw(num_ranks := int(hops_u * 256), 256, noise=0.1).to(BF16)
     error = lost(replay("ring", terms_RN, wire=PER_HOP), terms_RN.double().sum(0)).error

@@ -57,9 +57,9 @@ def test_single_backends_transfers_are_copies() -> None:
     backend.reduce_(target_N, group, root=0)
     backend.broadcast_(target_N, group, root=0)
     assert torch.equal(target_N, source_N)
-    with pytest.raises(ValueError, match=naming("world of one", "send")):
+    with pytest.raises(ValueError, match=naming("only rank", "send")):
         SingleBackend().start_send(torch.ones(1), to=0)
-    with pytest.raises(ValueError, match=naming("world of one", "receive")):
+    with pytest.raises(ValueError, match=naming("only rank", "receive")):
         SingleBackend().start_receive(torch.ones(1), source=0)
 
 

@@ -48,7 +48,7 @@ def test_copies_on_a_thread_take_up_no_other_gpu(gpus: PlayedGpus) -> None:
 
     def there_and_back() -> None:
         staging.fetch(host_N, device_N, ready=ready)
-        staging.bring_back(device_N, host_N.mul_(2))
+        staging.copy_back(device_N, host_N.mul_(2))
 
     on_a_thread(there_and_back)
     assert device_N.tolist() == [2.0, 4.0, 6.0]

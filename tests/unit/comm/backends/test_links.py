@@ -16,7 +16,7 @@ from error_texts import naming
 from torch.distributed import HashStore
 
 from bigbatch.comm.backends import links
-from bigbatch.comm.backends.links import LENGTH, Links, leave_bbr
+from bigbatch.comm.backends.links import LENGTH, Links, avoid_bbr
 from bigbatch.comm.backends.tcp import as_bytes
 from bigbatch.comm.rendezvous import secret as proofs
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -95,7 +95,7 @@ def deliver(threads: ThreadPoolExecutor, first: Links, second: Links) -> None:
 def introduce(store: HashStore, rank: int, *, secret: bytes = SECRET) -> socket.socket:
     stream = socket.create_connection(address_of(store, 0), timeout=200)
     nonce = bytes.fromhex(store.get("bigbatch/tcp/0").decode().split()[2])
-    stream.sendall(proofs.introduce(secret, "links of rank 0", nonce, rank=rank)[0])
+    stream.sendall(proofs.make_hello(secret, "links of rank 0", nonce, rank=rank)[0])
     return stream
 
 
@@ -143,11 +143,11 @@ def test_links_take_no_introduction_twice(store: HashStore) -> None:
     job, other = join(store, 0, world_size=3), join(store, 1, world_size=3)
     nonces = [bytes.fromhex(store.get(f"bigbatch/tcp/{rank}").decode().split()[2]) for rank in range(2)]
     assert nonces[0] != nonces[1]
-    overheard, _ = proofs.introduce(SECRET, "links of rank 0", nonces[0], rank=2)
-    with pytest.raises(proofs.StrangerError):
+    overheard, _ = proofs.make_hello(SECRET, "links of rank 0", nonces[0], rank=2)
+    with pytest.raises(proofs.AuthenticationError):
         other._handshake.verify(overheard)
     as_another = overheard[:4] + (1).to_bytes(4, "big") + overheard[8:]
-    with pytest.raises(proofs.StrangerError):
+    with pytest.raises(proofs.AuthenticationError):
         job._handshake.verify(as_another)
     assert job._handshake.verify(overheard)[0] == 2
 
@@ -155,8 +155,8 @@ def test_links_take_no_introduction_twice(store: HashStore) -> None:
 def test_links_send_off_who_says_nothing_and_keep_their_number_small(
     store: HashStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "MOST_STRANGERS", 3)
-    monkeypatch.setattr(links, "GREET_SECONDS", 0.2)
+    monkeypatch.setattr(links, "MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(links, "HELLO_SECONDS", 0.2)
     first, second = join(store, 0), join(store, 1)
     idle = [socket.create_connection(address_of(store, 0), timeout=30) for _ in range(20)]
     heard = threads.submit(hear, first, 5, source=1)
@@ -164,7 +164,7 @@ def test_links_send_off_who_says_nothing_and_keep_their_number_small(
         assert stream.recv(1) == b""  # also the last five, after their time
     say(second, b"there", to=0)
     assert heard.result() == b"there"
-    assert not first._callers
+    assert not first._unauthenticated
 
 
 def test_links_without_descriptors_go_on(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,5 +352,5 @@ class KnownStream:
 )
 def test_bbr_alone_is_left(default: str, allowed: tuple[str, ...], taken: str) -> None:
     stream = KnownStream(default, allowed)
-    leave_bbr(stream)  # type: ignore[arg-type]
+    avoid_bbr(stream)  # type: ignore[arg-type]
     assert stream.control == taken

@@ -73,7 +73,8 @@ def test_messages_of_nccl_go_before_the_kernels_of_backward(is_in_script: bool, 
         start_script()
     backend = backend_of("nccl")
     made = library.of("options")[-1]
-    assert (made.is_high_priority_stream, made._timeout) == (True, backend._timeout)  # torch warns where they differ
+    assert made.is_high_priority_stream
+    assert made._timeout == backend._groups.timeout  # torch warns if they differ
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
@@ -184,6 +185,16 @@ def test_close_of_a_connection_leaves_the_default_group_to_the_one_that_uses_it(
     assert not dist.is_initialized()
 
 
+def test_abort_ends_only_groups_that_this_rank_is_in(library: PlayedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch returns a number for the group of other ranks."""
+    aborted: list[int] = []
+    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(group.size()), raising=False)
+    backend = backend_of("gloo")
+    backend.new_group([[0, 1], [2, 3]])
+    backend.abort()
+    assert (aborted, dist.is_initialized()) == ([4, 2], False)
+
+
 # --- what NCCL raises, and what it waits for ---
 
 
@@ -217,7 +228,7 @@ def test_last_barrier_is_watched(library: PlayedNccl, monkeypatch: pytest.Monkey
 def test_limit_of_nccl_comes_after_the_verdict(library: PlayedNccl) -> None:
     """Its watchdog would end the process before a word is said."""
     took = limits.LOOK_SECONDS + limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
-    assert backend_of("nccl")._timeout.total_seconds() > 5 + took
+    assert backend_of("nccl")._groups.timeout.total_seconds() > 5 + took
 
 
 def test_rank_that_ends_while_gloo_connects_is_lost_and_leaves_no_default_group(

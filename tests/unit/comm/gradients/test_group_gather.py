@@ -36,7 +36,7 @@ def test_group_gather_shows_in_the_timeline() -> None:
     gather = make_group_gather(communicator, group_size=1, exposed=ExposedTime(), what="moments")
     communicator.timeline.is_active = True
     gather(torch.zeros(5))
-    events = json.loads(communicator.gather_trace())["traceEvents"]
+    events = json.loads(communicator.timeline.gather(communicator.control))["traceEvents"]
     assert [(event["name"], event["args"]["bytes"]) for event in events if event["ph"] == "X"] == [(LABEL, 20)]
 
 

@@ -11,7 +11,7 @@ from thread_ranks import Meeting
 from torch import Tensor
 
 from bigbatch.comm.gradients import broadcast
-from bigbatch.comm.gradients.broadcast import begin_alike_
+from bigbatch.comm.gradients.broadcast import require_same_start_
 from bigbatch.errors import CommError
 
 
@@ -23,17 +23,17 @@ def weights(*, odd: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
 
 
 def begin(num_ranks: int, odd: set[int]) -> tuple[list[str], int]:
-    """Return the error of each rank (a thread), and the number of texts that they exchanged."""
-    meeting, given = Meeting(num_ranks), list[str]()
+    """Return the error of each rank (a thread), and the number of values that they exchanged."""
+    meeting, given = Meeting(num_ranks), list[object]()
 
     def one(rank: int) -> str:
-        def gather_text(text: str) -> list[str]:
-            given.append(text)
-            return meeting.exchange(rank, text)
+        def gather(value: object) -> list[Any]:
+            given.append(value)
+            return meeting.exchange(rank, value)
 
-        communicator: Any = SimpleNamespace(rank=rank, world_size=num_ranks, gather_text=gather_text)
+        communicator: Any = SimpleNamespace(rank=rank, world_size=num_ranks, gather=gather, gather_text=gather)
         try:
-            begin_alike_(weights(odd=rank in odd), communicator, weights="equal")
+            require_same_start_(weights(odd=rank in odd), communicator, weights="equal")
         except CommError as error:
             return str(error)
         return ""
@@ -64,12 +64,12 @@ def test_same_start_broadcasts_on_request(monkeypatch: pytest.MonkeyPatch) -> No
     sent: list[Any] = []
     monkeypatch.setattr(broadcast, "broadcast_parameters", lambda *arguments: sent.append(arguments))
     named, communicator = weights(odd=False, dtype=torch.bfloat16), SimpleNamespace(world_size=2)
-    begin_alike_(named, communicator, weights="broadcast")  # type: ignore[arg-type]
+    require_same_start_(named, communicator, weights="broadcast")  # type: ignore[arg-type]
     assert sent == [(named, communicator)]
-    begin_alike_(named, communicator, weights="unchecked")  # type: ignore[arg-type]
+    require_same_start_(named, communicator, weights="unchecked")  # type: ignore[arg-type]
     assert len(sent) == 1
 
 
 def test_same_start_refuses_an_unknown_choice() -> None:
     with pytest.raises(ValueError, match=naming("'seeded'", "broadcast")):
-        begin_alike_({}, SimpleNamespace(world_size=1), weights="seeded")  # type: ignore[arg-type]
+        require_same_start_({}, SimpleNamespace(world_size=1), weights="seeded")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,14 +39,15 @@ class SecondOfTwo:
         self.shards.append((shard_M.data_ptr() - tensor_N.data_ptr()) // tensor_N.element_size())
 
 
-def start_by(collective_: Callable[[Tensor], None], buffer_N: Tensor, **_: object) -> None:
+def start(collective_: Callable[[Tensor], None], buffer_N: Tensor, **_: object) -> None:
     collective_(buffer_N)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_shard_lies_in_its_place_where_the_transport_takes_it_there(in_place: bool) -> None:
     backend, buffer_N = SecondOfTwo(Capabilities(("cuda",), in_place=in_place)), torch.arange(6.0)
-    halves = ScatterGather(SimpleNamespace(backend=backend, rank=1, world_size=2, wire=Wire(), start_by=start_by))  # type: ignore[arg-type]
+    second: Any = SimpleNamespace(backend=backend, rank=1, world_size=2, wire=Wire(), start_collective=start)
+    halves = ScatterGather(second)
     halves.start_reduce_scatter(buffer_N, label="sum")
     assert halves.own_part(buffer_N).tolist() == [6.0, 8.0, 10.0]
     halves.start_all_gather(buffer_N, label="gather")

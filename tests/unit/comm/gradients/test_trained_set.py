@@ -286,7 +286,7 @@ def test_trained_set_made_anew_leaves_frozen_weights_still(freeze_first: bool) -
 def test_trained_set_that_changes_on_one_rank_alone_keeps_no_other_rank_waiting(monkeypatch: Any) -> None:
     """Two threads that sum by a barrier: the rank that refuses has taken part in the sums of this step."""
     meeting = Meeting(2)
-    monkeypatch.setattr(Communicator, "gather_text", lambda self, text: [text, text])
+    monkeypatch.setattr(Communicator, "gather", lambda self, value: [value, value])
 
     def of_rank(rank: int) -> list[str]:
         def all_reduce_(tensor_N: Tensor) -> None:

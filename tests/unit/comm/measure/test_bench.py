@@ -211,12 +211,13 @@ class FakeCommunicator:
         self._spoil(tensor_N)
         return tensor_N
 
-    def gather_text(self, text: str) -> list[str]:
-        mine = json.loads(text)
+    def gather(self, mine: Any) -> list[Any]:
         if isinstance(mine, list):
-            return [text, json.dumps([self._other_seconds] * len(mine))]
-        other = {name: [wrong] + [self._other_seconds] * len(seconds) for name, (wrong, *seconds) in mine.items()}
-        return [text, json.dumps(other)]
+            return [mine, [self._other_seconds] * len(mine)]
+        return [
+            mine,
+            {name: [wrong] + [self._other_seconds] * len(seconds) for name, (wrong, *seconds) in mine.items()},
+        ]
 
 
 def times(num_elements: int = 3000, *, effort: Effort | None = None, **ranks: FakeCommunicator) -> Any:
@@ -395,7 +396,7 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["--min-bytes", "x"], "--min-bytes 'x' is not a size"),
         (["--min-bytes", "3"], "--min-bytes 3 holds no float32 element; give at least 4"),
         (["--max-bytes", "512"], "--min-bytes 1K exceeds --max-bytes 512"),
-        (["--factor", "1"], "--factor 1 leads from no size to a larger one"),
+        (["--factor", "1"], "--factor 1 does not lead to a larger size"),
         (["--repetitions", "1"], "--repetitions 1 is too few; give at least 2"),
         (["--group-size", "0"], "--group-size 0 is too few; give at least 1"),
         (["--seconds-per-size", "0"], "--seconds-per-size 0 is not a length of time"),
@@ -417,11 +418,11 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
         (["--backend", "nccl"], "0 GPUs: start one rank per GPU"),
         (["--pieces", "3"], "--pieces is for --verify: leave one of the two out"),
-        ([VERIFY], "--verify: one rank has no other to sum with; start several, for example by bigbatch launch mpirun"),
+        ([VERIFY], "--verify needs several ranks, and this job has one: start it by bigbatch launch mpirun"),
         ([VERIFY, "--algorithms", "torus"], "--algorithms: 'torus' cannot run anywhere; choose among native, ring"),
         ([VERIFY, "--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
         ([VERIFY, "--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose among fp32, bf16-wire, fp16-wire, "),
-        ([VERIFY, "--pieces", "1,0"], "--pieces '1,0' are not numbers of pieces; give some, such as 1 or 1,3"),
+        ([VERIFY, "--pieces", "1,0"], "--pieces '1,0' is not a list of whole numbers; give one such as 1 or 1,3"),
         ([VERIFY, "--dtype", "float16"], "--dtype has no effect with --verify: leave one of the two out"),
     ],
 )

@@ -108,14 +108,14 @@ def test_calibration_of_other_settings_does_not_go_on_with_a_run(tmp_path: Path,
     before = connect(env=ALONE, device=torch.device("cpu"), reduce_dtype="wire")
     calibrate(before, folder=tmp_path)
     found = calibrate(alone(), kept=only_file(tmp_path), folder=None)
-    assert naming_all(found.source, "is not taken", "settings", "reduce_dtype 'wire' there, 'fp32' here")
+    assert naming_all(found.source, "is ignored", "settings", "reduce_dtype 'wire' there, 'fp32' here")
     assert len(measured) == 2
     record = json.loads(only_file(tmp_path).read_text())
     for name in ("reduce_dtype", "buffers"):  # as files were before they stated these
         del record["cluster"][name]
     only_file(tmp_path).write_text(json.dumps(record))
     assert calibrate(before, folder=tmp_path).source.startswith(str(only_file(tmp_path)))
-    assert "is not taken" in calibrate(alone(), kept=only_file(tmp_path), folder=None).source
+    assert "is ignored" in calibrate(alone(), kept=only_file(tmp_path), folder=None).source
     assert len(measured) == 3
 
 
@@ -164,7 +164,7 @@ def test_calibration_that_is_damaged_is_named_and_measured_anew(
     path = only_file(tmp_path)
     path.write_bytes(spoiled(path.read_bytes()))
     found = calibrate(alone(), folder=tmp_path)
-    assert found.source.startswith(f"{path} is not taken (")
+    assert found.source.startswith(f"{path} is ignored (")
     assert "\n" not in found.source
     assert len(found.source) < 1000
     assert "measured in" in found.source
@@ -191,7 +191,7 @@ def test_calibration_that_cannot_be_read_is_named_and_replaced(tmp_path: Path, m
     path = only_file(tmp_path)
     path.unlink()
     os.mkfifo(path)
-    assert naming_all(calibrate(alone(), folder=tmp_path).source, f"{path} is not read (", "stored in")
+    assert naming_all(calibrate(alone(), folder=tmp_path).source, f"{path} cannot be read (", "stored in")
     assert len(measured) == 2
     assert path.is_file()
 

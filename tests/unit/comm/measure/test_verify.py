@@ -159,8 +159,10 @@ class PlayedRank:
         self.calls += 1
         return tensor_N
 
-    def gather_text(self, text: str) -> list[str]:
-        return self._job.exchange(self.rank, text)
+    def gather(self, value: Any) -> list[Any]:
+        return self._job.exchange(self.rank, value)
+
+    gather_text = gather
 
 
 def good(sums_N: Tensor, rank: int, number: int) -> None:

@@ -15,11 +15,11 @@ from bigbatch.comm.rendezvous import launcher
 from bigbatch.comm.rendezvous.environ import (
     SECRET_VARIABLE,
     ProcessEnv,
-    keep_compiled_code,
     measured_folder,
     nccl_settings,
     prefer_interface,
     read_process_env,
+    set_compile_cache,
     slurm_job,
     step_hosts,
     terminal_columns,
@@ -348,7 +348,7 @@ def test_cache_of_compiled_code_is_kept_from_run_to_run(
     monkeypatch.setenv("HOME", "home")
     Path("file").touch()
     variables = dict(variables)
-    assert str(keep_compiled_code(variables, torchs_own="/tmp/torchs")) == folder
+    assert str(set_compile_cache(variables, torchs_own="/tmp/torchs")) == folder
     assert variables["TORCHINDUCTOR_CACHE_DIR"] == folder
 
 

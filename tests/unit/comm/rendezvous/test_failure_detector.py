@@ -132,8 +132,8 @@ def reasons(ranks: Iterable[FailureDetector]) -> list[str]:
 def fails_in_the_sum(rank: FailureDetector, clock: Clock, *, after: float, cause: str = LOST) -> None:
     """Fail like a rank whose main thread waits in the sum."""
     clock.sleep(after)
-    rank.call(cause)
-    rank.part()
+    rank.roll_call(cause)
+    rank.stop_requests()
 
 
 def looks_on(rank: FailureDetector, clock: Clock, *, after: float, is_waiting: bool = False) -> None:
@@ -179,7 +179,7 @@ def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock:
     def fails_by_itself() -> None:
         ranks[1].crash()
         clock.sleep(0.5)
-        ranks[1].call(LOST)
+        ranks[1].roll_call(LOST)
 
     waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.7) for number in (0, 2)]
     clock.run([fails_by_itself, *waiting])
@@ -228,13 +228,13 @@ def test_holder_leaves_once_all_have_heard_or_after_its_time_limit(clock: Clock)
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_store_that_lives_on_is_not_held_up_for_missing_ranks(goes_on: bool, clock: Clock) -> None:
     _, ranks = job_of(2)
-    ranks[0].goes_on = goes_on
+    ranks[0].continues_after_loss = goes_on
     taken = []
 
     def holder() -> None:
-        ranks[0].call(LATE)
+        ranks[0].roll_call(LATE)
         before = clock.now
-        ranks[0].part()
+        ranks[0].stop_requests()
         taken.append(clock.now - before)
 
     clock.run([holder])
@@ -257,11 +257,11 @@ def test_rank_waits_for_others_while_any_of_its_threads_does() -> None:
 def test_verdict_after_the_store_is_gone_misses_its_holder() -> None:
     store, ranks = job_of(2)
     store.is_gone = True
-    assert ranks[1].call(LOST).reason == "no answer from rank 0, which holds the rendezvous"
+    assert ranks[1].roll_call(LOST).reason == "no answer from rank 0, which holds the rendezvous"
     assert ranks[1].verdict is not None
     assert ranks[1].verdict.lost == {0}
     asked = store.num_requests
-    ranks[1].part()
+    ranks[1].stop_requests()
     ranks[1].crash()
     assert store.num_requests == asked, "a store that does not answer is not asked again"
 

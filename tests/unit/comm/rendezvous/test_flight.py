@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from played_flights import PlayedRank, play
 
-from bigbatch.comm.rendezvous import environ, last_words
-from bigbatch.comm.rendezvous.last_words import Flight, compare, keep_flight, read_flight
+from bigbatch.comm.rendezvous import environ, hang_report
+from bigbatch.comm.rendezvous.hang_report import Flight, compare, keep_flight, read_flight
 
 VARIABLES = (
     "TORCH_FR_BUFFER_SIZE",
@@ -66,7 +66,7 @@ def test_flight_is_kept_beside_torchs_own(name: str, tmp_path: Path, monkeypatch
 
 
 def test_flight_is_kept_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_words.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(hang_report.tempfile, "tempdir", str(tmp_path))
     paths = [keep_flight("{}", rank=3) for _ in range(2)]
     assert len(set(paths)) == 2, "two jobs of a host"
     assert all(path.parent == tmp_path and "rank-3" in path.name and path.read_text() == "{}" for path in paths)
@@ -74,14 +74,14 @@ def test_flight_is_kept_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest
 
 def test_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    environ.record_flights()
+    environ.enable_flight_recorder()
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ.os.environ
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
-    environ.record_flights()
+    environ.enable_flight_recorder()
     assert "TORCH_FR_BUFFER_SIZE" not in environ.os.environ
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
-    environ.record_flights()
+    environ.enable_flight_recorder()
     assert int(environ.os.environ["TORCH_FR_BUFFER_SIZE"]) > 0
 
 
@@ -91,10 +91,10 @@ import torch.distributed as dist
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ALONE, record_flights
-from bigbatch.comm.rendezvous.last_words import dump_flight, read_flight
+from bigbatch.comm.rendezvous.environ import ALONE, enable_flight_recorder
+from bigbatch.comm.rendezvous.hang_report import dump_flight, read_flight
 
-record_flights()
+enable_flight_recorder()
 met = Control(ALONE, timeout_seconds=5)
 met.store = BoundedStore(dist.HashStore(), seconds=5)
 backend = TorchDistributedBackend(ALONE, met, library="gloo", device=torch.device("cpu"))
@@ -107,7 +107,7 @@ backend.abandon()
 
 @pytest.mark.long
 @pytest.mark.skipif(
-    not hasattr(last_words._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records NCCL only"
+    not hasattr(hang_report._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records NCCL only"
 )
 def test_flight_of_real_collectives_is_read() -> None:
     """In a process of its own: torch asks for the recorder's size once."""

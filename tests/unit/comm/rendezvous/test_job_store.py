@@ -22,24 +22,24 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from bigbatch.comm.rendezvous import job_store, limits, store_process
 from bigbatch.comm.rendezvous.bounded_store import News, NoAnswerError
-from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, start_store
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.secret import (
     HELLO_BYTES,
     NONCE_BYTES,
+    AuthenticationError,
     ServerHandshake,
-    StrangerError,
-    call,
-    introduce,
+    authenticate,
+    make_hello,
     receive_exactly,
 )
-from bigbatch.comm.rendezvous.store_process import LENGTH, Requests, StoreServer, pack, split
+from bigbatch.comm.rendezvous.store_process import LENGTH, KeyValueTable, StoreServer, pack, split
 
 SECRET = b"of this job"
 
 
 def held(secret: bytes = SECRET) -> StoreConnections:
-    return hold_store(listen("127.0.0.1", 0), secret, world_size=2, timeout_seconds=60)
+    return start_store(listen("127.0.0.1", 0), secret, world_size=2, timeout_seconds=60)
 
 
 def connect(port: int, *, secret: bytes = SECRET, rank: int = 1) -> StoreConnections:
@@ -126,7 +126,7 @@ def test_job_store_answers_as_torchs_own(store: JobStore) -> None:
 
 def test_store_process_may_begin_late_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_store, "_PROGRAM", f"import time; time.sleep(1); {job_store._PROGRAM}")
-    connections = hold_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout_seconds=0.1)
+    connections = start_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout_seconds=0.1)
     assert JobStore(connections, seconds=60).num_keys() == 0
 
 
@@ -265,7 +265,7 @@ def test_job_store_whose_holder_has_ended_says_so(port: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").read_text(), reason="this machine has no IPv6")
 def test_job_store_is_reached_by_ipv6() -> None:
-    connections = hold_store(listen("::1", 0), SECRET, world_size=2, timeout_seconds=60)
+    connections = start_store(listen("::1", 0), SECRET, world_size=2, timeout_seconds=60)
     store = JobStore(StoreConnections("::1", connections.port, SECRET, rank=1, timeout_seconds=60), seconds=60)
     assert store.add("count", 1) == 1
 
@@ -283,9 +283,9 @@ def is_closed(stream: socket.socket) -> bool:
 
 def test_store_lets_nobody_in_who_does_not_know_the_secret(port: int) -> None:
     for secret in (b"", b"another", SECRET + b"\n"):
-        with pytest.raises(StrangerError, match="different secrets"):
+        with pytest.raises(AuthenticationError, match="different secrets"):
             connect(port, secret=secret)
-    hello, _ = introduce(SECRET, "store", bytes(NONCE_BYTES), rank=1)  # for what another handshake drew
+    hello, _ = make_hello(SECRET, "store", bytes(NONCE_BYTES), rank=1)  # for what another handshake drew
     assert SECRET not in hello
     for words in (hello, b"GET / HTTP/1.1\r\n\r\n".ljust(200), bytes(56), os.urandom(1000)):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -302,7 +302,7 @@ def test_rank_turns_away_from_a_store_that_does_not_know_the_secret() -> None:
             stream.sendall(bytes(NONCE_BYTES))
             stream.recv(1000)
             stream.sendall(bytes(32))
-            with pytest.raises(StrangerError, match="does not know the job's secret"):
+            with pytest.raises(AuthenticationError, match="does not know the job's secret"):
                 calling.result()
 
 
@@ -315,7 +315,7 @@ def test_store_expires_callers_who_say_nothing(port: int, monkeypatch: pytest.Mo
 @pytest.fixture
 def few_strangers(monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the server's limit of unauthenticated connections."""
-    monkeypatch.setattr(store_process, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(store_process, "MAX_UNAUTHENTICATED", 8)
     return 8 + 2
 
 
@@ -348,12 +348,12 @@ def test_store_is_not_kept_from_its_ranks_by_idle_callers(
 )
 def test_store_ends_the_connection_of_a_request_that_makes_no_sense(request_: bytes, port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as stream:
-        call(stream, SECRET, "store", rank=3)
+        authenticate(stream, SECRET, "store", rank=3)
         stream.sendall(LENGTH.pack(len(request_)) + request_)
         assert is_closed(stream)
     with socket.create_connection(("127.0.0.1", port)) as stream:
-        call(stream, SECRET, "store", rank=3)
-        stream.sendall(LENGTH.pack(store_process.MOST_BYTES + 1))
+        authenticate(stream, SECRET, "store", rank=3)
+        stream.sendall(LENGTH.pack(store_process.MAX_REQUEST_BYTES + 1))
         assert is_closed(stream)
     assert not JobStore(connect(port), seconds=60).check(["key"])
 
@@ -379,16 +379,16 @@ def test_requests_of_any_bytes_are_carried_out_or_refused(data: bytes) -> None:
     with suppress(ValueError, LookupError, TypeError):
         parts = split(data)
         assert split(pack(*parts)) == parts
-        Requests().answer(parts)
+        KeyValueTable().answer(parts)
 
 
 # --- when it ends ---
 
 HOLDER = """\
 import os, sys, time
-from bigbatch.comm.rendezvous.job_store import hold_store
+from bigbatch.comm.rendezvous.job_store import start_store
 from bigbatch.comm.rendezvous.meeting import listen
-connections = hold_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout_seconds=60)
+connections = start_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout_seconds=60)
 child = os.fork()  # as workers that read images, which inherit all that is open
 if child == 0:
     time.sleep(600)

@@ -15,14 +15,14 @@ from thread_groups import PUBLISHED, SECRET, env_of, gather, groups_of
 from bigbatch.comm.rendezvous import joining as joining_module
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.joining import (
-    FIRST_NUMBER,
+    FIRST_JOIN_NUMBER,
     REQUESTS,
     Admitted,
+    admit,
     ask_to_join,
     find_requests,
     former_ranks,
     leave_former_group,
-    let_in,
 )
 from bigbatch.comm.rendezvous.regroup import Group, regroup
 from bigbatch.errors import CommError, PeerLostError
@@ -69,15 +69,15 @@ class Job:
         """Ask to be rank 2 under this number."""
         where = "127.0.0.1", self.connections.port
         connections = StoreConnections(*where, SECRET, rank=number, timeout_seconds=60)
-        seat = asdict(replace(self.groups[0].endpoints.all[0], rank=2))
-        asked = {"number": number, "facts": FACTS, "seat": seat}
+        endpoint = asdict(replace(self.groups[0].endpoints.all[0], rank=2))
+        asked = {"number": number, "facts": FACTS, "endpoint": endpoint}
         JobStore(connections, REQUESTS, seconds=60).append("asked", json.dumps(asked) + "\n")
         return connections
 
-    def let_in(self) -> list[Group]:
+    def admit(self) -> list[Group]:
         found = find_requests(self.groups[0], lambda: FACTS, fits=lambda count: True)
         told = {"step": 7}
-        admitted = list(self._pool.map(lambda group: let_in(group, found, told=told), self.groups))
+        admitted = list(self._pool.map(lambda group: admit(group, found, told=told), self.groups))
         assert [each.told for each in admitted] == [told] * len(self.groups)
         return [each.group for each in admitted]
 
@@ -91,7 +91,7 @@ def test_rank_that_joins_has_its_old_number_in_a_group_that_can_lose_ranks_again
     assert job.find() == []
     asking = job.ask(2)
     assert job.find(least=1) == [2]
-    others = job.let_in()
+    others = job.admit()
     admitted = asking.result(60)
     groups = [*others[:2], admitted.group, others[2]]
     assert admitted.told == {"step": 7}
@@ -119,7 +119,7 @@ def test_ranks_wait_for_others_without_which_none_could_share_the_batch(job: Job
     second = job.ask(4)
     assert job.find(least=2, misfit=4) == [2, 4]
     assert len(job.find(least=1, misfit=5)) == 1, "one of them can join without the other"
-    groups = [*job.let_in(), first.result(60).group, second.result(60).group]
+    groups = [*job.admit(), first.result(60).group, second.result(60).group]
     assert sorted(group.env.rank for group in groups) == [0, 1, 2, 3, 4]
     assert gather(groups) == [[f"of {rank}" for rank in range(5)]] * 5
 
@@ -127,8 +127,8 @@ def test_ranks_wait_for_others_without_which_none_could_share_the_batch(job: Job
 @pytest.mark.parametrize(
     ("rank", "facts", "said"),
     [
-        (2, FACTS | {"release": "bigbatch 2"}, "its release is not that of the job: 'bigbatch 2' against 'bigbatch 1'"),
-        (2, FACTS | {"config": "run:\n  seed: 2"}, "its config is not that of the job: 'seed: 2' against 'seed: 1'"),
+        (2, FACTS | {"release": "bigbatch 2"}, "its release differs from the job's: 'bigbatch 2' against 'bigbatch 1'"),
+        (2, FACTS | {"config": "run:\n  seed: 2"}, "its config differs from the job's: 'seed: 2' against 'seed: 1'"),
         (1, FACTS, f"process {os.getpid()} on here is rank 1"),
     ],
     ids=["release", "config", "place"],
@@ -145,11 +145,11 @@ def test_rank_that_cannot_join_is_told_why_and_the_others_are_not_disturbed(
 
 
 def test_rank_that_ends_after_it_was_found_is_forgotten(job: Job) -> None:
-    connections = job.ask_as(FIRST_NUMBER)
+    connections = job.ask_as(FIRST_JOIN_NUMBER)
     assert job.find() == [2]
     connections.close()
     job.find_none()
-    assert gather(job.let_in()) == [["of 0", "of 1", "of 2"]] * 3, "of another generation"
+    assert gather(job.admit()) == [["of 0", "of 1", "of 2"]] * 3, "of another generation"
 
 
 @pytest.mark.parametrize("has_come", [False, True])
@@ -161,7 +161,7 @@ def test_loss_while_ranks_agree_on_a_join_parts_none_of_the_others(has_come: boo
 
     def outcome(group: Group) -> str:
         try:
-            return let_in(group, found, told={}).group.control.store.prefix  # type: ignore[union-attr]
+            return admit(group, found, told={}).group.control.store.prefix  # type: ignore[union-attr]
         except PeerLostError as error:
             return f"{sorted(error.lost_ranks)}"
 
@@ -198,7 +198,7 @@ def test_rank_that_is_lost_before_it_has_the_state_has_no_vote(left: Sequence[in
     lost = 0 if left == (1,) else 2
     asking = job.ask(lost)
     job.find(least=1)
-    others = job.let_in()
+    others = job.admit()
     asking.result(60).leave()
 
     def go_back(former: Group, group: Group) -> Group:
@@ -214,7 +214,7 @@ def test_rank_that_is_lost_before_it_has_the_state_has_no_vote(left: Sequence[in
     assert gather(job.groups) == [[f"of {rank}" for rank in range(len(left))]] * len(left)
     again = job.ask(lost)
     assert job.find(least=1) == [lost]
-    others = job.let_in()
+    others = job.admit()
     groups = sorted([*others, again.result(60).group], key=lambda group: group.env.rank)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(leave_former_group, groups))
@@ -225,19 +225,19 @@ def test_requests_that_another_release_has_written_disturb_none(job: Job) -> Non
     store = JobStore(job.connections, REQUESTS, seconds=60)
     endpoint = asdict(job.groups[0].endpoints.all[0])
     lines = ["{", "7", "[]", '{"number": "x"}', "{}"]
-    lines += [json.dumps({"number": 5 << 20, "seat": endpoint | {"rank": 2, "cell": 3}, "facts": FACTS})]
-    lines += [json.dumps({"number": 6 << 20, "seat": {}, "facts": None})]
+    lines += [json.dumps({"number": 5 << 20, "endpoint": endpoint | {"rank": 2, "cell": 3}, "facts": FACTS})]
+    lines += [json.dumps({"number": 6 << 20, "endpoint": {}, "facts": None})]
     store.append("asked", "\n".join(lines) + "\n")
     assert job.find() == []
     assert json.loads(store.get(f"answer/{5 << 20}")) == {"refused": "its request is of another format"}
-    assert "its release is not that of the job" in json.loads(store.get(f"answer/{6 << 20}"))["refused"]
+    assert "its release differs from the job's" in json.loads(store.get(f"answer/{6 << 20}"))["refused"]
 
 
 def test_newest_request_of_a_rank_counts(job: Job) -> None:
     """The former one's process may seem to live."""
-    connected = [job.ask_as(number) for number in (FIRST_NUMBER, FIRST_NUMBER + 1)]
+    connected = [job.ask_as(number) for number in (FIRST_JOIN_NUMBER, FIRST_JOIN_NUMBER + 1)]
     found = find_requests(job.groups[0], lambda: FACTS, fits=lambda count: True)
-    assert [each.number for each in found] == [FIRST_NUMBER + 1]
+    assert [each.number for each in found] == [FIRST_JOIN_NUMBER + 1]
     assert len(connected) == 2, "they live"
 
 
@@ -247,7 +247,7 @@ def test_store_keeps_no_request_and_no_answer_of_a_process_that_has_ended(job: J
     for _ in range(2):
         asking = job.ask(2)
         job.find(least=1)
-        job.let_in()
+        job.admit()
         number = json.loads(store.get("asked").splitlines()[-1])["number"]
         asking.result(60).leave()
         deadline = time.monotonic() + 60

@@ -129,14 +129,14 @@ def test_holder_in_a_long_step_is_waited_for_after_the_end_of_its_store(monkeypa
     job = Job(2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         job.connections.port = closed.getsockname()[1]
-    take, opened = module.hold_store, Event()
+    take, opened = module.start_store, Event()
 
     def tell_opened(*arguments: Any, **options: Any) -> StoreConnections:
         connections = take(*arguments, **options)
         opened.set()
         return connections
 
-    monkeypatch.setattr(module, "hold_store", tell_opened)
+    monkeypatch.setattr(module, "start_store", tell_opened)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(job.after, {1: {0}})
         assert opened.wait(60)

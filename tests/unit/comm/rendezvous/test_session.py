@@ -42,7 +42,7 @@ def test_session_of_a_start_that_was_cut_short_takes_in_no_later_rank(lost: int,
     left = [rank for rank in range(3) if rank != lost]
     with ThreadPoolExecutor(3) as pool:
         for future in start(store, pool, *left, seconds=0.2):
-            with pytest.raises(TimeoutError, match="did not come in time"):
+            with pytest.raises(TimeoutError, match="did not join in time"):
                 future.result()
         assert len({future.result() for future in start(store, pool, 0, 1, 2)}) == 1
 
@@ -52,7 +52,7 @@ def test_session_of_a_later_first_rank_goes_before(store: Store, monkeypatch: py
     answered = threading.Event()
     with ThreadPoolExecutor(3) as pool:
         (left_behind,) = start(store, pool, 0, world_size=2, seconds=0.5)
-        with pytest.raises(TimeoutError, match="rank 1 did not come"):
+        with pytest.raises(TimeoutError, match="rank 1 did not join"):
             left_behind.result()
         bounded = BoundedStore(store, seconds=SECONDS)
         asked = bounded.append
@@ -74,16 +74,16 @@ def test_session_of_a_later_first_rank_goes_before(store: Store, monkeypatch: py
 def test_session_that_does_not_begin_names_who_is_missing(store: Store) -> None:
     with ThreadPoolExecutor(3) as pool:
         first, second = start(store, pool, 0, 2, seconds=1.0)
-        with pytest.raises(TimeoutError, match=r"^ranks? 1(, 2)? did not come in time$"):
+        with pytest.raises(TimeoutError, match=r"^ranks? 1(, 2)? did not join in time$"):
             first.result()
-        with pytest.raises(TimeoutError, match=r"did not come in time$"):
+        with pytest.raises(TimeoutError, match=r"did not join in time$"):
             second.result()
-    with pytest.raises(TimeoutError, match=r"^rank 0 did not come in time$"):
+    with pytest.raises(TimeoutError, match=r"^rank 0 did not join in time$"):
         meet(HashStore(), 1, seconds=0.1)
 
 
 def test_session_names_the_ranks_that_are_late(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
     bounded = BoundedStore(store, seconds=SECONDS)
-    with pytest.raises(TimeoutError, match="ranks 1, 2 did not come in time"):
+    with pytest.raises(TimeoutError, match="ranks 1, 2 did not join in time"):
         meet_in_session(bounded, rank=0, world_size=3, timeout_seconds=0.4, warn_seconds=0.05)
     assert capfd.readouterr().err.startswith("bigbatch: rank 0 waits for ranks 1, 2 to start\n")

@@ -7,13 +7,13 @@ from error_texts import naming
 from stalled_ranks import let_time_pass, look, ranks
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous import last_words, watch
+from bigbatch.comm.rendezvous import hang_report, watch
 
 
 @pytest.fixture(autouse=True)
 def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flight recorder of this process may hold what other tests did."""
-    monkeypatch.setattr(last_words, "dump_flight", str)
+    monkeypatch.setattr(hang_report, "dump_flight", str)
 
 
 @pytest.fixture(autouse=True)

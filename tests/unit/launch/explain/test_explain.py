@@ -14,7 +14,7 @@ import pytest
 from played_flights import PlayedRank, play
 
 from bigbatch.cli import main
-from bigbatch.comm.rendezvous import last_words
+from bigbatch.comm.rendezvous import hang_report
 
 
 @dataclass
@@ -443,21 +443,21 @@ def test_our_own_dumps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     """Beside torch's own by the name that it was given, else in files for temporary ones."""
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(last_words.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(hang_report.tempfile, "tempdir", str(tmp_path))
     ranks = play(3)
     for each in ranks:
         each.call(state="completed" if each.rank == 1 else "started", times=1)
     ranks[0].call(state="scheduled")
     for each in ranks:
-        last_words.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
+        hang_report.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
         (tmp_path / f"nccl_trace_rank_{each.rank}.json").unlink()
     assert explain().headline.startswith("rank 0 and rank 2 are still in collective 1")
     for path in tmp_path.iterdir():
         path.unlink()
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/nccl_trace_rank_")
     for each in ranks:
-        last_words.keep_flight("{}", rank=each.rank)
-        last_words.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
+        hang_report.keep_flight("{}", rank=each.rank)
+        hang_report.keep_flight(each.write(tmp_path, form="json").read_text(), rank=each.rank)
     said = explain(ranks)
     assert said.headline.startswith("rank 0 and rank 2 are still in collective 1")
     assert "train.py" in said.lines[1], "torch's own, which says where"
@@ -491,7 +491,7 @@ os._exit(0)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hasattr(last_words._distributed_c10d, "_dump_fr_trace"), reason="this torch records NCCL only")
+@pytest.mark.skipif(not hasattr(hang_report._distributed_c10d, "_dump_fr_trace"), reason="this torch records NCCL only")
 def test_real_recordings_are_explained(tmp_path: Path, explain: Explain, capsys: pytest.CaptureFixture[str]) -> None:
     environ = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
     command = [sys.executable, "-c", WITHOUT_RANK_1]
@@ -525,8 +525,7 @@ def test_hostile_pickle_is_refused(explain: Explain, tmp_path: Path, protocol: i
     said = explain()
     assert (said.code, said.lines) == (2, [])
     assert said.error == (
-        f"bigbatch: {path}: no dump of torch's flight recorder: it would run code as it is read, and data alone is "
-        "expected\n"
+        f"bigbatch: {path}: no dump of torch's flight recorder: reading it would run code, and only data is expected\n"
     )
     assert not victim.exists()
 

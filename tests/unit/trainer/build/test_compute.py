@@ -275,7 +275,7 @@ def broken(graph: object, inputs: object) -> Callable[..., Any]:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend=broken))
-    monkeypatch.setattr(execution, "keep_compiled_code", lambda torchs_own: None)
+    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
 
 
 @pytest.mark.long
@@ -356,7 +356,7 @@ def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     each region in evaluation."""
     counter = CompileCounter()
     monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend=counter))
-    monkeypatch.setattr(execution, "keep_compiled_code", lambda torchs_own: None)
+    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
     states = []
     for words in ((), ("compile=default",)):
         parts = parts_of(quickstart(*words))

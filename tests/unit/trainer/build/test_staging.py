@@ -1,6 +1,5 @@
 """Staging before a run: all ranks continue together or none does, and no rank waits for a copy that has failed."""
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -36,14 +35,14 @@ def packed(root: Path) -> Path:
     return root / "packed"
 
 
-def ranks_that(gather_text: Callable[[str], list[str]], *, rank: int = 0, local_rank: int = 0) -> Any:
+def ranks_that(gather: Callable[[Any], list[Any]], *, rank: int = 0, local_rank: int = 0) -> Any:
     env = replace(ALONE, rank=rank, local_rank=local_rank, local_size=local_rank + 1)
-    return SimpleNamespace(gather_text=gather_text, rank=rank, env=env)
+    return SimpleNamespace(gather=gather, rank=rank, env=env)
 
 
 def test_stage_data_does_nothing_unasked(tmp_path: Path) -> None:
     unstaged = config(root=tmp_path)
-    assert stage_data(unstaged, ranks_that(lambda text: pytest.fail("a collective"))) == (unstaged, None)
+    assert stage_data(unstaged, ranks_that(lambda value: pytest.fail("a collective"))) == (unstaged, None)
 
 
 def test_stage_data_puts_the_copy_in_the_place_of_the_root(tmp_path: Path) -> None:
@@ -59,16 +58,16 @@ def test_stage_data_fails_on_all_ranks(tmp_path: Path) -> None:
     images = packed(tmp_path).with_name("set")
     with pytest.raises(DataError, match=naming("set/train: ", "bigbatch data pack")):
         stage_data(config(root=images, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo"))
-    other = json.dumps({"failure": "no room on host b"})
+    other = {"failure": "no room on host b"}
     asked = config(root=tmp_path / "packed", stage=tmp_path / "local")
     with pytest.raises(DataError, match="no room on host b"):
-        stage_data(asked, ranks_that(lambda text: [text, other]))
+        stage_data(asked, ranks_that(lambda value: [value, other]))
 
 
 def answering(*others: dict[str, object]) -> Any:
     """What a second rank says, one answer an exchange."""
     answers = list(others)
-    return lambda text: [text, json.dumps(answers.pop(0))]
+    return lambda value: [value, answers.pop(0)]
 
 
 DONE = {"seconds": 0.0, "summary": ""}
@@ -86,7 +85,7 @@ def test_stage_data_copies_nothing_on_other_ranks_of_a_node(tmp_path: Path, monk
         stage_data(asked, ranks_that(answering(under_way, {"failure": "no room"}), rank=1, local_rank=1))
 
 
-def lost(text: str) -> list[str]:
+def lost(value: object) -> list[object]:
     raise PeerLostError("no answer from rank 1")
 
 
@@ -129,13 +128,13 @@ def test_stage_data_tells_of_the_node_furthest_behind(
 
     told, exchanges = threading.Event(), iter(range(10**9))
 
-    def other(text: str) -> list[str]:
-        number, ours = next(exchanges), json.loads(text)
+    def other(ours: dict[str, Any]) -> list[dict[str, Any]]:
+        number = next(exchanges)
         if number > 3:
             may_end.set()
         if ours.get("share", 0) > 0:
             told.set()
-        return [text, json.dumps({"share": 0.9, "progress": "nearly all"} if number < 20 else DONE)]
+        return [ours, {"share": 0.9, "progress": "nearly all"} if number < 20 else DONE]
 
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(module, "LINE_SECONDS", 0.0)

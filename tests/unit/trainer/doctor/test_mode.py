@@ -300,7 +300,7 @@ def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mo
     other = Played(SIZES)
     (tmp_path / "run.json").write_text(first.text)
     found = choose(quickstart(), other, tmp_path, kept=tmp_path / "run.json")
-    assert "is not taken (it is of another GPU, job or config: gpus ['cpu, driver '] there" in found.told
+    assert "is ignored (it is of another GPU, job or config: gpus ['cpu, driver '] there" in found.told
     assert found.config.compute.compile is None
 
 
@@ -339,7 +339,7 @@ def test_mode_file_that_is_damaged_is_named_and_measured_anew(
     path.write_bytes(spoiled(path.read_bytes()))
     again = Played(COMPILED)
     found = choose(quickstart(), again, tmp_path)
-    assert f"{path} is not taken (" in found.told
+    assert f"{path} is ignored (" in found.told
     assert "\n" not in found.told
     assert len(found.told) < 1000
     assert again.limits

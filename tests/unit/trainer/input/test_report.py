@@ -1,6 +1,5 @@
 """What is said about the input: rates by hand, and advice that is true for the settings of the run."""
 
-import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -286,16 +285,16 @@ def test_every_augmentation_stands_in_the_pages_table() -> None:
 MINE = ProbedInput({"loader": 100.0, "read": None, "decode": 300.0, "copy": None, "augment": 500.0}, ())
 
 
-def ranks(*others: str) -> SimpleNamespace:
-    """A communicator of this rank and of others whose texts are given."""
-    return SimpleNamespace(gather_text=lambda text: [text, *others])
+def ranks(*others: object) -> SimpleNamespace:
+    """A communicator of this rank and of others whose values are given."""
+    return SimpleNamespace(gather=lambda value: [value, *others])
 
 
 def test_input_report_rates_of_all_ranks_are_known_or_none() -> None:
     theirs = {**MINE.rates, "loader": 7.0}
-    assert measure_input.gather_rates(MINE, ranks(json.dumps(theirs))) == (MINE.rates, theirs)
-    assert measure_input.gather_rates(MINE, ranks("")) is None
-    assert measure_input.gather_rates(None, ranks(json.dumps(MINE.rates))) is None
+    assert measure_input.gather_rates(MINE, ranks(theirs)) == (MINE.rates, theirs)
+    assert measure_input.gather_rates(MINE, ranks(None)) is None
+    assert measure_input.gather_rates(None, ranks(MINE.rates)) is None
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,9 @@ def test_gpus_are_asked_for_where_the_job_wants_them(
 def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sees one alone, which could be its own."""
     PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
-    beside = json.dumps({"host": "here", "process": 2, "uuid": "GPU-f", "only_gpu": "GPU-f"})
-    others = {"meeting of every node": "null", "comparison of GPUs": beside}
-    control = SimpleNamespace(gather_text=lambda text, *, what: [text, others[what]])
+    beside = {"host": "here", "process": 2, "uuid": "GPU-f", "only_gpu": "GPU-f"}
+    others = {"meeting of every node": None, "comparison of GPUs": beside}
+    control = SimpleNamespace(gather=lambda value, *, what: [value, others[what]])
     env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)
     nodes, (found,) = examine.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]
     assert nodes == []

@@ -131,7 +131,7 @@ class Calls:
         self.closed: list[str] = []
         group = SimpleNamespace(control="of the new group", endpoints=SimpleNamespace(all="012"))
         told = SimpleNamespace(group=group, told={"joined": "rank 2 on n1"})
-        results = {"let_in": told, "enter": "entered", "leave_former_group": None, "abort_connection": None}
+        results = {"admit": told, "enter": "entered", "leave_former_group": None, "abort_connection": None}
         for name, result in results.items():
             play = MagicMock(return_value=result, side_effect=errors.get(name))
             monkeypatch.setattr(joining, name, play)
@@ -178,7 +178,7 @@ def test_first_rank_ends_its_records_only_before_another_one_takes_the_run_folde
 @pytest.mark.parametrize(
     ("failing", "error", "others", "told"),
     [
-        ("let_in", lost(0), {0}, None),
+        ("admit", lost(0), {0}, None),
         ("enter", lost(2), set(), "did not join: rank 2 on n1; "),
         ("enter", lost(2, exit_code=FAILED), set(), "did not join: rank 2 on n1; "),
         ("enter", lost(), set(), "did not join: rank 2 on n1; "),
@@ -197,7 +197,7 @@ def test_former_group_goes_on_after_a_loss_before_all_have_the_state(
 
 
 @pytest.mark.parametrize(
-    ("failing", "error"), [("let_in", lost()), ("let_in", lost(0, exit_code=FAILED)), ("enter", lost(0, exit_code=1))]
+    ("failing", "error"), [("admit", lost()), ("admit", lost(0, exit_code=FAILED)), ("enter", lost(0, exit_code=1))]
 )
 def test_loss_after_which_none_may_go_on_ends_a_join(
     failing: str, error: Exception, monkeypatch: pytest.MonkeyPatch

@@ -176,7 +176,7 @@ class Ranks:
             world_size=self.barrier.parties,
             device=torch.device("cpu"),
             sum_=self.sum_,
-            gather_text=lambda text: [text],
+            gather=lambda value: [value],
         )
         parts: Any = SimpleNamespace(
             model=torch.nn.Identity(),

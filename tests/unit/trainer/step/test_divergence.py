@@ -16,17 +16,15 @@ GUESS = math.log(10)
 def ends(loss: float, finite_steps: list[int]) -> str:
     """The error on rank 0; finite_steps: of each rank, before its loss was not finite."""
     with pytest.raises(TrainingDiverged) as caught:
-        require_finite(
-            loss, first_step=100, finite_steps=finite_steps[0], gather_text=lambda text: list(map(str, finite_steps))
-        )
+        require_finite(loss, first_step=100, finite_steps=finite_steps[0], gather=lambda _: finite_steps)
     return str(caught.value)
 
 
 def test_require_finite_asks_no_other_rank_about_a_finite_loss() -> None:
-    def gather(text: str) -> list[str]:
-        raise AssertionError(text)
+    def gather(count: int) -> list[int]:
+        raise AssertionError(count)
 
-    require_finite(3.0, first_step=0, finite_steps=5, gather_text=gather)
+    require_finite(3.0, first_step=0, finite_steps=5, gather=gather)
 
 
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])

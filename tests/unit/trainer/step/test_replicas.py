@@ -106,7 +106,7 @@ def compare_all(ranks: Sequence[Sequence[Tensor]]) -> list[str]:
             device=torch.device("cpu"),
             control=SimpleNamespace(host_of=lambda other: f"node{other}"),
             sum_=lambda tensor_N, label: torch.stack(met.exchange(rank, tensor_N)).sum(0),
-            gather_text=lambda text: met.exchange(rank, text),
+            gather=lambda value: met.exchange(rank, value),
         )
         try:
             require_same(communicator, ["stem", "head"], digest(ranks[rank]), done=7)

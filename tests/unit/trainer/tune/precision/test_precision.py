@@ -73,8 +73,8 @@ def test_counts_add_up_over_tensors_and_ranks() -> None:
     assert measure([torch.zeros(3)]).headroom(scale_power=24) > 100
 
     class Both:
-        def gather_text(self, text: str) -> list[str]:
-            return [text, json.dumps(two.counts)]
+        def gather(self, value: Any) -> list[Any]:
+            return [value, two.counts]
 
     assert sum_over_ranks(one, Both()) == one + two  # type: ignore[arg-type]
 
@@ -175,7 +175,7 @@ def test_gradients_of_both_kinds_are_counted_and_must_be_finite(
         yield SimpleNamespace(model=model, precision=SimpleNamespace(masters=dict(model.named_parameters()))), run
 
     monkeypatch.setattr(steps, "few_steps", few_steps)
-    communicator = cast(Communicator, SimpleNamespace(gather_text=lambda text: [text, text]))
+    communicator = cast(Communicator, SimpleNamespace(gather=lambda value: [value, value]))
     with nullcontext() if gradient == 1 else pytest.raises(TuneError, match=naming("step 1 ", "schedule.base_lr")):
         found = steps.count_gradients(CONFIG, communicator, num_steps=1, say=lambda text: None)
         assert sum(found.weights.counts) == 2 * 3 + 3  # those of the norm stay fp32

@@ -92,7 +92,7 @@ def compare(mine: Flight, others: Mapping[int, Mapping[str, int]]) -> str:
     return ", ".join([f"it waits in collective {number} ({waiting.name}) of process group {name}", *behind, *unknown])
 
 
-class LastWords:
+class HangReport:
     """Prints the verdict before a process ends, and compares the ranks' flight records. Its time is bounded."""
 
     def __init__(self, control: Control) -> None:
@@ -106,12 +106,12 @@ class LastWords:
             recorded = _within(limits.FLIGHT_SECONDS, lambda: record_flight(dump_flight(), rank=self._control.rank))
             flight, path = recorded or (None, None)
             text = _within(limits.EXPLAIN_SECONDS, lambda: self._explain(label, seconds, flight)) or (
-                f"{self._detector.failed(label, seconds)}; {self._detector.silence}"
+                f"{self._detector.failed(label, seconds)}; {self._detector.no_answer}"
             )
             record = f"; torch's flight recorder: {path}" if path else ""
             by(f"{text}{f'; last seen: {seen}' if seen else ''}{record}")
             # last: other ranks may still compare flight records
-            self._detector.part()
+            self._detector.stop_requests()
 
     def publish(self) -> None:
         """Publish, once and within FLIGHT_SECONDS, which collectives this rank has begun."""
@@ -151,7 +151,7 @@ def _ended_after(seconds: float) -> Iterator[None]:
     library = ctypes.CDLL(None)
     library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     handler = library.signal(signal.SIGALRM, signal.SIG_DFL)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds + limits.TO_SHOW_SECONDS)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds + limits.STACK_DUMP_SECONDS)
     faulthandler.dump_traceback_later(seconds)
     try:
         yield

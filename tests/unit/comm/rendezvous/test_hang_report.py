@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.in_flight import StreamQueue
-from bigbatch.comm.rendezvous import last_words, limits, watch
+from bigbatch.comm.rendezvous import hang_report, limits, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -43,7 +43,7 @@ def recorded(number: int) -> str:
 @pytest.fixture(autouse=True)
 def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flight recorder of this process may hold what other tests did."""
-    monkeypatch.setattr(last_words, "dump_flight", str)
+    monkeypatch.setattr(hang_report, "dump_flight", str)
 
 
 def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -51,7 +51,7 @@ def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
     monkeypatch.setattr(watch.os, "_exit", codes.append)
     hurry_count(monkeypatch)
-    rank.watch.count()
+    rank.watch.check_clock()
     return codes
 
 
@@ -108,13 +108,13 @@ def test_watch_thread_ends_the_job_by_itself_when_the_store_is_gone(
 
 HANGS_IN_C = """
 import ctypes, signal, time
-from bigbatch.comm.rendezvous import last_words, limits, watch
+from bigbatch.comm.rendezvous import hang_report, limits, watch
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 
 signal.signal(signal.SIGALRM, lambda *_: None)  # which no longer runs
 limits.VERDICT_SECONDS = 0.2
-last_words.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
+hang_report.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
 job = Control(ALONE, timeout_seconds=60, warn_seconds=0.04)
 job.timeout_seconds = 0.1
 pending = watch.Pending(1, "buffer 1", watch.awake_seconds())
@@ -128,7 +128,7 @@ def test_watch_ends_the_job_where_the_flight_recorder_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=250)
     assert done.returncode == -signal.SIGALRM, done.stderr
     assert may_go_on(128 + signal.SIGALRM, is_python=False), "it needs no repair first"
-    assert "last_words" in done.stderr, "where each thread is"
+    assert "hang_report" in done.stderr, "where each thread is"
 
 
 def test_watch_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
@@ -169,10 +169,10 @@ def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
     first, behind, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
     first.waits(3, seconds=9)
     store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
-    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(41))
+    monkeypatch.setattr(hang_report, "dump_flight", lambda: recorded(41))
     look(behind)
     mine = recorded(42)
-    monkeypatch.setattr(last_words, "dump_flight", lambda: mine)
+    monkeypatch.setattr(hang_report, "dump_flight", lambda: mine)
     assert end_of(first, monkeypatch) == [LOST]
     parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 did not answer", tmp_path / "trace_0.json"
     assert re.search(naming("no answer from rank 1 on node1", *parts), first.said[-1]), first.said[-1]
@@ -197,7 +197,7 @@ def test_holder_stays_until_the_others_know_verdict_and_flights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
-    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(41))
+    monkeypatch.setattr(hang_report, "dump_flight", lambda: recorded(41))
     monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
     for limit in ("EXPLAIN_SECONDS", "FLIGHT_SECONDS", "VERDICT_SECONDS"):
         monkeypatch.setattr(limits, limit, 60.0)  # longer than any wait of a slow machine
@@ -209,11 +209,11 @@ def test_holder_stays_until_the_others_know_verdict_and_flights(
         rank.waits(3, seconds=9)
 
     def end_of_holder() -> None:
-        holder.watch.count()
+        holder.watch.check_clock()
         store.is_gone.set()
 
     with ThreadPoolExecutor(2) as pool:
-        ended = [pool.submit(end_of_holder), pool.submit(other.watch.count)]
+        ended = [pool.submit(end_of_holder), pool.submit(other.watch.check_clock)]
     assert [each.result() for each in ended] == [None, None]
     for rank in (holder, other):
         assert re.search(naming("all ranks still answer", "waits in collective 41"), rank.said[-1]), rank.said[-1]
@@ -223,7 +223,7 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
     """Else it would be named with the one that is lost, although it waits in the same sum."""
     hangs = Event()
     monkeypatch.setattr(limits, "FLIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(last_words, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
+    monkeypatch.setattr(hang_report, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
     store = HashStore()
     first, second, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
     for rank in (first, second):
@@ -241,7 +241,7 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("text", ["", "no JSON", "{}"])
 def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/no-such-folder/trace_")
-    monkeypatch.setattr(last_words, "dump_flight", lambda: text)
+    monkeypatch.setattr(hang_report, "dump_flight", lambda: text)
     store = HashStore()
     first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
     first.waits(3, seconds=1)

@@ -1,0 +1,122 @@
+"""Close or abort the connections of this process: after a run, after an error, and when the interpreter ends."""
+
+import atexit
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+
+from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.backends.registered_memory import RegisteredMemory
+from bigbatch.comm.rendezvous.bounded_store import has_request_under_way, wait_until
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
+from bigbatch.comm.rendezvous.watch import Watch
+from bigbatch.errors import CommError, PeerLostError, tell
+from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
+
+LAST_SECONDS = 3.0
+"""After a failure, an ending process waits this long for operations that still run."""
+open_connections: dict[Control, "Connection"] = {}
+"""Connections that this process has not closed."""
+_aborted: list[Backend] = []
+"""Backends aborted after a failure: one of their threads may still wait for a lost rank."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What connects this process with the other ranks until it is closed, aborted or abandoned."""
+
+    env: ProcessEnv
+    control: Control
+    backend: Backend
+    watch: Watch | None
+    registered: RegisteredMemory | None
+
+    def close(self) -> None:
+        """Close the connection; see Communicator.close()."""
+        detector = self.control.detector
+        if detector.has_failed:
+            self.abort()
+            return
+        with suppress(RuntimeError):  # if the store is lost, the last barrier reports it
+            detector.leave()
+        if self.registered is not None:
+            self.registered.close()
+        self.backend.close()
+        # closed last: only the watch can end a wait in NCCL's last barrier
+        self._unregister()
+        detector.end_well(within_seconds=self.control.timeout_seconds)
+        uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
+        # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
+        if self.env.launcher in MPI_LAUNCHERS and self.env.world_size > 1 and uses_mpi and not open_connections:
+            from bigbatch.comm.backends.mpi import finalize_mpi
+
+            finalize_mpi()
+
+    def abort(self, exit_code: int = CRASHED) -> None:
+        """Tell the other ranks that this rank fails; see Communicator.abort()."""
+        _aborted.append(self.backend)
+        self._unregister()  # a watch would still answer when the others ask which ranks are alive
+        with suppress(RuntimeError):  # if the store is lost, the others have noticed already
+            self.control.detector.crash(exit_code)
+
+    def abandon(self) -> None:
+        """Release a connection that is not used, such as one whose algorithm was refused. All ranks call it."""
+        self._unregister()
+        self.backend.abandon()
+
+    def _unregister(self) -> None:
+        open_connections.pop(self.control, None)
+        if self.watch is not None:
+            self.watch.close()
+
+
+def close_at_exit(connection: Connection) -> None:
+    """Register a connection to be closed when the interpreter ends, unless it is closed before."""
+    if not open_connections:
+        atexit.unregister(_close_all)  # registering it once is enough
+        atexit.register(_close_all)
+    open_connections[connection.control] = connection
+
+
+def abort_connection(control: Control) -> None:
+    """After the loss of a rank, abort the operations of its connection, if one is open, and release it."""
+    if connection := open_connections.get(control):
+        connection._unregister()
+        connection.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
+
+
+def abort_all(exit_code: int) -> None:
+    """Tell the other ranks over every open connection that this rank ends with exit_code."""
+    for connection in list(open_connections.values()):
+        connection.abort(exit_code)
+
+
+def _close_all() -> None:
+    """Close all connections, the newest first, because the last finalizes MPI; abort them after an uncaught exception.
+
+    If a rank was lost before, this process fails, too. It also fails if an operation or a store request still runs
+    after LAST_SECONDS: a thread that returns from C++ into an ending interpreter would abort the process.
+    """
+    uncaught = getattr(sys, "last_value", None)
+    has_lost = False
+    for connection in reversed(list(open_connections.values())):
+        detector = connection.control.detector
+        has_failed = detector.has_failed
+        try:
+            connection.abort() if uncaught is not None else connection.close()
+            if has_failed and detector.verdict and uncaught is None:
+                raise PeerLostError(detector.verdict.reason)
+        except CommError as error:
+            tell(*error.args)
+            has_lost = True
+    if has_lost or not wait_until(
+        lambda: not (has_request_under_way() or any(each.oldest() for each in _aborted)), LAST_SECONDS
+    ):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        # the interpreter accepts no other exit code while it ends
+        os._exit(INTERRUPTED if isinstance(uncaught, KeyboardInterrupt) else FAILED)
