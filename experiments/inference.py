@@ -11,7 +11,7 @@ from bigbatch.experiments.engine.engine import run_command
 from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import CASE, SweepPlan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.experiments.report.compare import GAINS, gains
+from bigbatch.experiments.report.compare import SPEEDUP_TITLES, speedups
 from bigbatch.files import parse_json, read_plain
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.tables import Table
@@ -20,7 +20,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import import_paths
 from bigbatch.trainer.run.child import find_reason
 
-Told = tuple[float, float]
+Measured = tuple[float, float]
 """Images per second of the model alone, and top-1."""
 
 
@@ -29,7 +29,7 @@ class Inference:
     """Results of each form for the runs of one case, or why it gave none."""
 
     case: str
-    forms: dict[str, list[Told | str]]
+    forms: dict[str, list[Measured | str]]
 
     @property
     def undone(self) -> bool:
@@ -38,9 +38,9 @@ class Inference:
     @property
     def tables(self) -> list[Table]:
         """Return a table with a row for each form; its gains are over the form before it, and over the first one."""
-        head = ("form", "runs", "images/s of the model, median", "lowest to highest", *GAINS, "top-1, mean")
+        head = ("form", "runs", "images/s of the model, median", "lowest to highest", *SPEEDUP_TITLES, "top-1, mean")
         told = {name: [each for each in found if not isinstance(each, str)] for name, found in self.forms.items()}
-        gained = gains([1 / statistics.median(rate for rate, _ in each) for each in told.values() if each])
+        gained = speedups([1 / statistics.median(rate for rate, _ in each) for each in told.values() if each])
         rows: list[tuple[str, ...]] = []
         for name, found in self.forms.items():
             why = "; ".join(dict.fromkeys(each for each in found if isinstance(each, str)))
@@ -64,7 +64,7 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
         return None
     cases = [name for name, _ in plan.changes()]
     case = max((point.values.get(CASE, "") for point in done), key=cases.index)
-    found: dict[str, list[Told | str]] = {name: [] for name in plan.inference}
+    found: dict[str, list[Measured | str]] = {name: [] for name in plan.inference}
     words = dict(zip(plan.inference, accumulate(map(tuple, plan.inference.values())), strict=True))
     for point in (each for each in done if each.values.get(CASE, "") == case):
         for name in words:
@@ -74,16 +74,16 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
             imported = dict.fromkeys(key for key, _ in import_paths(point.config))
             stated = [f"--{key}={as_yaml(lookup(point.config, key))}" for key in imported]
             argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *stated, *words[name], "--json"]
-            found[name].append(_told(log) or _evaluate(argv, log, folder, minutes=plan.timeout_minutes))
+            found[name].append(_read_result(log) or _evaluate(argv, log, folder, minutes=plan.timeout_minutes))
     return Inference(case, found)
 
 
-def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: float | None) -> Told | str:
+def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: float | None) -> Measured | str:
     code = run_command(argv, log=log, within=folder.path, seconds=None if minutes is None else 60 * minutes)
-    return _told(log) or printable(find_reason(log.read_text(errors="replace"), exit_code=code))
+    return _read_result(log) or printable(find_reason(log.read_text(errors="replace"), exit_code=code))
 
 
-def _told(log: Path) -> Told | None:
+def _read_result(log: Path) -> Measured | None:
     """Return the result in a log's last record; None if there is none."""
     try:
         record = parse_json(read_plain(log).splitlines()[-1])

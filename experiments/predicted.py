@@ -7,7 +7,7 @@ from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.experiments.engine.folder import DONE, SweepFolder, rate_of
 from bigbatch.experiments.engine.points import Point
 from bigbatch.launch.simulate.cluster import load_cluster
-from bigbatch.launch.simulate.scaling import Question, fit_to_step, simulate_point
+from bigbatch.launch.simulate.scaling import Scenario, fit_to_step, simulate_point
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import Table
 
@@ -26,25 +26,25 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
     fitted = None
     if base is not None:
         seconds = base.config.batch.global_batch_size / measured[base.number]
-        fitted = fit_to_step(_question(base, cluster), base.ranks, seconds)
+        fitted = fit_to_step(_scenario(base, cluster), base.ranks, seconds)
     rows = []
     for point in points:
         shape_of(point.config.model)
-        question = _question(point, cluster)
+        scenario = _scenario(point, cluster)
         if base is not None and fitted is not None and point.config.model.name == base.config.model.name:
-            question = replace(question, compute=fitted)
-        rows.append(_row(point, question, measured.get(point.number), base=base))
+            scenario = replace(scenario, compute=fitted)
+        rows.append(_row(point, scenario, measured.get(point.number), base=base))
     head = ("point", "ranks", "nodes", "measured", "predicted", "90% interval", "error", "in doubt for")
     width = len(head) if any(row[-1] for row in rows) else len(head) - 1
     title = "Predicted and measured" + (f"; by point {base.number}'s speed" if base else "")
     return Table(title, head[:width], tuple(row[:width] for row in rows))
 
 
-def _question(point: Point, cluster: str) -> Question:
-    return Question(point.config, load_cluster(cluster, devices_per_node=point.ranks_per_node))
+def _scenario(point: Point, cluster: str) -> Scenario:
+    return Scenario(point.config, load_cluster(cluster, devices_per_node=point.ranks_per_node))
 
 
-def _row(point: Point, question: Question, known: float | None, *, base: Point | None) -> tuple[str, ...]:
+def _row(point: Point, scenario: Scenario, known: float | None, *, base: Point | None) -> tuple[str, ...]:
     begin = (
         str(point.number),
         f"{point.ranks:,}",
@@ -52,9 +52,9 @@ def _row(point: Point, question: Question, known: float | None, *, base: Point |
         "" if known is None else f"{known:,.0f} images/s",
     )
     try:
-        found = simulate_point(question, point.ranks)
+        found = simulate_point(scenario, point.ranks)
     except (ConfigError, SimulationError) as error:
-        if isinstance(error, SimulationError) and not question.cluster.rates and question.compute is None:
+        if isinstance(error, SimulationError) and not scenario.cluster.rates and scenario.compute is None:
             raise
         return (*begin, str(error).splitlines()[0], "", "", "")
     batch = found.global_batch_size

@@ -10,11 +10,11 @@ from bigbatch.errors import print_line
 from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder, rate_of
 from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
-from bigbatch.experiments.report.compare import short, shown
+from bigbatch.experiments.report.compare import short_key, shown
 from bigbatch.launch.tables import shown_text
 
 
-class Show:
+class ProgressDisplay:
     """Shows progress over points: a bar in a terminal, else a line for each point."""
 
     def __init__(self, folder: SweepFolder, *, num_points: int, is_terminal: bool) -> None:
@@ -73,7 +73,7 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -
         print_line("each case includes the changes of all before it")
     keys = [key for key in points[0].values if key != BATCH]
     rates = {point.config.schedule.base_lr for point in points}
-    head = ["point", *map(short, keys), "seed", "ranks", "nodes", "global batch", "microbatch", "rate", "outcome"]
+    head = ["point", *map(short_key, keys), "seed", "ranks", "nodes", "global batch", "microbatch", "rate", "outcome"]
     rows = [head]
     for point in points:
         state = folder.read_state(point.number) if folder.state(point.number).exists() else None

@@ -19,7 +19,7 @@ from bigbatch.experiments.engine.slurm import find_submitted, submit_points, wai
 from bigbatch.experiments.inference import measure
 from bigbatch.experiments.predicted import predicted_table
 from bigbatch.experiments.report.publish import report_on
-from bigbatch.experiments.show import Show, outcome, print_table
+from bigbatch.experiments.show import ProgressDisplay, outcome, print_table
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.tables import show_table, stdout_console
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
             show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
         _print_commands(plan, folder.to_run(chosen, retry_failed=arguments.retry_failed), folder)
         return 0
-    with folder.alone():
+    with folder.locked():
         folder.prepare(plan, points)
         find_submitted(chosen, folder)
         for point in again:
@@ -115,7 +115,9 @@ def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[SweepPla
         if case := next((name for name, own in plan.cases.items() if key in own), None):
             raise ConfigError(f"--{key}: case {case} states it, and a point has one value: leave one out")
     if arguments.parallel < 1 or (arguments.parallel > 1 and (plan.where == "slurm" or plan.steps is not None)):
-        raise ConfigError(f"--parallel {arguments.parallel}: points that measure speed, or in Slurm, take it alone")
+        raise ConfigError(
+            f"--parallel {arguments.parallel} must be at least 1, and 1 in Slurm or with steps: leave it out"
+        )
     return plan, Path(folder or plan.folder)
 
 
@@ -133,7 +135,7 @@ def _choose(points: Sequence[Point], text: str, *, option: str) -> list[Point]:
             raise LaunchOptionError(f"{option} {part!r} must be a number, a range or a case, such as 0,3-5{near}")
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < len(points):
-            raise LaunchOptionError(f"{option} {text}: {part} is none of the points; there are 0 to {len(points) - 1}")
+            raise LaunchOptionError(f"{option} {text}: there is no point {part}; the points are 0 to {len(points) - 1}")
         numbers |= set(range(first, last + 1))
     return [point for point in points if point.number in numbers]
 
@@ -159,7 +161,7 @@ def _run(
     points: Sequence[Point],
     arguments: argparse.Namespace,
 ) -> int:
-    show = Show(folder, num_points=len(to_come), is_terminal=sys.stdout.isatty())
+    show = ProgressDisplay(folder, num_points=len(to_come), is_terminal=sys.stdout.isatty())
     try:
         if plan.where == "slurm":
             wait_for_points(to_come, folder, waits=arguments.wait, on_end=show.end)
@@ -169,7 +171,7 @@ def _run(
         inference = measure(plan, points, folder)
     except (Interrupted, KeyboardInterrupt):
         still = _in_queue(folder, chosen)
-        what = f"; {_queued(folder, still)}, which keeps running them" if still else ", and nothing of it runs on"
+        what = f"; {_queued(folder, still)}" if still else ", and no point runs"
         tell(f"stopped{what}; the same command runs the missing points")
         return INTERRUPTED
     finally:
@@ -182,7 +184,7 @@ def _run(
     failed = states.count(FAILED)
     if failed:
         print_line(
-            f"{failed} of {len(states)} points failed, what they printed is in {folder.path}/points/N/log.txt; "
+            f"{failed} of {len(states)} points failed; their output is in {folder.path}/points/N/log.txt; "
             "--retry-failed runs them again"
         )
     if still := _in_queue(folder, chosen):

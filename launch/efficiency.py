@@ -45,6 +45,8 @@ class MeasuredPoint:
     """Over all ranks; None if a driver did not report it."""
     device: str
     """Device of a rank, with its threads on a CPU."""
+    numbers: tuple[int, ...] = ()
+    """Numbers of the sweep's points, one for each seed."""
 
     @property
     def rate(self) -> float:

@@ -11,13 +11,13 @@ from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import JobRefused, LaunchOptionError, or_nearest, print_line, tell
 from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.emulate import subcommands as emulate
-from bigbatch.launch.jobs.check import check_job, require_taken
+from bigbatch.launch.jobs.check import check_job, require_forwarded
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command, write_hostfile
 from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.launchers.base import Launcher, Queue
-from bigbatch.launch.launchers.mpirun import look_at_hosts, show_look
+from bigbatch.launch.launchers.mpirun import preflight_hosts, preflight_line
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script, run_and_show
 from bigbatch.paths import as_path, expand_path
@@ -29,7 +29,7 @@ REMOVED = {
 }
 """Removed launchers and options, with their replacements."""
 
-OF_OTHERS = {
+FOREIGN_OPTIONS = {
     **dict.fromkeys(("-n", "-np", "--np", "--ntasks"), "--ranks"),
     **dict.fromkeys(("--nproc-per-node", "--ntasks-per-node"), "--ranks, or --nodes with --ranks-per-node"),
     **dict.fromkeys(("-N", "--nnodes"), "--nodes"),
@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
             raise JobRefused([f"{name} was removed: {REMOVED[name]}"])
     parser = make_parser()
     arguments, others = parser.parse_known_args(words[:split])
-    if others and (here := OF_OTHERS.get(name := others[0].partition("=")[0].replace("_", "-"))):
-        raise JobRefused([f"{name} is of another launcher: here it is {here}"])
+    if others and (here := FOREIGN_OPTIONS.get(name := others[0].partition("=")[0].replace("_", "-"))):
+        raise JobRefused([f"{name} is an option of another launcher: use {here}"])
     if others and not others[0].startswith("-") and split == len(words):
         left = list(others)
         # the remaining words are the command
@@ -74,14 +74,14 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
     # counting GPUs takes time: only if no number is stated
     default_ranks = launcher.count_ranks() if arguments.ranks is None and arguments.device is None else 1
     with Problems() as findings:
-        findings.ask(_apply_site, arguments, launcher)
+        findings.attempt(_apply_site, arguments, launcher)
         job = read_job(arguments, command, findings=findings, default_ranks=default_ranks, is_python=arguments.python)
-        environ = without_identity(keep={name for name, _ in job.taken})
+        environ = without_identity(keep={name for name, _ in job.forwarded})
         # contradicting numbers give 0 ranks, by which a launcher might divide
-        shown = findings.ask(launcher.dry_run, replace(job, num_ranks=job.num_ranks or 1), environ)
-        if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.sees != "none":
-            findings.ask(require_taken, job, os.environ)
-        check_job(job, findings, starts=not arguments.dry_run, sees=launcher.sees)
+        shown = findings.attempt(launcher.dry_run, replace(job, num_ranks=job.num_ranks or 1), environ)
+        if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.visible != "none":
+            findings.attempt(require_forwarded, job, os.environ)
+        check_job(job, findings, starts=not arguments.dry_run, visible=launcher.visible)
     if arguments.dry_run:
         print(shown, end="")
         return 0
@@ -98,7 +98,7 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     for option in ("preflight", "restarts"):
         if (value := getattr(arguments, option)) is not None:
             raise LaunchOptionError(
-                f"--{option}: bigbatch launch preflight only looks: give it to the launcher that trains, such as "
+                f"--{option}: bigbatch launch preflight only tests nodes: give it to the launcher that trains, such as "
                 f"bigbatch launch slurm --{option} {value}"
             )
     options = () if arguments.json is None else ("--json", arguments.json)
@@ -106,10 +106,10 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
         words = preflight_command(command, *options)
         # from the command line only: a partition in a site file does not make this a Slurm job
         launcher = choose_launcher(read_job(arguments, words, findings=findings))
-        findings.ask(_apply_site, arguments, LAUNCHERS[launcher])
+        findings.attempt(_apply_site, arguments, LAUNCHERS[launcher])
         job = read_job(arguments, words, findings=findings)
         # the preflight may have another number of ranks than the experiment
-        check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, sees="shared")
+        check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, visible="shared")
     environ, good_hosts = without_identity(), arguments.good_hosts
     if launcher == "slurm":
         if good_hosts:
@@ -121,11 +121,11 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
             return 0
         return run_and_show(job, environ=environ)
     if good_hosts and not job.hosts:
-        raise LaunchOptionError("--good-hosts needs --hosts or --hostfile: it writes the fit ones of these")
+        raise LaunchOptionError("--good-hosts writes which of the stated hosts are fit: give --hosts or --hostfile")
     if arguments.dry_run:
-        print(show_look(job, environ=environ), end="")
+        print(preflight_line(job, environ=environ), end="")
         return 0
-    looked, bad = look_at_hosts(job, environ=environ)
+    looked, bad = preflight_hosts(job, environ=environ)
     if good_hosts and looked.code in (0, UNFIT):
         write_hostfile(good_hosts, job.hosts, bad=bad)
         print_line(f"written: {good_hosts}")
@@ -145,7 +145,7 @@ def _cancel(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
 def _queue(name: str) -> Queue:
     queue = LAUNCHERS[name].queue
     if isinstance(queue, str):
-        raise LaunchOptionError(f"--launcher {name} has no queue to ask: {queue}")
+        raise LaunchOptionError(f"--launcher {name} has no queue: {queue}")
     return queue
 
 
@@ -174,7 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
     )
     checks.set_defaults(run=_preflight)
-    checks.add_argument("--good-hosts", type=as_path, metavar="FILE", help="mpirun: write a hostfile of the fit ones")
+    checks.add_argument("--good-hosts", type=as_path, metavar="FILE", help="mpirun: write a hostfile of the fit hosts")
     checks.add_argument("--json", type=expand_path, metavar="FILE", help="write all findings to FILE")
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.set_defaults(run=_status)
@@ -199,9 +199,9 @@ def _add_launcher(
         usage=f"bigbatch launch {launcher.name} [OPTION ...] -- COMMAND [OPTION ...]",
         help=launcher.help,
         description=f"{launcher.help[0].upper()}{launcher.help[1:]}. Default number of ranks: "
-        f"{launcher.default_ranks}. The ranks get these variables of the shell: {launcher.passes}; not those in which "
-        "an enclosing launcher states a rank. Unsupported options are refused. Options that the command line does not "
-        "state are taken from bigbatch.toml of the user or the site, and printed.",
+        f"{launcher.default_ranks}. Variables of the shell that reach the ranks: {launcher.environment_help}; none "
+        "by which an enclosing launcher states a rank. Unsupported options are refused. Options that the command line "
+        "does not state are taken from bigbatch.toml of the user or the site, and printed.",
         epilog=f"example: bigbatch launch {launcher.name} {launcher.example}",
     )
     parser.add_argument("--python", action="store_true", help=PYTHON_HELP)

@@ -22,7 +22,7 @@ from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
-from bigbatch.launch.simulate.interval import RATE_SPREAD, Doubt, Interval, interval_of
+from bigbatch.launch.simulate.interval import RATE_SPREAD, Interval, Uncertainty, interval_of
 from bigbatch.launch.simulate.show import write
 from bigbatch.launch.simulate.step import Compute, SimulatedStep, fit_compute
 from bigbatch.words import count
@@ -141,13 +141,13 @@ def _unexplained(base: Row, constants: RowConstants) -> float:
 def _scaled(question: Row, base: Row, constants: RowConstants) -> _Scaled:
     compute, job = calibrate(base, question, constants), question.job(constants)
     step = job.simulate(compute, question.local_batch)
-    doubt = Doubt(
+    uncertainty = Uncertainty(
         RATE_SPREAD[_kinship(question, base)],
         _kind(question, base),
         has_unknown_link=question.has_unknown_link,
         is_unchecked=bool(question.unchecked),
     )
-    interval = interval_of(job, compute, step, question.local_batch, doubt)
+    interval = interval_of(job, compute, step, question.local_batch, uncertainty)
     return _Scaled(step, interval, _unexplained(base, constants))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.record import at_least, conditions, show, spread, write_record
 from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
-from bigbatch.launch.simulate.scaling import Question, simulate_scaling
+from bigbatch.launch.simulate.scaling import Scenario, simulate_scaling
 from bigbatch.trainer.config.file import load_config
 
 RECIPE, CLUSTER = "imagenet/resnet50_64k", "dgx_a100"
@@ -21,10 +21,10 @@ LIMITS = {2048: 1.0, 102_400: 10.0}
 """Seconds that all algorithms together may take, by the number of GPUs."""
 
 
-def question_of(num_devices: int, *, algorithm: str) -> Question:
+def question_of(num_devices: int, *, algorithm: str) -> Scenario:
     """Return the question of a step on that many GPUs with PICTURES each, by one algorithm."""
     batch = ["--batch.global_batch_size", str(num_devices * PICTURES), "--batch.microbatch_size", str(PICTURES)]
-    return Question(load_config(["--config", RECIPE, *batch]), load_cluster(CLUSTER), algorithm=algorithm)
+    return Scenario(load_config(["--config", RECIPE, *batch]), load_cluster(CLUSTER), algorithm=algorithm)
 
 
 def simulate_all(num_devices: int) -> int:

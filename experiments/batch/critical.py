@@ -12,12 +12,12 @@ from itertools import pairwise
 
 from bigbatch.trainer.run.noise_scale import FEWEST, Moments, NoiseScale, Share
 
-IN_A_SEGMENT = 20
+FEWEST_IN_SEGMENT = 20
 """Least number of measurements over which the noise scale is taken as constant."""
 MOST_SEGMENTS = 20
-WIDE = 4.0
+WIDE_BAND_RATIO = 4.0
 """Ratio of a band's upper end to its lower end, above which a recommendation is in doubt."""
-AROUND = 3
+DOUBLINGS = 3
 """Doublings to each side of the recommended batch that the table shows."""
 
 Pair = tuple[float, float]
@@ -35,7 +35,7 @@ class BatchCost:
 
 def segments(pairs: Sequence[Pair]) -> list[Share]:
     """Cut a run into parts with the same number of measurements, and return the signal's share of each part."""
-    count = max(1, min(MOST_SEGMENTS, len(pairs) // IN_A_SEGMENT))
+    count = max(1, min(MOST_SEGMENTS, len(pairs) // FEWEST_IN_SEGMENT))
     bounds = [round(index * len(pairs) / count) for index in range(count + 1)]
     shares = [_moments(pairs[low:high]).share() for low, high in pairwise(bounds)]
     return [share for share in shares if share is not None]
@@ -83,11 +83,11 @@ def recommended(critical: float, *, microbatch_size: int, num_train: int | None 
     return microbatch_size * 2**doublings
 
 
-def trade(critical: float, *, microbatch_size: int, own: int, num_train: int | None = None) -> list[BatchCost]:
+def batch_costs(critical: float, *, microbatch_size: int, own: int, num_train: int | None = None) -> list[BatchCost]:
     """List batches around the recommended one, and the run's batch, with the steps and images that they need."""
     best = recommended(critical, microbatch_size=microbatch_size, num_train=num_train)
-    around = {best * 2**power for power in range(AROUND + 1) if num_train is None or best * 2**power <= num_train}
-    around |= {best // 2**power for power in range(1, AROUND + 1) if best % (microbatch_size * 2**power) == 0}
+    around = {best * 2**power for power in range(DOUBLINGS + 1) if num_train is None or best * 2**power <= num_train}
+    around |= {best // 2**power for power in range(1, DOUBLINGS + 1) if best % (microbatch_size * 2**power) == 0}
     return [BatchCost(batch, 1 + critical / batch, 1 + batch / max(critical, 1.0)) for batch in sorted(around | {own})]
 
 
@@ -100,4 +100,4 @@ def rate_factor(critical: float, *, old: int, new: int) -> float:
 
 
 def is_in_doubt(found: NoiseScale) -> bool:
-    return found.high is None or found.high > WIDE * max(found.low, 1.0)
+    return found.high is None or found.high > WIDE_BAND_RATIO * max(found.low, 1.0)

@@ -13,7 +13,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.batch.report import Answer, explain, plot_answer
-from bigbatch.experiments.launching import parse_launch
+from bigbatch.experiments.launch_option import parse_launch
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.numbers import whole
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     finally:  # a run on a full or read-only disk still prints its answer
         for line in explain(answer):
             print_line(line)
-    print_line(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}")
+    print_line(f"written into {run.path}: batch.json{' and batch.png' if answer.rows else ''}")
     return 0
 
 
@@ -76,9 +76,11 @@ def read_answer(run: RunDir) -> Answer:
             f"{shlex.join(command)}, or by bigbatch tune batch {shlex.quote(str(run.path))} --epochs N --out FOLDER"
         )
     if len(pairs) < FEWEST:
-        raise TuneError(f"{run.path} has {len(pairs)} measurements of the noise scale: {FEWEST} are the fewest to read")
+        raise TuneError(
+            f"{run.path} has {len(pairs)} measurements of the noise scale: {FEWEST} are needed, train longer"
+        )
     if not any(square for _, square in pairs):
-        raise TuneError(f"{run.path} had gradients of zero in all measurements: it learns nothing, look at its loss")
+        raise TuneError(f"{run.path} had gradients of zero in all measurements, so it learns nothing: check its loss")
     return Answer(
         pairs,
         run=run.path,

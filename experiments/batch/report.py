@@ -12,13 +12,13 @@ from bigbatch.errors import printable
 from bigbatch.experiments.batch.critical import (
     BatchCost,
     Pair,
+    batch_costs,
     critical_batch,
     is_in_doubt,
     rate_factor,
     recommended,
     segments,
     thirds,
-    trade,
 )
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
@@ -56,7 +56,7 @@ class Answer:
         estimate, own = self.critical.estimate, self.global_batch_size
         if estimate is None:
             return []
-        return trade(estimate, microbatch_size=self.microbatch_size, own=own, num_train=self.num_train)
+        return batch_costs(estimate, microbatch_size=self.microbatch_size, own=own, num_train=self.num_train)
 
     @property
     def rate_factor(self) -> float | None:

@@ -109,7 +109,7 @@ class _Engine:
         else:
             start_over(folder, number)
         folder.write_config(point)
-        argv = [*seen_gpus(self.gpus, ranks=point.ranks, slot=slot), *point_command(self.plan, point, folder)]
+        argv = [*gpus_of_slot(self.gpus, ranks=point.ranks, slot=slot), *point_command(self.plan, point, folder)]
         folder.change_state(number, state=MISSING, reason=None, exit_code=None, command=argv)
         return _Running(point, ChildProcess(argv, log=folder.log(number), within=folder.path))
 
@@ -135,20 +135,20 @@ class _Engine:
 
     def _conclude(self, running: _Running, code: int) -> None:
         number, seconds = running.point.number, running.process.seconds
-        outcome = judge(self.folder, number, exit_code=code, reason=running.process.reason)
+        outcome = end_state(self.folder, number, exit_code=code, reason=running.process.reason)
         if outcome["state"] != DONE and running.why:
             outcome = {"state": running.state, "reason": running.why}
         elif outcome["state"] != DONE and self.stops:
             return  # missing: it runs again with the sweep
         elif any(words in str(outcome["reason"]) for words in DISK_IS_FULL):
             raise RunFolderError(
-                f"point {number} of {self.folder.path} ended: {outcome['reason']}; make room, and the same command "
-                "goes on from there"
+                f"point {number} of {self.folder.path} ended: {outcome['reason']}; free disk space, and repeat the "
+                "command, which continues"
             )
         self.on_end(running.point, self.folder.change_state(number, exit_code=code, seconds=seconds, **outcome))
 
 
-def seen_gpus(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
+def gpus_of_slot(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
     """Return an env command that sets CUDA_VISIBLE_DEVICES by the point's slot; empty if it needs all GPUs."""
     if ranks >= len(gpus):
         return []
@@ -180,7 +180,7 @@ def require_idle(folder: SweepFolder, number: int) -> None:
             require_free(path)
 
 
-def judge(folder: SweepFolder, number: int, *, exit_code: int | None, reason: Callable[[], str]) -> dict[str, Any]:
+def end_state(folder: SweepFolder, number: int, *, exit_code: int | None, reason: Callable[[], str]) -> dict[str, Any]:
     """Return the state and reason of a point after its job has ended."""
     if folder.read_summary(number) is not None and exit_code in (0, None):
         return {"state": DONE, "reason": None}

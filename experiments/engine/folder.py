@@ -25,7 +25,7 @@ MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
 """Keys of a plan that may change without a new folder; seeds may only grow."""
 MODES = ("compute.mode", "compute.mode_keeps")
 
-EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train again"
+OLDER_FOLDER = "holds {what} of an older bigbatch, which cannot be continued: {reads}name another --folder"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SweepFolder:
         if not self.sweep.exists():
             if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
                 if (self.path / "search.json").exists():
-                    raise LaunchOptionError(f"{self.path} {EARLIER.format(what='a search', reads='')}")
+                    raise LaunchOptionError(f"{self.path} {OLDER_FOLDER.format(what='a search', reads='')}")
                 raise LaunchOptionError(f"{self.path} is not empty and holds no sweep: name another --folder")
             return
         try:
@@ -90,7 +90,7 @@ class SweepFolder:
         old = rekeyed(old) if isinstance(old, dict) else {}
         if "repeats" in old:
             reads = "bigbatch report reads it; "
-            raise LaunchOptionError(f"{self.path} {EARLIER.format(what='a sweep', reads=reads)}")
+            raise LaunchOptionError(f"{self.path} {OLDER_FOLDER.format(what='a sweep', reads=reads)}")
         new = parse_yaml(dump_plan(plan))
         for key, value in new.items():
             if key not in MAY_CHANGE and old.get(key) != value:
@@ -99,11 +99,11 @@ class SweepFolder:
                     f"{json.dumps(value)}: name another --folder, or remove that one"
                 )
         if isinstance(seeds := old.get("seeds"), int) and seeds > plan.seeds:
-            raise LaunchOptionError(f"{self.path} has points of {seeds} seeds, not {plan.seeds}: they can only grow")
+            raise LaunchOptionError(f"{self.path} has points of {seeds} seeds, not {plan.seeds}: state no fewer")
         for point in points:
             if self.config(point.number).exists():
-                path, of_machine = self.config(point.number), point.of_machine
-                require_same_experiment(path, point.config, config=plan.config, of_machine=of_machine)
+                path, machine_keys = self.config(point.number), point.machine_keys
+                require_same_experiment(path, point.config, config=plan.config, machine_keys=machine_keys)
 
     def read_state(self, number: int) -> dict[str, Any]:
         """Read the state of one point. Raises: LaunchOptionError if the file is damaged."""
@@ -143,7 +143,7 @@ class SweepFolder:
             return None
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lock the folder against other sweeps and searches, if its file system can lock.
 
         Raises: LaunchOptionError; RunFolderError.
@@ -156,7 +156,7 @@ class SweepFolder:
                 if not try_lock(file):
                     raise LaunchOptionError(f"another command trains in {self.path}: wait for it, or end it")
             except OSError as error:
-                tell(f"{self.path} cannot be locked ({error.strerror}): start no second command in it meanwhile")
+                tell(f"{self.path} cannot be locked ({error.strerror}): do not start a second command in it")
             yield
 
 
@@ -179,8 +179,8 @@ def first_state(point: Point) -> dict[str, Any]:
     }
 
 
-def require_same_experiment(path: Path, now: Config, *, config: str, of_machine: tuple[str, ...] = ()) -> None:
-    """Raise LaunchOptionError if path has another config. config: name of now; of_machine: keys that may differ."""
+def require_same_experiment(path: Path, now: Config, *, config: str, machine_keys: tuple[str, ...] = ()) -> None:
+    """Raise LaunchOptionError if path has another config. config: name of now; machine_keys: keys that may differ."""
     try:
         text = read_plain(path).decode()
         old = read_dumped(text)
@@ -190,12 +190,12 @@ def require_same_experiment(path: Path, now: Config, *, config: str, of_machine:
     new = read_dumped(dump_config(now))
     if Path(str(old.get("run.directory"))).absolute() == Path(now.run.directory).absolute():
         old["run.directory"] = now.run.directory
-    new |= {key: old.get(key) for key in (*of_machine, *modes)}
+    new |= {key: old.get(key) for key in (*machine_keys, *modes)}
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(
                 f"{path} has {key}={json.dumps(old.get(key), default=str)} instead of {json.dumps(new.get(key))}: "
-                f"{config} or what overrides it is not as it was when this folder was begun: put it back, or "
+                f"{config} or its overrides have changed since this folder was made: undo that, or "
                 "name another --folder"
             )
 

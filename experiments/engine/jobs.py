@@ -14,10 +14,10 @@ from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
 from bigbatch.launch.emulate.state import state_root
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.findings import Problems
-from bigbatch.launch.jobs.options import JOB_OPTIONS, read_job, read_options
+from bigbatch.launch.jobs.options import JOB_OPTIONS, option_words, read_job, read_options
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
-from bigbatch.launch.jobs.words import check_words
+from bigbatch.launch.jobs.validation import check_field
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script
 
@@ -25,7 +25,7 @@ from bigbatch.launch.launchers.slurm import job_script
 def point_command(plan: SweepPlan, point: Point, folder: SweepFolder) -> list[str]:
     """Return the command that runs a point as a child process, so that its failure does not end the sweep."""
     launcher = ("emulate", "run") if plan.where == "emulated" else (plan.where,)
-    words = [*stated_words(_size(plan, point)), *launch_words(plan.launch)]
+    words = [*stated_words(_size(plan, point)), *option_words(plan.launch)]
     return [*bigbatch_argv(), "launch", *launcher, *words, *_command(plan, folder, point.number)]
 
 
@@ -49,7 +49,7 @@ def array_job(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, 
 def array_words(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> list[str]:
     """Return the words of `bigbatch launch` that submit the same job, for the user."""
     own = stated_words(_array_options(plan, points, folder, name=name))
-    return ["slurm", *own, *launch_words(plan.launch), *_command(plan, folder, INDEX)]
+    return ["slurm", *own, *option_words(plan.launch), *_command(plan, folder, INDEX)]
 
 
 def rank_words(plan: SweepPlan, folder: SweepFolder, number: int | str) -> tuple[str, ...]:
@@ -60,16 +60,6 @@ def rank_words(plan: SweepPlan, folder: SweepFolder, number: int | str) -> tuple
 def stated_words(options: Mapping[str, object]) -> list[str]:
     """Write {'stop_seconds': 0} -> --stop-seconds 0."""
     return [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
-
-
-def launch_words(options: Mapping[str, Any]) -> list[str]:
-    """Write {'gpus_per_node': 8, 'env': [a, b]} -> --gpus-per-node=8 --env=a --env=b; true has no value."""
-    words = []
-    for name, value in options.items():
-        option = "--" + name.replace("_", "-")
-        for each in value if isinstance(value, list) else [value]:
-            words.append(option if each is True else f"{option}={each}")
-    return words
 
 
 def _command(plan: SweepPlan, folder: SweepFolder, number: int | str) -> list[str]:
@@ -104,10 +94,10 @@ def check_launch(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) 
     """
     if plan.where == "slurm":
         try:
-            check_words("logs", str(folder.logs))
+            check_field("logs", str(folder.logs))
         except LaunchOptionError as error:
             raise LaunchOptionError(
-                f"--folder {str(folder.path)!r}: Slurm's scripts take letters, digits and . _ / + @ = : - alone"
+                f"--folder {str(folder.path)!r}: Slurm accepts paths of letters, digits and . _ / + @ = : - only"
             ) from error
     for same in arrays(points).values():
         try:
@@ -134,11 +124,11 @@ def _check(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> Non
             link=options.link,
             delay=options.delay,
         )
-        make_starts, _ = emulated.NODE_LAUNCHERS[options.launcher]
-        make_starts(job, nodes, emulated.Site(order=options.place))
+        make_processes, _ = emulated.NODE_LAUNCHERS[options.launcher]
+        make_processes(job, nodes, emulated.StartContext(order=options.place))
     else:
         job = _job(_size(plan, first) | plan.launch, plan, command)
         LAUNCHERS[plan.where].dry_run(job, {})
     if job.is_python:
         with Problems() as findings:
-            check_job(job, findings, sees="shared" if plan.where == "slurm" else "all")
+            check_job(job, findings, visible="shared" if plan.where == "slurm" else "all")

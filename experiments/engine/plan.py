@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from bigbatch.errors import ConfigError
 from bigbatch.launch.emulate.launchers import RUN_OPTIONS
 from bigbatch.launch.jobs.options import JOB_OPTIONS
-from bigbatch.launch.jobs.words import NAME, option
+from bigbatch.launch.jobs.validation import NAME, option
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
@@ -25,9 +25,9 @@ SCALINGS = ("weak", "strong")
 RANKS, SCALING, CASE = "ranks", "scaling", "case"
 """Words of a grid that are not config keys, and the column that names a point's case."""
 BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
-OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
+SET_BY_SWEEP = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
-SUCCESSORS = {
+REPLACED_KEYS = {
     "repeats": "seeds: N runs each point with N seeds",
 }
 """Keys of earlier files, and their replacements."""
@@ -98,7 +98,7 @@ def launch_options(where: str) -> tuple[str, ...]:
     if where == "emulated":
         return tuple(each.name for each in RUN_OPTIONS)
     refused = {option(field) for field in LAUNCHERS[where].refused}
-    return tuple(each.name for each in JOB_OPTIONS if each.name not in OURS and each.flag not in refused)
+    return tuple(each.name for each in JOB_OPTIONS if each.name not in SET_BY_SWEEP and each.flag not in refused)
 
 
 def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> SweepPlan:
@@ -139,7 +139,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
     kinds, wrong, held = get_type_hints(SweepPlan), [], {}
     if isinstance(content.get("steps"), dict):
-        wrong.append("steps: an ablation's steps are cases today, with cumulative: true")
+        wrong.append("steps: write an ablation's steps as cases, with cumulative: true")
         content.pop("steps")
     if isinstance(content.get("cases"), list):
         content["cases"] = _with_names(content["cases"])
@@ -170,8 +170,8 @@ def _with_names(cases: list[Any]) -> Any:
 
 
 def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
-    if name in SUCCESSORS:
-        return f"{where}: unknown key {name}; {SUCCESSORS[name]}"
+    if name in REPLACED_KEYS:
+        return f"{where}: unknown key {name}; {REPLACED_KEYS[name]}"
     refusals = Refusals()
     try:
         with refusals.raise_all():
@@ -193,11 +193,11 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
     if plan.target_top1 is not None and not 0 < plan.target_top1 <= 1:
         yield f"target_top1: {plan.target_top1:g} must be a share of right answers, such as 0.94"
     if plan.steps is not None and (other := next((key for key in ("epochs", "target_top1") if getattr(plan, key)), "")):
-        yield f"steps: {plan.steps} measure speed on generated tensors, which {other} says nothing of: leave one out"
+        yield f"steps: {plan.steps} measure speed on generated tensors, where {other} has no meaning: leave one out"
     if plan.script == ():
         yield "script: [] names none: give a script, or -m and a module, or leave the key out"
     if plan.search:
-        yield "search: bigbatch tune search begins it and goes on with it"
+        yield "search: this is the folder of a search: continue it by bigbatch tune search"
     yield from _check_launch(plan)
     for name, words in plan.inference.items():
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -241,7 +241,7 @@ def _check_grid(plan: SweepPlan) -> Iterator[str]:
         for value in values:
             yield from _check_value(plan, str(key), value, where="grid", special=(RANKS, SCALING))
     if "weak" in (plan.grid.get(SCALING) or []) and BATCH in {*plan.grid, *stated}:
-        yield f"grid: {BATCH} follows from the ranks in weak scaling: sweep it apart"
+        yield f"grid: {BATCH} follows from the ranks in weak scaling: leave one of them out"
 
 
 def _check_value(plan: SweepPlan, key: str, value: Any, *, where: str, special: tuple[str, ...]) -> Iterator[str]:

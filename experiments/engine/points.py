@@ -18,11 +18,11 @@ from bigbatch.trainer.config.file import Experiment, read_experiment
 from bigbatch.trainer.config.schema import Config, lookup, typed
 from bigbatch.trainer.config.short_run import shorten
 
-EARLY = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
+EARLY_STOP_KEYS = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
 """Keys that end a run early. They count only if the sweep states them: runs of unlike length do not compare."""
-REPORTS = 8
+NUM_REPORTS = 8
 """Reports of a point that measures speed; the first one does not count."""
-SPEED = {
+SPEED_SETTINGS = {
     "data.loader": "synthetic",
     "run.checkpoint_every_steps": 0,
     "run.eval_every_epochs": 1,
@@ -45,7 +45,7 @@ class Point:
     ranks_per_node: int
     nodes: int
     config: Config
-    of_machine: tuple[str, ...] = ()
+    machine_keys: tuple[str, ...] = ()
     """Keys whose values follow from this machine; a continued sweep keeps the values that it began with."""
     is_seeded: bool = False
     """True if other points differ from it only in their seeds."""
@@ -63,7 +63,7 @@ def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
     Reads each file once, for any number of points. Raises: ConfigError, a line for each reason why points cannot be
     trained.
     """
-    maker = _Maker(plan, read_experiment(plan.config), folder)
+    maker = _PointBuilder(plan, read_experiment(plan.config), folder)
     points: list[Point] = []
     wrong: dict[str, list[str]] = {}
     grid = list(itertools.product(*plan.grid.values()))
@@ -75,11 +75,9 @@ def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
         own = dict(zip(plan.grid, chosen, strict=True))
         values = {**({CASE: name} if name else {}), **own}
         try:
-            if combination in firsts:
-                points.append(maker.repeat(firsts[combination], number, repeat=repeat))
-            else:
-                firsts[combination] = maker.make(number, values, changes, own, repeat=repeat)
-                points.append(firsts[combination])
+            if combination not in firsts:
+                firsts[combination] = maker.make(number, values, changes, own)
+            points.append(maker.repeat(firsts[combination], number, repeat=repeat))
         except (ConfigError, LaunchOptionError) as error:
             wrong.setdefault("; ".join(map(str, error.args)), []).append(f"{number} ({describe_values(values)})")
     if wrong:
@@ -92,7 +90,7 @@ def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
     return points
 
 
-class _Maker:
+class _PointBuilder:
     """Makes points of one plan; reads its experiment once."""
 
     def __init__(self, plan: SweepPlan, experiment: Experiment, folder: Path) -> None:
@@ -103,12 +101,10 @@ class _Maker:
         # the global batch for which the learning rates are stated: `scale` scales them from it
         self._batch = plan.grid.get(BATCH, [plan.options.get(BATCH, self._base.batch.global_batch_size)])[0]
         if plan.steps is not None and plan.options.get("data.loader", "synthetic") != "synthetic":
-            raise ConfigError(f"steps: {plan.steps} are of generated tensors: leave data.loader out, or the steps")
+            raise ConfigError(f"steps: {plan.steps} measure speed on generated tensors: leave data.loader or steps out")
 
-    def make(
-        self, number: int, values: dict[str, Any], case: Mapping[str, Any], chosen: Mapping[str, Any], *, repeat: int
-    ) -> Point:
-        """Make the point of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""
+    def make(self, number: int, values: dict[str, Any], case: Mapping[str, Any], chosen: Mapping[str, Any]) -> Point:
+        """Make the first point of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""
         plan, base = self._plan, self._base
         stated = {**plan.options, **case, **chosen}
         ranks, scaling = stated.pop(RANKS, plan.ranks), stated.pop(SCALING, None)
@@ -125,7 +121,6 @@ class _Maker:
         total = microbatch * ranks if scaling == "weak" else value(BATCH)
         own = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=value("batch.bn_span"))
         own["run.directory"] = self._directory(number)
-        own["run.seed"] = seed = value("run.seed") + repeat
         if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # a case with both has the rate of its batch
             factor = total / self._batch
             own[RATE] = value(RATE) * (factor if plan.scale == "linear" else math.sqrt(factor))
@@ -139,7 +134,7 @@ class _Maker:
         if plan.steps is None:
             config = self._whole(config, stated)
         nodes = len(dict.fromkeys(self._hosts[:ranks])) or (1 if plan.where in ONE_HOST else ranks // per_node)
-        return Point(number, values, seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
+        return Point(number, values, config.run.seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
 
     def repeat(self, first: Point, number: int, *, repeat: int) -> Point:
         """Return a point again with a later seed, without building its config again. Raises: ConfigError."""
@@ -152,17 +147,17 @@ class _Maker:
 
     def _defaults(self, total: int) -> dict[str, Any]:
         """Return settings that the sweep adds unless its file states them."""
-        plan, early = self._plan, dict.fromkeys(EARLY)
+        plan, early = self._plan, dict.fromkeys(EARLY_STOP_KEYS)
         if plan.steps is None:
             each = {"run.eval_every_epochs": 1, "run.eval_offset_epochs": 0} if plan.target_top1 is not None else {}
             return {**early, **each}
         size = {"run.epochs": 1, "data.num_synthetic_samples": plan.steps * total}
-        return {**early, **SPEED, "run.log_every_steps": max(1, plan.steps // REPORTS), **size}
+        return {**early, **SPEED_SETTINGS, "run.log_every_steps": max(1, plan.steps // NUM_REPORTS), **size}
 
     def _whole(self, config: Config, stated: Mapping[str, Any]) -> Config:
         if self._plan.epochs is None or self._plan.epochs == config.run.epochs:
             return config
-        ends: dict[str, Any] = {key.partition(".")[2]: lookup(config, key) for key in EARLY}
+        ends: dict[str, Any] = {key.partition(".")[2]: lookup(config, key) for key in EARLY_STOP_KEYS}
         ends_early = any(ends.values())
         each = self._plan.target_top1 is not None or ends_early
         short = shorten(config, epochs=self._plan.epochs, evaluate_each=each, directory=Path(config.run.directory))

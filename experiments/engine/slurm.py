@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError, SchedulerError, tell
-from bigbatch.experiments.engine.engine import judge, start_over
+from bigbatch.experiments.engine.engine import end_state, start_over
 from bigbatch.experiments.engine.folder import DONE, FAILED, MISSING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays
 from bigbatch.experiments.engine.plan import SweepPlan
@@ -129,9 +129,8 @@ def wait_for_points(
 
 
 def record_end(folder: SweepFolder, number: int) -> dict[str, Any]:
-    outcome = judge(folder, number, exit_code=None, reason=lambda: find_reason(_log(folder, number), exit_code=None))
-    code = 0 if outcome["state"] == DONE else None
-    return folder.change_state(number, exit_code=code, **outcome)
+    ended = end_state(folder, number, exit_code=None, reason=lambda: find_reason(_log(folder, number), exit_code=None))
+    return folder.change_state(number, exit_code=0 if ended["state"] == DONE else None, **ended)
 
 
 def _log(folder: SweepFolder, number: int) -> str:

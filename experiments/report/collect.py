@@ -27,7 +27,7 @@ from bigbatch.trainer.run.noise_scale import NOT_YET
 from bigbatch.words import count
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
-SAME = ("device", "torch", "commit")
+MUST_BE_EQUAL = ("device", "torch", "commit")
 """If points differ in these, their speeds do not show scaling."""
 WARM_UP_REPORTS = 1
 """Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
@@ -46,12 +46,9 @@ class SweepResults:
     is_cumulative: bool
     target: float | None
     conditions: dict[str, Any]
-    numbers: dict[tuple[Variant, int], tuple[int, ...]]
-    """(variant, ranks) -> numbers of its points, one for each seed."""
 
     def again(self, point: MeasuredPoint) -> str:
-        numbers = ",".join(map(str, self.numbers[point.variant, point.ranks]))
-        return f"bigbatch sweep {shlex.quote(str(self.folder))} --again {numbers}"
+        return f"bigbatch sweep {shlex.quote(str(self.folder))} --again {','.join(map(str, point.numbers))}"
 
     @property
     def comparison(self) -> Comparison:
@@ -128,7 +125,7 @@ class RunResults:
             own = (self.config.get("run") or {}).get("target_top1")
             return to_accuracy(self.records(), target=target if target is not None else own)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunFolderError(f"{self.folder}: {damage(error)}") from error
+            raise RunFolderError(f"{self.folder}: {describe_damage(error)}") from error
 
     def trained(self, *, target: float | None) -> TrainedRun | None:
         """Return its results so far; None if it has no figures yet. Raises: RunFolderError."""
@@ -182,7 +179,7 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         except UserError as error:
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            unmeasured.append((shown, damage(error)))
+            unmeasured.append((shown, describe_damage(error)))
     found = sorted((each for repeats in groups.values() for each in repeats), key=lambda each: each.state["number"])
     summaries = [each.summary for each in found]
     conditions = common_conditions(summaries)
@@ -197,12 +194,6 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         is_cumulative=bool(sweep.get("cumulative")),
         target=target,
         conditions=conditions,
-        numbers={
-            (_variant(first.state["values"]), first.state["ranks"]): (
-                *(each.state["number"] for each in (first, *others)),
-            )
-            for first, *others in groups.values()
-        },
     )
 
 
@@ -271,6 +262,7 @@ def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) 
         fewest_ranks=fewest_ranks.get(variant, 1),
         joules_per_image=sum(told) / images if len(told) == len(joules) else None,
         device=" and ".join(sorted({str(each.summary.get("device", "unknown")) for each in repeats})),
+        numbers=tuple(each.state["number"] for each in repeats),
     )
 
 
@@ -289,7 +281,7 @@ def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def differences(conditions: dict[str, Any]) -> list[str]:
     return [
         f"The points do not compare in {key}: {str(conditions[key]).removeprefix('DIFFER: ')}."
-        for key in SAME
+        for key in MUST_BE_EQUAL
         if str(conditions.get(key, "")).startswith("DIFFER: ")
     ]
 
@@ -319,8 +311,8 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
     ]
 
 
-def damage(error: Exception) -> str:
-    met = f"{error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
+def describe_damage(error: Exception) -> str:
+    met = f"{error} is missing" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
     return f"its files are damaged: {met}"
 
 

@@ -11,7 +11,7 @@ from bigbatch.launch.tables import Table, table_of
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.words import percent
 
-GAINS = ("times as fast as the one before", "as the first")
+SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
 """Titles of the two columns of gains()."""
 NOT_COMPARED = ("run.directory", "run.seed")
 """Keys in which compared runs may differ."""
@@ -137,12 +137,12 @@ def read_figures(
     return Figures(float(last.get("epoch", epochs)), seconds, rate, top1, loss, reached, evaluation, max(0, starts - 1))
 
 
-def differing(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
+def differing_keys(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
     return tuple(key for key in keys if len({as_yaml(run.config.get(key)) for run in runs}) > 1)
 
 
-def labelled(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun]:
+def label_runs(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun]:
     """Label runs by these keys, of the experiment or of a sweep; by their folders if the keys are too many."""
     if len(keys) > MOST_KEYS:
         return [replace(run, values={RUN: run.name}) for run in runs]
@@ -172,7 +172,7 @@ def compare_runs(
 
 def comparison_table(found: Comparison) -> Table:
     """Make a row for each cell. Columns without information are left out."""
-    columns = {short(key): [shown(cell.values[key]) for cell in found.cells] for key in found.keys}
+    columns = {short_key(key): [format_value(cell.values[key]) for cell in found.cells] for key in found.keys}
     columns["n"] = [_count(cell) for cell in found.cells]
     if found.has_accuracy:
         columns["top-1 (%)"] = [_spread(cell, "top1", scale=100, digits=2) for cell in found.cells]
@@ -180,8 +180,8 @@ def comparison_table(found: Comparison) -> Table:
         columns["epochs"] = [f"{cell.median('epochs'):g}" for cell in found.cells]
     columns["training (s)"] = [_range(cell.each("seconds")) for cell in found.cells]
     if found.is_cumulative:
-        told = list(gains([cell.median("seconds") for cell in found.cells]))
-        columns |= {name: [each[index] for each in told] for index, name in enumerate(GAINS)}
+        told = list(speedups([cell.median("seconds") for cell in found.cells]))
+        columns |= {name: [each[index] for each in told] for index, name in enumerate(SPEEDUP_TITLES)}
     columns["images/s"] = [f"{cell.median('images_per_second'):,.0f}" for cell in found.cells]
     if found.is_cumulative and any(cell.each("evaluation_seconds") for cell in found.cells):
         columns["an evaluation (s)"] = [_range(cell.each("evaluation_seconds")) for cell in found.cells]
@@ -212,32 +212,32 @@ def cell_label(cell: Cell, *, without: str = "") -> str:
     return ", ".join(
         str(value)
         if key in (CASE, RUN) or (len(told) == 1 and isinstance(value, str))
-        else f"{short(key)} {shown(value)}"
+        else f"{short_key(key)} {format_value(value)}"
         for key, value in told.items()
     )
 
 
-def gains(costs: Sequence[float]) -> Iterator[tuple[str, ...]]:
+def speedups(costs: Sequence[float]) -> Iterator[tuple[str, ...]]:
     """Yield for each cost how many times as fast it is as the one before, and as the first."""
     for before, cost in zip((*costs[:1], *costs[:-1]), costs, strict=True):
         yield tuple(f"{other / cost:.2f}" for other in (before, costs[0]))
 
 
 def run_records(runs: Sequence[TrainedRun]) -> Iterator[dict[str, Any]]:
-    keys = differing(runs)
+    keys = differing_keys(runs)
     labels = list(dict.fromkeys(key for run in runs for key in run.values if key not in keys))
     for run in runs:
         own = {key: run.values.get(key) for key in labels} | {key: run.config.get(key) for key in keys}
         yield {RUN: run.name, **own, SEED: run.seed, **vars(run.figures)}
 
 
-def short(key: str) -> str:
+def short_key(key: str) -> str:
     """Write schedule.base_lr -> base_lr; a key called name keeps its section."""
     section, _, name = key.rpartition(".")
     return section if name == "name" and section else name.replace("_", " ") if name == "global_batch_size" else name
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     if type(value) in (int, str):
         return str(value)
     return f"{value:.4g}" if isinstance(value, float) else as_yaml(value)

@@ -8,7 +8,7 @@ from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
 from bigbatch.experiments.engine.plan import BATCH
 from bigbatch.experiments.report.collect import ToAccuracy
-from bigbatch.experiments.report.compare import Cell, Comparison, cell_label, short
+from bigbatch.experiments.report.compare import Cell, Comparison, cell_label, short_key
 from bigbatch.experiments.report.tables import doubts
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
 from bigbatch.words import count
@@ -100,7 +100,7 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
     axes.minorticks_off()
     is_banded = any(cell.deviation(name) is not None for cell in found.cells)
     what = "top-1 (%)" if found.has_accuracy else "images per second"
-    axes.set(xlabel=plain_text(short(key)), ylabel=what + (", mean and standard deviation" if is_banded else ""))
+    axes.set(xlabel=plain_text(short_key(key)), ylabel=what + (", mean and standard deviation" if is_banded else ""))
     axes.set_title(plain_text(found.title))
     if any(lines):
         axes.legend(fontsize=8)

@@ -17,8 +17,8 @@ from bigbatch.experiments.report.compare import (
     best_of,
     compare_runs,
     comparison_table,
-    differing,
-    labelled,
+    differing_keys,
+    label_runs,
     run_records,
 )
 from bigbatch.launch.efficiency import Efficiency, compare
@@ -74,12 +74,12 @@ class Report:
     def comparisons(self) -> list[Comparison]:
         """Return a comparison of each sweep, and of the other runs if there are several."""
         if self.by:
-            return [compare_runs(f"Comparison by {', '.join(self.by)}", labelled(self.trained, self.by))]
+            return [compare_runs(f"Comparison by {', '.join(self.by)}", label_runs(self.trained, self.by))]
         found = [sweep.comparison for sweep in self.sweeps if sweep.runs]
         found = [each for each in found if each.has_accuracy or (each.cells[0].values and "ranks" not in each.keys)]
         plain = self.trained[sum(len(sweep.runs) for sweep in self.sweeps) :]
         if len(plain) > 1:
-            found.append(compare_runs("Comparison of runs", labelled(plain, differing(plain))))
+            found.append(compare_runs("Comparison of runs", label_runs(plain, differing_keys(plain))))
         return found
 
     def name_of(self, sweep: SweepResults) -> str | None:
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def findings(self) -> list[str]:
-        lines = [f"{sweep.folder}: no point of it has figures yet." for sweep in self.sweeps if not sweep.runs]
+        lines = [f"{sweep.folder}: no point has figures yet." for sweep in self.sweeps if not sweep.runs]
         lines += [line for found in self.comparisons if (line := best_of(found))]
         lines += [
             line for sweep, found in self.efficiencies for line in tables.findings(found, name=self.name_of(sweep))

@@ -14,9 +14,9 @@ from bigbatch.words import count, percent
 
 ENOUGH_REPORTS = 3
 """Least reports of a point; fewer have no spread that would show a disturbance."""
-STEADY = 0.2
+MAX_SPREAD = 0.2
 """Largest distance between the quartiles of a point's rates, as a share of their median."""
-PERFECT = 1.05
+MAX_EFFICIENCY = 1.05
 """Highest credible efficiency: more ranks with the same local batch are not faster each, but for measurement noise."""
 
 
@@ -26,17 +26,17 @@ def doubts(each: Efficiency) -> list[str]:
     if point == base:
         return []
     found = []
-    fewest, restless = min(point, base, key=lambda one: len(one.rates)), max(point, base, key=_spread)
+    fewest, noisiest = min(point, base, key=lambda one: len(one.rates)), max(point, base, key=_spread)
     if len(fewest.rates) < ENOUGH_REPORTS:
         has = f"{count(fewest.ranks, 'rank')}: {count(len(fewest.rates), 'report')}, not {ENOUGH_REPORTS} or more"
         found.append(f"too few reports ({has})")
     if point.device != base.device:
         has = f"{count(base.ranks, 'rank')}: {base.device}, {count(point.ranks, 'rank')}: {point.device}"
         found.append(f"other devices or threads per rank ({has})")
-    if _spread(restless) > STEADY:
-        has = f"{count(restless.ranks, 'rank')}: half of the reports lie {percent(_spread(restless))} apart"
+    if _spread(noisiest) > MAX_SPREAD:
+        has = f"{count(noisiest.ranks, 'rank')}: half of the reports lie {percent(_spread(noisiest))} apart"
         found.append(f"a busy machine ({has})")
-    if each.efficiency > PERFECT and not found:
+    if each.efficiency > MAX_EFFICIENCY and not found:
         has = f"busy at {count(base.ranks, 'rank')}, or smaller local batches that fit into caches"
         found.append(f"more than perfect (the machine was {has})")
     return found
@@ -49,8 +49,8 @@ def advice(each: Efficiency, *, again: Callable[[MeasuredPoint], str]) -> str:
         return "take more steps, or fewer between reports (run.log_every_steps)"
     if point.device != base.device:
         return "state compute.cpu_threads in options, or take the same devices"
-    restless = max(point, base, key=_spread)
-    repeated = restless if _spread(restless) > STEADY else base
+    noisiest = max(point, base, key=_spread)
+    repeated = noisiest if _spread(noisiest) > MAX_SPREAD else base
     return f"measure {count(repeated.ranks, 'rank')} again: {again(repeated)}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TuneError
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.experiments.launching import parse_launch
+from bigbatch.experiments.launch_option import parse_launch
 from bigbatch.experiments.search.search import Search, first_commands, search
 from bigbatch.experiments.search.space import FORMS
 from bigbatch.numbers import whole

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bigbatch.colours import COLOURS
+from bigbatch.experiments.engine.folder import DONE, FAILED, PRUNED
 from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.experiments.search.study import Metric, TrialRecord, best_record, show_result
 from bigbatch.words import count
@@ -28,10 +29,10 @@ def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric:
     for panel, axis in zip(panels, axes, strict=True):
         for number in sorted({record.round for record in records}):
             color = COLOURS[(number - 1) % len(COLOURS)]
-            for state, face in (("finished", color), ("pruned", "none")):
+            for state, face in ((DONE, color), (PRUNED, "none")):
                 mine = [each for each in records if (each.round, each.state) == (number, state)]
                 points = [_point(record, axis, metric=metric) for record in mine if record.result is not None]
-                label = f"round {number}" + (", pruned (where it ended)" if state == "pruned" else "")
+                label = f"round {number}" + (", pruned (where it ended)" if state == PRUNED else "")
                 if points:
                     panel.scatter(*zip(*points, strict=True), edgecolors=color, facecolors=face, label=label)
         if best:
@@ -45,7 +46,7 @@ def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric:
     panels[0].set_ylabel("top-1 (%)" if metric == "top1" else "cross-entropy (nats)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, 2 * len(axes)), fontsize=8, frameon=False)
-    failed = sum(record.state == "failed" for record in records)
+    failed = sum(record.state == FAILED for record in records)
     figure.suptitle(count(len(records), "trial") + (f", without {failed} that failed" if failed else ""), fontsize=13)
     return figure
 

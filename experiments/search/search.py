@@ -22,7 +22,6 @@ from bigbatch.experiments.engine.folder import (
     DONE,
     FAILED,
     MISSING,
-    PRUNED,
     SweepFolder,
     first_state,
     require_same_experiment,
@@ -30,12 +29,12 @@ from bigbatch.experiments.engine.folder import (
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.experiments.launching import Launch
+from bigbatch.experiments.launch_option import Launch
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.search.plot import draw_search
 from bigbatch.experiments.search.space import Axis, parse_space
 from bigbatch.experiments.search.study import Metric, Round, TrialRecord, best_record, import_optuna, show_result
-from bigbatch.experiments.show import Show
+from bigbatch.experiments.show import ProgressDisplay
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, parse_overrides
@@ -162,16 +161,16 @@ def search(stated: Search) -> list[TrialRecord] | None:
     folder = SweepFolder(stated.folder)
     try:
         _require_same(stated, folder)  # before the lock file is created there, and again under the lock
-        with folder.alone():
+        with folder.locked():
             _require_same(stated, folder)
             folder.prepare(stated.plan, [])
             # also for a continued search: trials import what this command names
             RunDir(folder.path).write_text(folder.path / "base.yaml", dump_config(stated.base))
-            show = Show(folder, num_points=stated.trials, is_terminal=sys.stdout.isatty())
+            show = ProgressDisplay(folder, num_points=stated.trials, is_terminal=sys.stdout.isatty())
             try:
                 records = _run_rounds(stated, folder, show)
             except Interrupted:
-                print_line("stopped; the same command goes on from there")
+                print_line("stopped; the same command continues the search")
                 return None
             finally:
                 show.close()
@@ -181,7 +180,7 @@ def search(stated: Search) -> list[TrialRecord] | None:
         raise TuneError(str(error).replace("--folder", "--study")) from error
 
 
-def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRecord]:
+def _run_rounds(stated: Search, folder: SweepFolder, show: ProgressDisplay) -> list[TrialRecord]:
     """Run the rounds that are left. Raises: Interrupted."""
     records: list[TrialRecord] = []
     axes, sizes = stated.axes, stated.round_sizes()
@@ -202,7 +201,7 @@ def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRe
         records += study.ended()
         if best := best_record(records, metric=stated.metric):
             # around the best of all rounds so far, not only of the last one
-            axes = tuple(axis.shrunk(best.values[axis.key]) for axis in axes)
+            axes = tuple(axis.narrowed(best.values[axis.key]) for axis in axes)
     return records
 
 
@@ -230,7 +229,7 @@ def _require_same(stated: Search, folder: SweepFolder) -> None:
 class _Trials:
     """Makes a round's points from the values that its study chooses, and reports their results to the study."""
 
-    def __init__(self, stated: Search, folder: SweepFolder, study: Round, show: Show) -> None:
+    def __init__(self, stated: Search, folder: SweepFolder, study: Round, show: ProgressDisplay) -> None:
         self._stated, self._folder, self._study, self._show = stated, folder, study, show
 
     def points(self, size: int) -> Iterator[Point]:
@@ -266,17 +265,14 @@ class _Trials:
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
         """Note in the study how a trial ended."""
-        if state["state"] == DONE:
+        how, result, reason = state["state"], None, str(state["reason"] or "")
+        if how == DONE:
             metrics = self._folder.run(point.number).metrics
             evaluations = [record for record in read_records(metrics) if record["kind"] == "eval"]
             result = float(evaluations[-1][self._stated.metric]) if evaluations else math.nan
-            if math.isfinite(result):
-                self._study.tell(point.number, "finished", result=result)
-            else:
-                self._study.tell(point.number, "failed", reason=f"its last evaluation's result is {result}")
-        else:
-            is_pruned = state["state"] == PRUNED
-            self._study.tell(point.number, "pruned" if is_pruned else "failed", reason=str(state["reason"] or ""))
+            if not math.isfinite(result):
+                how, result, reason = FAILED, None, f"its last evaluation's result is {result}"
+        self._study.tell(point.number, how, result=result, reason=reason)
         self._show.end(point, state)
 
 
@@ -288,7 +284,7 @@ def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord])
         kinds = [re.sub(r"\d[\d.e+-]*", "#", record.reason) for record in records]
         kind, count = Counter(kinds).most_common(1)[0]
         raise TuneError(
-            f"all {len(records)} trials in {folder.path} failed, {count} of them so: "
+            f"all {len(records)} trials in {folder.path} failed, {count} of them for this reason: "
             f"{records[kinds.index(kind)].reason}. Fix that, or search other values, in another --study"
         )
     report_on([folder.path])

@@ -40,7 +40,7 @@ class SearchRange:
             return str(round(number))
         return f"{min(max(float(f'{number:.{NUM_DIGITS}g}'), self.low), self.high):.12g}"
 
-    def shrunk(self, best: str) -> "SearchRange":
+    def narrowed(self, best: str) -> "SearchRange":
         """Return a third of the range, around best and within the range."""
         low, high = self._scale(self.low), self._scale(self.high)
         width = (high - low) / SHRINK
@@ -75,7 +75,7 @@ class ValueList:
     def ends(self) -> tuple[str, ...]:
         return self.texts
 
-    def shrunk(self, best: str) -> "ValueList":
+    def narrowed(self, best: str) -> "ValueList":
         """Return a third of the values, around best; all of them if they have no order."""
         if not self.is_ordered:
             return self

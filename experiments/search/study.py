@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bigbatch.errors import TuneError, UserError, first_line
+from bigbatch.experiments.engine.folder import DONE, FAILED, PRUNED
 from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.files import read_plain, refuse_link
 from bigbatch.trainer.run.folder import writing
@@ -18,7 +19,8 @@ FIRST_JUDGED = 4
 """Trials of a round that finish before any is pruned; a median of fewer is too uncertain."""
 
 Metric = Literal["top1", "loss"]
-State = Literal["finished", "pruned", "failed"]
+ENDS = {DONE: "COMPLETE", PRUNED: "PRUNED", FAILED: "FAIL"}
+"""State of a point that has ended -> Optuna's state of the trial."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class TrialRecord:
     number: int
     round: int
     values: dict[str, str]
-    state: State
+    state: str
+    """One of ENDS."""
     result: float | None
     """Result of the last evaluation, a fraction or nats; None for a trial that failed."""
     reason: str
@@ -37,7 +40,7 @@ class TrialRecord:
 
 def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecord | None:
     """Return the first finished trial with the highest top-1 or the lowest loss; None if none finished."""
-    finished = [(record, record.result) for record in records if record.state == "finished"]
+    finished = [(record, record.result) for record in records if record.state == DONE]
     sign = -1 if metric == "top1" else 1
     best = min(finished, key=lambda pair: (sign * (pair[1] or 0.0), pair[0].number), default=None)
     return best and best[0]
@@ -136,29 +139,25 @@ class Round:
                 trial.report(result, epoch)
             return bool(trial.should_prune())
 
-    def tell(self, number: int, state: State, *, result: float | None = None, reason: str = "") -> None:
-        trial, states = self._trials[number], self._optuna.trial.TrialState
+    def tell(self, number: int, state: str, *, result: float | None = None, reason: str = "") -> None:
+        """Note the end of a trial; state: one of ENDS."""
         with writing(self._journal):
-            trial.set_user_attr("state", state)
-            trial.set_user_attr("reason", reason)
-            if state == "finished":
-                self._study.tell(trial, result)
-            else:
-                self._study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)
+            self._trials[number].set_user_attr("reason", reason)
+            self._study.tell(self._trials[number], result, state=self._optuna.trial.TrialState[ENDS[state]])
 
     def ended(self) -> list[TrialRecord]:
         """List every trial that ended, in the order of their start."""
+        trials = [(each, state) for each in self._study.trials for state, end in ENDS.items() if each.state.name == end]
         return [
             TrialRecord(
-                self._first + trial.number,
+                self._first + each.number,
                 self._number,
-                trial.user_attrs["values"],
-                trial.user_attrs["state"],
-                trial.value,
-                trial.user_attrs["reason"],
+                each.user_attrs["values"],
+                state,
+                each.value,
+                each.user_attrs["reason"],
             )
-            for trial in self._study.trials
-            if trial.state.is_finished()
+            for each, state in trials
         ]
 
 

@@ -26,7 +26,7 @@ SYSTEM_PATH = "/usr/sbin:/sbin"
 END_SECONDS = 60
 """Time limit to end all processes of a cluster on a busy machine; usually it takes a moment."""
 
-WHY_NOT = (
+NAMESPACES_HINT = (
     "needs root or unprivileged user namespaces: in a container, start it with --privileged; else allow them by sysctl "
     "(user.max_user_namespaces; Debian: kernel.unprivileged_userns_clone=1; Ubuntu: "
     "kernel.apparmor_restrict_unprivileged_userns=0)"
@@ -58,7 +58,7 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: i
     folder = root / plan.name
     found = load(folder)
     if found and is_alive(found):
-        raise EmulationError(f"{plan.name} is up: bigbatch launch emulate down --name {plan.name}, or another --name")
+        raise EmulationError(f"{plan.name} runs: bigbatch launch emulate down --name {plan.name}, or another --name")
     if found:
         shutil.rmtree(folder)  # its keeper has ended, after a crash or a reboot
     try:
@@ -71,7 +71,7 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: i
         said = _start_keeper(plan, folder=folder, environ=dict(environ) | {"PATH": path}, lifeline=lifeline)
         cluster = load(folder)
         if said != "ok" or cluster is None:
-            raise EmulationError(f"this machine cannot emulate a cluster ({said}); it {WHY_NOT}")
+            raise EmulationError(f"this machine cannot emulate a cluster ({said}); it {NAMESPACES_HINT}")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # `down` may have been faster
         raise
@@ -120,7 +120,7 @@ def find(name: str, *, root: Path) -> EmulatedCluster:
     cluster = load(root / name)
     if cluster is None or not is_alive(cluster):
         raise EmulationError(
-            f"no cluster {name} is up: bigbatch launch emulate up --nodes 4 --ranks-per-node 2 --link 200mbit"
+            f"no cluster {name} runs: bigbatch launch emulate up --nodes 4 --ranks-per-node 2 --link 200mbit"
         )
     return cluster
 
@@ -181,7 +181,7 @@ def format_table(counted: Sequence[LinkBytes]) -> str:
 
 
 @contextmanager
-def reaching(cluster: EmulatedCluster) -> Iterator[None]:
+def reporting_lost_cluster(cluster: EmulatedCluster) -> Iterator[None]:
     """Raise EmulationError for any system error inside, such as after the cluster was removed."""
     try:
         yield
@@ -195,7 +195,7 @@ def reaching(cluster: EmulatedCluster) -> Iterator[None]:
 
 def join(cluster: EmulatedCluster) -> None:
     """Put later children of this single-threaded process into the cluster. Raises: EmulationError."""
-    with reaching(cluster):
+    with reporting_lost_cluster(cluster):
         namespaces.enter_cluster(cluster.keeper)
     if not is_alive(cluster):  # the process number may have been reused before we entered
         raise EmulationError(
@@ -209,7 +209,7 @@ def shape(
     """Change the rate of all links, or of one node's, at once, also under a running job. Raises: EmulationError."""
     path = _require_tools(environ)
     changed = replace(cluster, plan=replace(cluster.plan, rate=rate)) if node is None else cluster
-    with reaching(cluster):
+    with reporting_lost_cluster(cluster):
         for each in range(cluster.plan.num_nodes) if node is None else (node,):
             for device, where in (("eth0", each), (port(each), None)):
                 for argv in shape_commands(device, rate):
@@ -240,12 +240,12 @@ def run_inside(
 
 
 @contextmanager
-def only_job(cluster: EmulatedCluster, *, root: Path) -> Iterator[None]:
+def exclusive_job(cluster: EmulatedCluster, *, root: Path) -> Iterator[None]:
     """Let one job run at a time: two would share the links, and neither figure would be valid.
 
     Raises: EmulationError if another job runs, or the cluster has ended.
     """
-    with reaching(cluster):
+    with reporting_lost_cluster(cluster):
         fd = os.open(root / cluster.plan.name, os.O_RDONLY)
     try:
         if not try_lock(fd):

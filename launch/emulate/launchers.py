@@ -12,8 +12,8 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
 from bigbatch.launch.jobs.options import Option
+from bigbatch.launch.jobs.processes import NodeProcess
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.jobs.together import NodeProcess
 from bigbatch.launch.launchers import mpirun, torchrun
 
 ORDERS = ("block", "cyclic")
@@ -23,7 +23,7 @@ AGENT = "bigbatch.launch.emulate.agent"
 
 
 @dataclass(frozen=True)
-class Site:
+class StartContext:
     """What a job's processes depend on, besides the job and the plan."""
 
     order: str = "block"
@@ -39,19 +39,19 @@ class Site:
     """Names of the variables in the environment of this process."""
 
 
-MakeStarts = Callable[[JobSpec, ClusterPlan, Site], tuple[NodeProcess, ...]]
+MakeProcesses = Callable[[JobSpec, ClusterPlan, StartContext], tuple[NodeProcess, ...]]
 """Returns the processes to start in existing nodes; pure. Raises: LaunchOptionError for a job that it cannot start."""
 
 
-def plain_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
+def plain_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -> tuple[NodeProcess, ...]:
     """Return the ranks themselves, with torchrun's variables."""
     shared = {
         "WORLD_SIZE": plan.world_size,
         "MASTER_ADDR": address(0),
-        "MASTER_PORT": site.master_port,
+        "MASTER_PORT": context.master_port,
     }
     starts = []
-    for rank, (node, local_rank) in enumerate(place_ranks(plan.ranks_per_node, order=site.order)):
+    for rank, (node, local_rank) in enumerate(place_ranks(plan.ranks_per_node, order=context.order)):
         own = {
             "RANK": rank,
             "LOCAL_RANK": local_rank,
@@ -64,13 +64,13 @@ def plain_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProce
     return tuple(starts)
 
 
-def torchrun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
+def torchrun_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -> tuple[NodeProcess, ...]:
     """Return one torchrun per node. Raises: LaunchOptionError for an order that torchrun lacks."""
-    if site.order != "block":
+    if context.order != "block":
         raise LaunchOptionError(
-            f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain"
+            f"--place {context.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain"
         )
-    port, logs = site.master_port, str(site.folder / "torchrun")
+    port, logs = context.master_port, str(context.folder / "torchrun")
     shared = replace(job, num_nodes=plan.num_nodes, master=(address(0), port), restarts=None)
     parts = [
         replace(shared, num_ranks=count * plan.num_nodes, node_rank=node)
@@ -82,7 +82,7 @@ def torchrun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodePr
     )
 
 
-def mpirun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
+def mpirun_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -> tuple[NodeProcess, ...]:
     """Return mpirun in the first node, which reaches the others by the agent instead of ssh.
 
     Inside, all processes are root. Waiting ranks yield their core: all nodes share this machine's cores.
@@ -94,25 +94,25 @@ def mpirun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProc
             "plain, or a virtual environment elsewhere"
         )
     options = (
-        *("--map-by", "slot" if site.order == "block" else "node", "--prtemca", "plm", "ssh"),
+        *("--map-by", "slot" if context.order == "block" else "node", "--prtemca", "plm", "ssh"),
         *("--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m {AGENT}"),
-        *("--prtemca", "prte_tmpdir_base", str(site.folder), "--mca", "mpi_yield_when_idle", "1"),
+        *("--prtemca", "prte_tmpdir_base", str(context.folder), "--mca", "mpi_yield_when_idle", "1"),
     )
     argv = mpirun.mpirun_argv(
         replace(job, hosts=tuple((host(node), count) for node, count in enumerate(plan.ranks_per_node))),
-        mpirun=site.mpirun,
+        mpirun=context.mpirun,
         is_root=True,
-        terminal_columns=site.terminal_columns,
-        variables=site.variables,
+        terminal_columns=context.terminal_columns,
+        variables=context.variables,
         options=options,
     )
     return (NodeProcess(0, tuple(argv), job.variables),)
 
 
-NODE_LAUNCHERS: dict[str, tuple[MakeStarts, signal.Signals]] = {
-    "mpirun": (mpirun_starts, mpirun.ASKS_TO_STOP),
-    "torchrun": (torchrun_starts, torchrun.ASKS_TO_STOP),
-    "plain": (plain_starts, signal.SIGTERM),
+NODE_LAUNCHERS: dict[str, tuple[MakeProcesses, signal.Signals]] = {
+    "mpirun": (mpirun_processes, mpirun.ASKS_TO_STOP),
+    "torchrun": (torchrun_processes, torchrun.ASKS_TO_STOP),
+    "plain": (plain_processes, signal.SIGTERM),
 }
 """Launcher -> function that makes its processes, and signal that asks these to make ranks save and stop."""
 

@@ -52,7 +52,7 @@ def _parse_loss(kind: str, text: str, *, num_nodes: int) -> Loss:
     return Loss(kind, parse_node(match[1], num_nodes=num_nodes, option=f"--{kind}"), int(match[2]))
 
 
-class Rehearsal:
+class FaultInjector:
     """Causes each loss once, after the report of its step: call it repeatedly. metrics: file of the run's reports."""
 
     def __init__(

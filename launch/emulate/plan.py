@@ -61,7 +61,7 @@ def parse_ranks(text: str, *, nodes: int | None) -> tuple[int, ...]:
         )
     ranks = tuple(int(word) for word in text.split(","))
     if nodes is None and len(ranks) == 1:
-        raise LaunchOptionError("say how many: --nodes 4, or a number for each node, such as --ranks-per-node 3,2,2,1")
+        raise LaunchOptionError("state the number of nodes: --nodes 4, or --ranks-per-node 3,2,2,1 for each node")
     total = len(ranks) if nodes is None else nodes
     if not 1 <= total <= MAX_NODES:
         raise LaunchOptionError(f"--nodes {total} is not between 1 and {MAX_NODES}")

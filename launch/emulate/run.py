@@ -16,11 +16,11 @@ from bigbatch.comm.rendezvous.environ import with_secret
 from bigbatch.errors import EmulationError, print_lines, tell
 from bigbatch.files import write_named
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.cluster import LinkBytes, count, format_table, join, only_job, reaching
+from bigbatch.launch.emulate.cluster import LinkBytes, count, exclusive_job, format_table, join, reporting_lost_cluster
 from bigbatch.launch.emulate.plan import format_rate
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.together import NodeProcess, run_together
+from bigbatch.launch.jobs.processes import NodeProcess, run_processes
 
 WATCHER = ("/bin/sh", "-c", "read line; kill -s KILL -- -1")
 """Kills every process of its process namespace, except the first one and itself, when its input ends."""
@@ -36,15 +36,15 @@ def run_job(
     counters: Path | None,
     heals: Callable[[], bool] | None = None,
     joins: int = 0,
-    look: Callable[[], object] = lambda: None,
+    on_poll: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Start the processes in their nodes and wait; return how the job ended. heals, joins, look: as for run_together.
+    """Start the processes in their nodes and wait; return how the job ended. Other parameters: as for run_processes.
 
     Prints the bytes of each link on standard error, and writes them to the file counters. Processes that outlive the
     job are killed, and so is the job if this process is killed. Raises: EmulationError if another job runs, the cluster
     is removed under this one or the file cannot be written; LaunchOptionError for a missing launcher.
     """
-    with only_job(cluster, root=root):
+    with exclusive_job(cluster, root=root):
         if counters:
             try:  # before the job: the file can be written, and holds no earlier job's figures
                 write_named(counters, b"")
@@ -54,17 +54,17 @@ def run_job(
                 ) from error
         before, start = _count(cluster), time.monotonic()
         join(cluster)
-        sweep()  # processes left by an earlier job would share the links
-        with reaching(cluster), _swept():
+        kill_all_processes()  # processes left by an earlier job would share the links
+        with reporting_lost_cluster(cluster), _killing_leftovers():
             enter = partial(namespaces.enter_node, cluster.keeper)
-            ended = run_together(
+            ended = run_processes(
                 starts,
                 environ=with_secret(environ),
                 enter=enter,
                 asks_to_stop=asks_to_stop,
                 heals=heals,
                 joins=joins,
-                look=look,
+                on_poll=on_poll,
             )
         seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)
@@ -100,7 +100,7 @@ def _count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...]:
 
 
 @contextmanager
-def _swept() -> Iterator[None]:
+def _killing_leftovers() -> Iterator[None]:
     """Kill the job's remaining processes at the end; if this process is killed, a watcher in the cluster does it.
 
     A signal at the parent's death (prctl) would reach only the launchers, not the processes of torchrun or a rank.
@@ -111,10 +111,10 @@ def _swept() -> Iterator[None]:
         try:
             yield
         finally:
-            sweep()  # the watcher, too
+            kill_all_processes()  # the watcher, too
 
 
-def sweep() -> None:
+def kill_all_processes() -> None:
     """Kill every process of the cluster except its keeper: in this namespace, kill reaches no others."""
     try:
         child = os.fork()

@@ -16,7 +16,7 @@ from types import FrameType
 from bigbatch.errors import EmulationError
 from bigbatch.files import open_to_append, write_new
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.cluster import end, join, reaching, system_path
+from bigbatch.launch.emulate.cluster import end, join, reporting_lost_cluster, system_path
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.jobs.foreground import shell_code
@@ -131,7 +131,7 @@ def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
         raise EmulationError(f"{', '.join(missing)} not installed: apt-get install {PACKAGES}")
     if not re.fullmatch(r"[\w./+-]{1,80}", str(folder), re.ASCII):
         raise EmulationError(
-            f"{str(folder)!r} is too long for Slurm's sockets, or has more in it than letters, digits and ./_+-: "
+            f"{str(folder)!r} is too long for Slurm's sockets, or has characters other than letters, digits and ./_+-: "
             "set XDG_RUNTIME_DIR to a folder of yours with a short name"
         )
 
@@ -175,7 +175,7 @@ def _prepare(cluster: EmulatedCluster, folder: Path) -> None:
 
 def _start(cluster: EmulatedCluster, argv: list[str], *, node: int, folder: Path, environ: Mapping[str, str]) -> None:
     log = folder / (f"slurmd.{argv[2]}.log" if argv[0] == "slurmd" else f"{argv[0]}.log")
-    with reaching(cluster), open_to_append(log) as file:  # not a pipe, which the daemon would keep open
+    with reporting_lost_cluster(cluster), open_to_append(log) as file:  # not a pipe, which the daemon would keep open
         enter = partial(namespaces.enter_node, cluster.keeper, node)
         nowhere = subprocess.DEVNULL
         done = subprocess.run(argv, preexec_fn=enter, env=environ, stdin=nowhere, stdout=nowhere, stderr=file)
@@ -239,7 +239,7 @@ def run_on_login_node(argv: Sequence[str], *, cluster: EmulatedCluster, root: Pa
         )
     job_environ = {"OMP_NUM_THREADS": "1"} | slurm_environ(environ, cluster_folder=root / name)
     join(cluster)
-    with reaching(cluster):
+    with reporting_lost_cluster(cluster):
         try:
             enter = partial(namespaces.enter_node, cluster.keeper, 0)
             process = subprocess.Popen(argv, preexec_fn=enter, env=job_environ)

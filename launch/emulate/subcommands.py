@@ -13,8 +13,8 @@ from types import FrameType
 from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns, without_identity
 from bigbatch.errors import LaunchOptionError, print_line, print_lines, tell
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, Site
-from bigbatch.launch.emulate.losses import KINDS, Rehearsal, parse_losses
+from bigbatch.launch.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, StartContext
+from bigbatch.launch.emulate.losses import KINDS, FaultInjector, parse_losses
 from bigbatch.launch.emulate.plan import (
     DEFAULT_NAME,
     ClusterPlan,
@@ -37,12 +37,12 @@ from bigbatch.launch.emulate.slurm import (
 )
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
-from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, exit_path, telling
-from bigbatch.launch.jobs.findings import Problems, refusing
+from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_path, with_code_of_first_rank
+from bigbatch.launch.jobs.findings import Problems, as_refusal
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
-from bigbatch.launch.jobs.restarts import run_healing
+from bigbatch.launch.jobs.restarts import run_with_restarts
 from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place, load_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.numbers import whole
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
     if getattr(arguments, "name", None) is not None:
-        refusing(parse_name, arguments.name)
+        as_refusal(parse_name, arguments.name)
     root = state_root(environ)
     if arguments.action == "up":
         plan = replace(_plan(arguments, name=arguments.name), slurm=arguments.slurm)
@@ -71,8 +71,8 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         return _run(arguments, command, root=root, environ=environ)
     if arguments.action == "shape":
         found = clusters.find(arguments.name, root=root)
-        node = refusing(parse_node, arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
-        rate = refusing(parse_rate, arguments.link)
+        node = as_refusal(parse_node, arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
+        rate = as_refusal(parse_rate, arguments.link)
         clusters.shape(found, rate=rate, root=root, environ=environ, node=node)
         print_line(f"{arguments.name}: {'links' if node is None else f'the link of {host(node)}'} of {arguments.link}")
         return 0
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace, *, name: str) -> ClusterPlan:
-    return refusing(
+    return as_refusal(
         make_plan,
         name=name,
         nodes=arguments.nodes,
@@ -196,9 +196,9 @@ def _checked_job(command: tuple[str, ...], plan: ClusterPlan, arguments: argpars
 def _run_on(
     cluster: EmulatedCluster, arguments: argparse.Namespace, job: JobSpec, *, root: Path, environ: Mapping[str, str]
 ) -> int:
-    make_starts, asks_to_stop = NODE_LAUNCHERS[arguments.launcher]
-    rehearsal = refusing(_rehearsal, arguments, job, cluster, environ=environ)
-    site = Site(
+    make_processes, asks_to_stop = NODE_LAUNCHERS[arguments.launcher]
+    injector = as_refusal(_fault_injector, arguments, job, cluster, environ=environ)
+    context = StartContext(
         order=arguments.place,
         master_port=FIRST_JOB_PORT + os.getpid() % NUM_JOB_PORTS,
         mpirun=find_mpirun(),
@@ -207,7 +207,7 @@ def _run_on(
         variables=tuple(environ),
     )
     if arguments.dry_run:
-        for each in make_starts(job, cluster.plan, site):
+        for each in make_processes(job, cluster.plan, context):
             variables = [f"{name}={value}" for name, value in each.variables]
             print_line(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
@@ -216,9 +216,9 @@ def _run_on(
 
     def start(job: JobSpec) -> Ended:
         # for mpirun only: ranks that stop exit with 0 if there is a file, and other launchers return their ranks' codes
-        with exit_file(exit_path(site.folder)) if is_mpirun else nullcontext() as path:
+        with exit_file(exit_path(context.folder)) if is_mpirun else nullcontext() as path:
             ended = run_job(
-                make_starts(replace(job, environment=telling(path)), cluster.plan, site),
+                make_processes(replace(job, environment=exit_file_variable(path)), cluster.plan, context),
                 cluster=cluster,
                 root=root,
                 environ={"OMP_NUM_THREADS": "1", **environ},
@@ -227,26 +227,26 @@ def _run_on(
                 # other launchers end a job that has lost a rank
                 heals=has_begun(job) if heals and is_plain else None,
                 joins=count_joins(job) if is_plain else 0,
-                look=rehearsal,
+                on_poll=injector,
             )
-            return as_first_rank_ended(ended, job, path=path, heals=heals) if is_mpirun else ended
+            return with_code_of_first_rank(ended, job, path=path, heals=heals) if is_mpirun else ended
 
-    ended = run_healing(start, job)
-    for loss in rehearsal.left:
+    ended = run_with_restarts(start, job)
+    for loss in injector.left:
         tell(f"{loss}: the run ended before it reported that step")
     return ended.code
 
 
-def _rehearsal(
+def _fault_injector(
     arguments: argparse.Namespace, job: JobSpec, cluster: EmulatedCluster, *, environ: Mapping[str, str]
-) -> Rehearsal:
+) -> FaultInjector:
     """Return the object that causes the stated losses, perhaps none. Raises: LaunchOptionError; ConfigError."""
     losses = parse_losses(arguments, num_nodes=cluster.plan.num_nodes)
     config = load_experiment(job) if losses else None
     if losses and config is None:
         raise LaunchOptionError(f"{losses[0]}: steps are those of `train`, such as -- train --config quickstart")
     metrics = RunDir(Path(config.run.directory)).metrics if config else Path()
-    return Rehearsal(losses, metrics=metrics, cluster=cluster, environ=environ)
+    return FaultInjector(losses, metrics=metrics, cluster=cluster, environ=environ)
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def _status(root: Path, environ: Mapping[str, str]) -> int:
         cluster = load(root / name)
         counted = clusters.count(cluster) if cluster else None
         if cluster is None or counted is None:
-            print_line(f"{name}: ended; to remove what is left: bigbatch launch emulate down --name {name}")
+            print_line(f"{name}: ended; remove its folder by bigbatch launch emulate down --name {name}")
             continue
         print_lines(_describe(cluster.plan))
         print_lines(clusters.format_table(counted))
@@ -287,5 +287,5 @@ def _status(root: Path, environ: Mapping[str, str]) -> int:
 
 def _down(arguments: argparse.Namespace, root: Path) -> int:
     for name in clusters.names(root) if arguments.all else [arguments.name]:
-        print_line(f"{name}: removed" if clusters.down(name, root=root) else f"{name}: there is none")
+        print_line(f"{name}: removed" if clusters.down(name, root=root) else f"{name}: there is no such cluster")
     return 0

@@ -12,12 +12,12 @@ from bigbatch.comm.rendezvous.recording import Recording, RunsCode, read_recordi
 from bigbatch.errors import FaultError, print_lines, tell
 from bigbatch.exit_codes import FAILED
 from bigbatch.launch.explain.culprits import STUCK, find_culprits
-from bigbatch.launch.explain.verdict import headline, last_words, nothing_wrong, record, table
+from bigbatch.launch.explain.verdict import describe_last_operation, headline, nothing_wrong, record, table
 from bigbatch.paths import as_path
 
 MOST_BYTES = 1 << 26
 """Largest dump: some fifty times the size of 2,000 operations with stack traces."""
-MOST_SPOKEN = 4
+MOST_DESCRIBED = 4
 """Most culprits of a finding for which the last operation is printed."""
 
 _SUFFIXES = (".json", ".pickle", ".pkl")
@@ -40,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
         print_lines(nothing_wrong(job))
     for finding in findings:
         print_lines(headline(finding))
-        for rank in finding.ranks[: MOST_SPOKEN if finding.kind != STUCK else 1]:
+        for rank in finding.ranks[: MOST_DESCRIBED if finding.kind != STUCK else 1]:
             if rank in job.recordings:
-                print_lines(f"  {last_words(job, rank)}")
+                print_lines(f"  {describe_last_operation(job, rank)}")
     print_lines(f"\n{table(job, findings[0].group if findings else None)}")
     return FAILED if findings else 0
 

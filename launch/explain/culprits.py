@@ -95,7 +95,7 @@ class _Search:
         found = []
         for group, numbers in self._job.collectives.items():
             for number in sorted(numbers):
-                if odd := self._odd(group, number):
+                if odd := self._minority(group, number):
                     found.append(self._finding(DIFFERS, odd, _Place(group, number)))
                     break
         return found
@@ -127,12 +127,12 @@ class _Search:
                 found.append(self._finding(UNEVEN, behind, _Place(group, following)))
         return found
 
-    def _odd(self, group: ProcessGroup, number: int) -> frozenset[int]:
+    def _minority(self, group: ProcessGroup, number: int) -> frozenset[int]:
         """Return the ranks of a group that call another collective than most.
 
         If no call has a majority, as in a group of two, the calls of that number in groups of the same kind decide.
         """
-        odd = _odd(self._job.collectives[group][number])
+        odd = _minority(self._job.collectives[group][number])
         if odd != self._job.collectives[group][number].keys():
             return odd
         kind = (group.description, len(group.ranks))
@@ -142,7 +142,11 @@ class _Search:
             if other != group and (other.description, len(other.ranks)) == kind
             for rank, call in numbers.get(number, {}).items()
         }
-        among_all = _odd(others | self._job.collectives[group][number]) if others and not _odd(others) else frozenset()
+        among_all = (
+            _minority(others | self._job.collectives[group][number])
+            if others and not _minority(others)
+            else frozenset()
+        )
         return odd & among_all or odd
 
     def _is_whole(self, rank: int) -> bool:
@@ -174,14 +178,14 @@ class _Search:
             return _Cause(LATE, frozenset([*late, *unknown]), place)
         calls = self._job.collectives[group][number]
         pending = frozenset(rank for rank, each in calls.items() if not each.is_over)
-        if odd := self._odd(group, number):
+        if odd := self._minority(group, number):
             return _Cause(DIFFERS, odd, place)
         unstarted = frozenset(rank for rank in pending if calls[rank].state == "scheduled")
         if unstarted and unstarted != pending:
             return _Cause(UNSTARTED, unstarted, place)
         if pending != frozenset(group.ranks):
             return _Cause(HELD, pending, place)
-        if odd := _odd(calls, is_exact=True):
+        if odd := _minority(calls, is_exact=True):
             return _Cause(DIFFERS, odd, place)
         return _Cause(STUCK, pending, place)
 
@@ -239,25 +243,9 @@ class _Search:
         while grown := {rank for rank in self._waits.keys() - open_ends if not self._waits[rank].isdisjoint(open_ends)}:
             open_ends |= grown
         left = sorted(set(nodes) - open_ends)
-        circles = filter(None, (self._way_back(rank) for rank in left if self._causes[rank].kind == LATE))
-        found = min(circles, key=len, default=None) or next(filter(None, map(self._way_back, left)), [])
-        return sorted(found)
-
-    def _way_back(self, rank: int) -> list[int]:
-        """Return the shortest circle of waits through a rank, including it; empty if there is none."""
-        came_from: dict[int, int] = {}
-        todo = deque([rank])
-        while todo:
-            each = todo.popleft()
-            for other in sorted(self._waits[each] - came_from.keys()):
-                came_from[other] = each
-                todo.append(other)
-                if other == rank:
-                    way = [each]
-                    while way[-1] != rank:
-                        way.append(came_from[way[-1]])
-                    return way
-        return []
+        circles = (_shortest_circle(rank, self._waits) for rank in left if self._causes[rank].kind == LATE)
+        found = min(filter(None, circles), key=len, default=None)
+        return sorted(found or next(filter(None, (_shortest_circle(rank, self._waits) for rank in left)), []))
 
     def _finding(self, kind: str, ranks: Iterable[int], place: _Place) -> Culprit:
         """Return the finding; of ranks late for a collective, it names only those that have begun the least."""
@@ -278,12 +266,29 @@ class _Search:
         return Culprit(kind, ranks, place.group, example, tuple(sorted(others)), theirs)
 
 
+def _shortest_circle(rank: int, waits: Mapping[int, frozenset[int]]) -> list[int]:
+    """Return the shortest circle of waits through a rank, including it; empty if there is none."""
+    came_from: dict[int, int] = {}
+    todo = deque([rank])
+    while todo:
+        each = todo.popleft()
+        for other in sorted(waits[each] - came_from.keys()):
+            came_from[other] = each
+            todo.append(other)
+            if other == rank:
+                circle = [each]
+                while circle[-1] != rank:
+                    circle.append(came_from[circle[-1]])
+                return circle
+    return []
+
+
 def _most_common(calls: Mapping[int, Operation], ranks: Iterable[int]) -> int:
     like = Counter(_signature(calls[rank], is_exact=False) for rank in ranks)
     return max(ranks, key=lambda rank: (like[_signature(calls[rank], is_exact=False)], -rank))
 
 
-def _odd(calls: Mapping[int, Operation], *, is_exact: bool = False) -> frozenset[int]:
+def _minority(calls: Mapping[int, Operation], *, is_exact: bool = False) -> frozenset[int]:
     """Return the ranks that call another collective than most, or with other sizes or types.
 
     All ranks if the two most common calls are equally common. is_exact: [2, 8] also differs from [4, 4].

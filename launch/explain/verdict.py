@@ -18,6 +18,7 @@ from bigbatch.launch.explain.culprits import (
 )
 from bigbatch.launch.explain.recorded_job import RecordedJob
 from bigbatch.numbers import spans
+from bigbatch.words import count
 
 MOST_NAMED = 8
 """Most ranks that are named one by one."""
@@ -35,29 +36,30 @@ def headline(finding: Culprit) -> str:
         return f"{names} left no dump: dead, or the dump is elsewhere"
     what = f"{describe(finding.operation)} of {_group(finding.group)}"
     num_others = len(finding.waiting)
-    others = f"{num_others} other{'s' if num_others > 1 else ''}"
+    others, wait = count(num_others, "other"), "wait" if num_others > 1 else "waits"
+    have, are = ("have", "are") if many else ("has", "is")
     if finding.kind == ABSENT:
-        return f"{names} left no dump: dead, or the dump is elsewhere; {others} wait{_s(num_others)} in {what}"
+        return f"{names} left no dump: dead, or the dump is elsewhere; {others} {wait} in {what}"
     if finding.kind == LATE and finding.operation.is_message:
-        return f"{names} {_have(many)} not posted the counterpart of {what}"
+        return f"{names} {have} not posted the counterpart of {what}"
     if finding.kind == LATE:
-        return f"{names} {_have(many)} not begun {what}, in which {others} wait{_s(num_others)}"
+        return f"{names} {have} not begun {what}, in which {others} {wait}"
     if finding.kind == UNEVEN:
-        return f"{names} {_have(many)} begun less than others, which wait for none: not {what}"
+        return f"{names} {have} begun fewer collectives than others, and no rank waits; the next is {what}"
     if finding.kind == UNSTARTED and finding.operation.is_message:
         of = "the counterpart of " if finding.waiting else ""
-        return f"{names} {_have(many)} queued {of}{what}, and the GPU has not started it, as the peer's has"
+        return f"{names} {have} queued {of}{what}, and the GPU has not started it, but the peer's GPU has"
     if finding.kind == UNSTARTED:
         return (
-            f"{names} {_have(many)} queued {what}, and the GPU has not started it, as it has on {others}: "
-            "it is busy with something else, or faulty"
+            f"{names} {have} queued {what}, and the GPU has not started it, but has on {others}: "
+            "the GPU is busy with something else, or faulty"
         )
     if finding.kind == HELD and finding.operation.is_message:
-        return f"{names} {'are' if many else 'is'} still in {what}, which its peer has completed"
+        return f"{names} {are} still in {what}, which its peer has completed"
     if finding.kind == HELD:
-        return f"{names} {'are' if many else 'is'} still in {what}, which {others} {_have(num_others > 1)} completed"
+        return f"{names} {are} still in {what}, which {others} {'have' if num_others > 1 else 'has'} completed"
     if finding.kind == STUCK and not many:
-        return f"{names} waits in {what}, and no other rank is known to be of it"
+        return f"{names} waits in {what}, and no other rank of its group is known"
     if finding.kind == STUCK:
         everyone = "both ranks" if len(finding.ranks) == 2 else f"all {len(finding.ranks)} ranks"
         verb = "started" if all(each.state == "started" for each in finding.theirs.values()) else "begun"
@@ -95,7 +97,7 @@ def _differing(finding: Culprit, names: str, what: str) -> str:
     return f"{names} {verb} {what} as {number}, where {len(finding.waiting)} of the others call {most}"
 
 
-def last_words(job: RecordedJob, rank: int) -> str:
+def describe_last_operation(job: RecordedJob, rank: int) -> str:
     """Return a rank's last operation, or the one it waits in, and where the job's code called it."""
     if rank not in job.recordings:
         return f"rank {rank}: no dump"
@@ -235,7 +237,7 @@ def _each(operations: Mapping[int, Operation], verb: str) -> str:
 
 def _group(group: ProcessGroup) -> str:
     about = f"{group.description}, " if group.description not in ("", "undefined") else ""
-    return printable(f"process group {group.name} ({about}{len(group.ranks)} rank{'s'[: len(group.ranks) > 1]})")
+    return printable(f"process group {group.name} ({about}{count(len(group.ranks), 'rank')})")
 
 
 def _shapes(operation: Operation) -> str:
@@ -243,11 +245,3 @@ def _shapes(operation: Operation) -> str:
     inputs, outputs = (" ".join(str(list(each)) for each in sizes[:MOST_PARTS]) for sizes in operation.sizes)
     sizes = " -> ".join(dict.fromkeys(text for text in (inputs, outputs) if text))
     return f"{sizes} {'/'.join(sorted({*operation.types[0], *operation.types[1]}))}".strip()
-
-
-def _have(many: bool) -> str:
-    return "have" if many else "has"
-
-
-def _s(count: int) -> str:
-    return "" if count > 1 else "s"

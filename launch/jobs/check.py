@@ -13,11 +13,11 @@ from bigbatch.cli import find_unknown
 from bigbatch.errors import ConfigError, JobRefused, LaunchOptionError, nearest, printable, tell
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.run_folder import (
+    command_of_first_task,
     find_run_folder,
-    first_words,
     load_experiment,
     require_experiment,
-    trained_run,
+    run_argument,
     tuned_script,
 )
 from bigbatch.launch.jobs.spec import JobSpec
@@ -26,15 +26,15 @@ from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config
 
-SHARES_A_GPU = ("gloo", "horovod")
+GPU_SHARING_BACKENDS = ("gloo", "horovod")
 """Backends that do not need a GPU for each rank."""
 IMAGE_FILES = (".sif", ".sqsh")
 
-Sees = Literal["all", "shared", "none"]
+VisibleFiles = Literal["all", "shared", "none"]
 """Which files of this host a job's hosts see: all; those of the work folder, and maybe others; none."""
 
 
-def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, sees: Sees = "all") -> None:
+def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, visible: VisibleFiles = "all") -> None:
     """Collect mistakes in findings, and print as warnings what may be right on the nodes or in an image.
 
     An image has its own bigbatch, and a job that is only shown (starts is false) may be for another machine.
@@ -42,13 +42,13 @@ def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, sees: Se
     """
     doubts, of_image = Problems(), Problems()
     of_command = findings if job.image is None else of_image
-    of_command.ask(check_command, job)
-    of_command.ask(check_experiment, job)
+    of_command.attempt(check_command, job)
+    of_command.attempt(check_experiment, job)
     if job.restarts:
-        of_command.ask(find_run_folder, job)  # a run that restarts from the beginning each time is refused
-    if sees != "none":
-        _check_files(job, findings if starts else doubts, doubts=doubts, of_image=of_image, sees=sees)
-    of_others = (f"{each} (so on this host; the image has its own bigbatch)" for each in of_image.found)
+        of_command.attempt(find_run_folder, job)  # a run that restarts from the beginning each time is refused
+    if visible != "none":
+        _check_files(job, findings if starts else doubts, doubts=doubts, of_image=of_image, visible=visible)
+    of_others = (f"{each} (checked by the bigbatch of this host; the image has its own)" for each in of_image.found)
     for doubt in (*(each for each in doubts.found if each not in findings.found), *of_others):
         tell(f"warning: {printable(doubt)}")
 
@@ -59,8 +59,8 @@ def check_command(job: JobSpec) -> None:
         word = job.command[0] if job.command else "-m"
         if word.startswith("-") and (word != "-m" or len(job.command) == 1):
             raise LaunchOptionError(
-                f"--python: {' '.join(job.command[:1])!r} is not a script: put one after --, or -m and a module, then "
-                "its options"
+                f"--python: {' '.join(job.command[:1])!r} is not a script: after --, put a script, or -m and a module, "
+                "and then its options"
             )
     elif job.command and (unknown := find_unknown(job.command)):
         raise LaunchOptionError(f"{unknown}{_hint(job.command)}")
@@ -75,7 +75,7 @@ def _hint(command: Sequence[str]) -> str:
         )
     if re.fullmatch(r"(.*/)?bigbatch", word):
         return f"; leave {word} out, as in -- {rest}"
-    return "; a script of your own takes --python before --" if word.endswith(".py") else ""
+    return "; for a script of your own, put --python before --" if word.endswith(".py") else ""
 
 
 def check_experiment(job: JobSpec) -> None:
@@ -87,40 +87,42 @@ def check_experiment(job: JobSpec) -> None:
     if config is None:
         return
     with Problems() as findings:
-        findings.ask(_check_ranks, job, config.batch)
-        if config.comm.backend not in SHARES_A_GPU:
-            findings.ask(_check_gpus, job)
+        findings.attempt(_check_ranks, job, config.batch)
+        if config.comm.backend not in GPU_SHARING_BACKENDS:
+            findings.attempt(_check_gpus, job)
 
 
-def _check_files(job: JobSpec, certain: Problems, *, doubts: Problems, of_image: Problems, sees: Sees) -> None:
+def _check_files(
+    job: JobSpec, certain: Problems, *, doubts: Problems, of_image: Problems, visible: VisibleFiles
+) -> None:
     """Check that each file exists; if the nodes may have other disks, one outside the work folder is only a doubt."""
 
     def of_path(path: str) -> Problems:
-        is_shared = sees == "all" or Path(path).absolute().is_relative_to(Path.cwd())
+        is_shared = visible == "all" or Path(path).absolute().is_relative_to(Path.cwd())
         return certain if is_shared else doubts
 
     for option, path in _container_files(job):
-        of_path(path).ask(_check_there, path, option=option)
-    words = first_words(job)
+        of_path(path).attempt(_check_exists, path, option=option)
+    words = command_of_first_task(job)
     if not job.is_python:
-        config = (of_image if job.image else certain).ask(load_experiment, job)
+        config = (of_image if job.image else certain).attempt(load_experiment, job)
         if config is not None:
             folder = config.run.directory
-            (of_image if job.image else of_path(folder)).ask(_check_writable, Path(folder))
-        (of_image if job.image else certain).ask(require_experiment, job)
+            (of_image if job.image else of_path(folder)).attempt(_check_writable, Path(folder))
+        (of_image if job.image else certain).attempt(require_experiment, job)
         if script := tuned_script(job):
-            (of_image if job.image else of_path(script)).ask(_check_there, script, option="--ddp")
-        if run := certain.ask(trained_run, job):
+            (of_image if job.image else of_path(script)).attempt(_check_exists, script, option="--ddp")
+        if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here
-            (of_image if job.image else of_path(run)).ask(
+            (of_image if job.image else of_path(run)).attempt(
                 load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch"
             )
     elif words[:1] == ("-m",):
         # --env may lead the ranks to other modules
         is_known = not job.modules and "PYTHONPATH" not in dict(job.environment)
-        (of_image if job.image else certain if is_known else doubts).ask(_check_module, words[1:])
+        (of_image if job.image else certain if is_known else doubts).attempt(_check_module, words[1:])
     elif words and not words[0].startswith("-"):
-        (of_image if job.image else of_path(words[0])).ask(_check_script, Path(words[0]))
+        (of_image if job.image else of_path(words[0])).attempt(_check_script, Path(words[0]))
 
 
 def _container_files(job: JobSpec) -> Iterator[tuple[str, str]]:
@@ -131,10 +133,10 @@ def _container_files(job: JobSpec) -> Iterator[tuple[str, str]]:
     yield from (("--mount", mount.partition(":")[0]) for mount in job.mounts)
 
 
-def require_taken(job: JobSpec, environ: Mapping[str, str]) -> None:
+def require_forwarded(job: JobSpec, environ: Mapping[str, str]) -> None:
     """Raise JobRefused if --env names a variable without a value that is not set here."""
-    if missing := [name for name, _ in job.taken if name not in environ]:
-        raise JobRefused([f"--env {name}: it is not set here: export it, or state {name}=VALUE" for name in missing])
+    if missing := [name for name, _ in job.forwarded if name not in environ]:
+        raise JobRefused([f"--env {name}: not set in this shell: export it, or state {name}=VALUE" for name in missing])
 
 
 def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
@@ -143,19 +145,19 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
     refusal = _refusal(batch, job.num_ranks)
     if refusal is None:
         return
-    fitting = _most_sharing(batch, limit=job.num_ranks)
+    fitting = _largest_fitting(batch, limit=job.num_ranks)
     instead = "" if fitting is None else f"; or start {fitting} rank(s)"
     nodes = "" if job.num_nodes is None else f"--nodes {job.num_nodes} with {job.ranks_per_node} rank(s) each are "
     raise LaunchOptionError(f"{nodes}{job.num_ranks} rank(s): {refusal}{instead}") from refusal
 
 
-def most_ranks(job: JobSpec, *, limit: int) -> int | None:
+def largest_num_ranks(job: JobSpec, *, limit: int) -> int | None:
     """Return the largest number of ranks up to limit that can share the batch; limit for a user's script; None if none.
 
     Raises: ConfigError.
     """
     config = load_experiment(job)
-    return (limit or None) if config is None else _most_sharing(config.batch, limit=limit)
+    return (limit or None) if config is None else _largest_fitting(config.batch, limit=limit)
 
 
 def fitting_nodes(job: JobSpec) -> tuple[int, ...]:
@@ -170,7 +172,7 @@ def fitting_nodes(job: JobSpec) -> tuple[int, ...]:
     )
 
 
-def _most_sharing(batch: BatchConfig, *, limit: int) -> int | None:
+def _largest_fitting(batch: BatchConfig, *, limit: int) -> int | None:
     most = min(limit, batch.global_batch_size // batch.microbatch_size)
     return next((ranks for ranks in range(most, 0, -1) if _refusal(batch, ranks) is None), None)
 
@@ -187,8 +189,8 @@ def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
 def _check_gpus(job: JobSpec) -> None:
     if job.gpus_per_node and job.device is None and job.ranks_per_node > job.gpus_per_node:
         raise LaunchOptionError(
-            f"{job.ranks_per_node} ranks on each node have --gpus-per-node {job.gpus_per_node}, and each takes a GPU "
-            f"of its own: state --ranks-per-node {job.gpus_per_node}, more GPUs, or --device cpu"
+            f"{job.ranks_per_node} ranks on each node need a GPU each, and --gpus-per-node is {job.gpus_per_node}: "
+            f"state --ranks-per-node {job.gpus_per_node}, more GPUs, or --device cpu"
         )
 
 
@@ -198,14 +200,16 @@ def _check_module(words: tuple[str, ...]) -> None:
         # the ranks also search the work folder; editable installs have their own finder
         others = (finder.find_spec(top, None) for finder in sys.meta_path)
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None and not any(others):
-            raise LaunchOptionError(f"--python: there is no module {name} here: name one, or a script")
+            raise LaunchOptionError(
+                f"--python: there is no module {name} on this host: name another module, or a script"
+            )
 
 
 def _check_script(path: Path) -> None:
     if not path.exists():
         near = nearest(path.name, [each.name for each in path.parent.glob("*.py")])
         hint = f"; the nearest is {path.with_name(near)}" if near else ""
-        raise LaunchOptionError(f"--python: there is no script {path} here{hint}")
+        raise LaunchOptionError(f"--python: there is no script {path} on this host{hint}")
 
 
 def _check_writable(folder: Path) -> None:
@@ -217,6 +221,6 @@ def _check_writable(folder: Path) -> None:
         raise LaunchOptionError(f"--run.directory {folder}: {there}: {reason}; name another folder")
 
 
-def _check_there(path: str, *, option: str) -> None:
+def _check_exists(path: str, *, option: str) -> None:
     if not os.path.exists(path):
         raise LaunchOptionError(f"{option} {path}: there is no such file or folder on this host")

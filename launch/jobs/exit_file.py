@@ -35,12 +35,12 @@ def exit_file(path: Path) -> Iterator[Path | None]:
         path.unlink(missing_ok=True)
 
 
-def telling(path: Path | None) -> tuple[tuple[str, str], ...]:
+def exit_file_variable(path: Path | None) -> tuple[tuple[str, str], ...]:
     """Return the variable that names the file for the ranks."""
     return () if path is None else ((STOPPED_VARIABLE, str(path)),)
 
 
-def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None, heals: bool) -> Ended:
+def with_code_of_first_rank(ended: Ended, job: JobSpec, *, path: Path | None, heals: bool) -> Ended:
     """Correct a job's end by rank 0's record, if mpirun exited with 0 or waited for a lost host, or the job heals.
 
     Without a record (a script that never connected, or a host that does not see the file) mpirun's code counts; that of
@@ -48,14 +48,14 @@ def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None, heals:
     """
     here = socket.gethostname()
     begins_here = not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
-    record = None if path is None or (ended.code and not ended.has_left and not heals) else read_record(path)
+    record = None if path is None or (ended.code and not ended.outlived_rank_0 and not heals) else read_record(path)
     if isinstance(record, int):
         return replace(ended, code=record)
     if record is None or not (record or (begins_here and not job.is_python)):
         if ended.code == 0 and not job.is_python:
             tell(
-                "mpirun ended with 0, and the first rank left no record: its host does not see a file of this folder"
-                f"{'. With run.heal=in_place that does not mean that the job is done' if heals else ''}"
+                "mpirun ended with exit code 0, but the first rank left no record: its host does not share this folder"
+                f"{'. With run.heal=in_place, code 0 does not mean that the job is finished' if heals else ''}"
             )
         return replace(ended, code=ended.code or (INTERRUPTED if ended.was_asked else LOST)) if heals else ended
     if ended.was_asked:

@@ -9,7 +9,7 @@ Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
 
-def refusing(check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+def as_refusal(check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
     """Return a check's result. Raises: JobRefused instead of another UserError."""
     try:
         return check(*args, **kwargs)
@@ -25,10 +25,10 @@ class Problems:
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
 
-    def ask(self, check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer | None:
+    def attempt(self, check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer | None:
         """Return a check's result, or None if it raises."""
         try:
-            return refusing(check, *args, **kwargs)
+            return as_refusal(check, *args, **kwargs)
         except JobRefused as error:
             self._found.update(dict.fromkeys(error.findings))
             return None

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.files import write_named
-from bigbatch.launch.jobs.check import most_ranks
-from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec
+from bigbatch.launch.jobs.check import largest_num_ranks
+from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.run.folder import writing
 
@@ -29,11 +29,11 @@ def preflight_of(job: JobSpec) -> JobSpec:
 
 def choose_launcher(job: JobSpec) -> str:
     """Return slurm if a request to a scheduler is stated, else mpirun."""
-    asked = [field for field in fields(JobSpec) if field.name in (*SCHEDULED, "num_nodes")]
+    asked = [field for field in fields(JobSpec) if field.name in (*SCHEDULER_FIELDS, "num_nodes")]
     return "slurm" if any(getattr(job, field.name) != field.default for field in asked) else "mpirun"
 
 
-def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
+def without_hosts(job: JobSpec, bad: Sequence[str]) -> JobSpec:
     """Return the job on its other hosts. Raises: LaunchOptionError if they have too few slots or are unknown."""
     hosts = fit_hosts(job.hosts, bad=bad)
     slots = sum(count for _, count in hosts)
@@ -65,8 +65,8 @@ def _find_host(name: str, hosts: Sequence[str]) -> str:
         if len(found) == 1:
             return found.pop()
     raise LaunchOptionError(
-        f"--hosts: it cannot be told which of them is the unfit node {name}: leave it out yourself, or state each by "
-        "the name that `hostname` prints there"
+        f"--hosts: the unfit node {name} matches none of them, or several: remove that host yourself, or name each "
+        "host as `hostname` prints there"
     )
 
 
@@ -96,7 +96,7 @@ def _addresses(host: str) -> set[str]:
     return {address for address in found if not ip_address(address).is_loopback}
 
 
-def on_hosts_left(job: JobSpec, *, answers: Callable[[str], bool]) -> JobSpec:
+def on_remaining_hosts(job: JobSpec, *, answers: Callable[[str], bool]) -> JobSpec:
     """Return the job on its hosts that answer, with as many ranks as can share the batch.
 
     Batch, order of samples and ghost batches stay: the remaining ranks do more work each.
@@ -110,11 +110,11 @@ def on_hosts_left(job: JobSpec, *, answers: Callable[[str], bool]) -> JobSpec:
     if hosts == job.hosts:
         return job
     slots = sum(count for _, count in hosts)
-    ranks = most_ranks(job, limit=min(job.num_ranks, slots))
+    ranks = largest_num_ranks(job, limit=min(job.num_ranks, slots))
     if ranks is None:
         lost = ", ".join(host for host, _ in job.hosts if host not in dict(hosts))
         raise LaunchOptionError(
-            f"{lost}: no answer, and the batch has no room for {slots} rank(s) or fewer, on the hosts that are left: "
-            "the same command goes on when they are back"
+            f"{lost}: no answer; the remaining hosts have {slots} slots, among which the batch cannot be divided: "
+            "repeat the command when the lost hosts are back"
         )
     return replace(job, hosts=hosts, num_ranks=ranks)

@@ -25,7 +25,7 @@ MISSING = {
 """Program -> what to do if it is not installed."""
 END_SECONDS = 1.0
 """Time for a launcher without ranks to end after SIGTERM."""
-RECALL_SECONDS = 60.0
+MORE_HOSTS_SECONDS = 60.0
 """Period of the check whether more hosts are available for a job."""
 
 
@@ -63,10 +63,10 @@ class Ended:
     """Its exit code; 128 + signal if a signal ended it."""
     was_asked: bool
     """Whether a signal asked this process to stop; mpirun's code does not show it (1 after a second Ctrl-C)."""
-    was_recalled: bool = False
-    """Whether it was asked to stop for a restart."""
-    has_left: bool = False
-    """Whether rank 0 had ended and the launcher had to be ended."""
+    for_restart: bool = False
+    """Whether the job was stopped in order to restart on more hosts."""
+    outlived_rank_0: bool = False
+    """Whether the launcher still ran some time after rank 0 had ended, and was ended."""
 
 
 def run_in_foreground(
@@ -74,14 +74,14 @@ def run_in_foreground(
     *,
     environ: Mapping[str, str],
     asks_to_stop: signal.Signals,
-    is_recalled: Callable[[], bool] | None = None,
-    has_left: Callable[[], bool] | None = None,
+    should_restart: Callable[[], bool] | None = None,
+    rank_0_ended: Callable[[], bool] | None = None,
     watch: Callable[[int], object] | None = None,
 ) -> Ended:
-    """Start argv and wait for its end. is_recalled: called every RECALL_SECONDS; if true, the job is stopped.
+    """Start argv and wait for its end. should_restart: called every MORE_HOSTS_SECONDS; if true, the job is stopped.
 
-    has_left: called every LOOK_SECONDS; if true, rank 0 ended some time ago, and the launcher is ended. Otherwise it
-    might wait a quarter of an hour for a lost host.
+    rank_0_ended: called every LOOK_SECONDS; if true, rank 0 ended some time ago, and the launcher is ended: it
+    might otherwise wait a quarter of an hour for a lost host.
 
     The job runs in a new session, so Ctrl-C reaches only this process. The first Ctrl-C sends asks_to_stop to the
     launcher, which passes it on (the ranks save a checkpoint and stop), the second SIGTERM, the third SIGKILL. If this
@@ -91,7 +91,7 @@ def run_in_foreground(
     """
     started: list[subprocess.Popen[bytes]] = []
     stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
-    was_recalled = is_left = False
+    for_restart = outlived = False
     with handling_stops(stopper), nullcontext(watch) if watch else ending_orphans(asks_to_stop) as watching:
         process = _start(argv, environ=environ)
         watching(process.pid)
@@ -101,22 +101,22 @@ def run_in_foreground(
             process.send_signal(asks_to_stop)
         asked_at = monotonic()
         while True:
-            pauses = [RECALL_SECONDS] * (is_recalled is not None) + [LOOK_SECONDS] * (has_left is not None)
+            pauses = [MORE_HOSTS_SECONDS] * (should_restart is not None) + [LOOK_SECONDS] * (rank_0_ended is not None)
             try:
                 code = process.wait(timeout=min(pauses, default=None))
                 break
             except subprocess.TimeoutExpired:
-                if has_left is not None and has_left():
-                    is_left = True
+                if rank_0_ended is not None and rank_0_ended():
+                    outlived = True
                     code = _end(process, argv[0])
                     break
-                if is_recalled is not None and monotonic() - asked_at >= RECALL_SECONDS:
-                    was_recalled, asked_at = is_recalled(), monotonic()
-                    if was_recalled:
-                        is_recalled = None  # once is enough
+                if should_restart is not None and monotonic() - asked_at >= MORE_HOSTS_SECONDS:
+                    for_restart, asked_at = should_restart(), monotonic()
+                    if for_restart:
+                        should_restart = None  # once is enough
                         if not stopper.asked:
                             process.send_signal(asks_to_stop)
-    return Ended(shell_code(code), was_asked=stopper.asked > 0, was_recalled=was_recalled, has_left=is_left)
+    return Ended(shell_code(code), was_asked=stopper.asked > 0, for_restart=for_restart, outlived_rank_0=outlived)
 
 
 def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
@@ -133,7 +133,7 @@ def not_installed(program: str) -> LaunchOptionError:
 
 def _end(process: "subprocess.Popen[bytes]", name: str) -> int:
     """End a launcher whose ranks have ended; return its code."""
-    tell(f"{Path(name).name} waits, and the job's first rank has ended: ending it")
+    tell(f"{Path(name).name} still runs although the job's first rank has ended: ending it")
     process.terminate()
     try:
         return process.wait(timeout=END_SECONDS)

@@ -20,8 +20,8 @@ def count_gpus() -> int:
     count, complaint = list_gpus()
     if complaint:
         tell(
-            f"warning: nvidia-smi fails here ({complaint}), and {count} GPU(s) are counted: fix the driver, "
-            "or state how many ranks by --ranks, or --device cpu"
+            f"warning: nvidia-smi fails on this host ({complaint}), so {count} GPU(s) are assumed: fix the driver, "
+            "or state --ranks or --device cpu"
         )
     return count
 

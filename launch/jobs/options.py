@@ -9,13 +9,13 @@ from typing import Any
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
-from bigbatch.launch.jobs.words import (
-    check_words,
+from bigbatch.launch.jobs.validation import (
+    check_field,
     parse_environment,
+    parse_forwarded,
     parse_gpus,
     parse_minutes,
-    parse_passed,
-    parse_taken,
+    parse_sbatch,
 )
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
@@ -42,8 +42,7 @@ class Option:
 PREFLIGHTS = ("warn", "stop", "exclude")
 RESTARTS = Option(
     "restarts",
-    "restart a job that lost a rank or a node, on the remaining hosts; at most so often in a row without a newer "
-    "checkpoint (default: 0; under Kubernetes 3)",
+    "restarts in a row without a newer checkpoint, after a lost rank or node (default: 0; under Kubernetes 3)",
     whole,
 )
 RANKS = (
@@ -56,7 +55,7 @@ RANKS = (
     Option("master", "torchrun, local: HOST:PORT of the first node, where all nodes meet"),
     Option("interface", "network interface between the nodes, such as eth0, or ib0,ib1 for both (NCCL and gloo)"),
     Option("device", "cpu: train on the CPU, even if the hosts have GPUs", choices=("cpu",)),
-    Option("preflight", "test the nodes first; unfit ones: warn, exit with 4, or leave them out", choices=PREFLIGHTS),
+    Option("preflight", "test the nodes first; if one is unfit: warn, exit with 4, or exclude it", choices=PREFLIGHTS),
     RESTARTS,
     Option(
         "env",
@@ -82,7 +81,7 @@ REQUEST = (
     Option("array", "array of jobs; {index} in COMMAND is the job's number: 0-7, 0-15:4, or 0-99%%4 for 4 at a time"),
     Option(
         "stop_seconds",
-        "save and requeue so many seconds before the time limit (default: 120; 0: the job ends at the limit)",
+        "seconds before the time limit to save and requeue the job (default: 120; 0: the job ends at the limit)",
         whole,
     ),
     Option("logs", "folder for output (default: logs)", expand_path),
@@ -128,7 +127,7 @@ LISTED = {"mounts": "mount", "modules": "module", "node_selector": "node_selecto
 LISTED |= {"tolerations": "toleration", "pull_secrets": "pull_secret"}
 """Field -> repeated option whose values it lists."""
 
-STAND_INS = {"array": "0", "environment": (), "taken": (), "sbatch": (), **dict.fromkeys(LISTED, ())}
+STAND_INS = {"array": "0", "environment": (), "forwarded": (), "sbatch": (), **dict.fromkeys(LISTED, ())}
 """Values in place of refused ones, so that the rest of the job can be checked."""
 
 
@@ -155,6 +154,16 @@ def add_options(parser: "argparse._ActionsContainer", options: Iterable[Option])
         )
 
 
+def option_words(values: Mapping[str, Any]) -> list[str]:
+    """Write {'gpus_per_node': 8, 'env': ['a', 'b']} -> --gpus-per-node=8 --env=a --env=b; true has no value."""
+    words = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        for each in value if isinstance(value, list) else [value]:
+            words.append(flag if each is True else f"{flag}={each}")
+    return words
+
+
 def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argparse.Namespace:
     """Parse values by option as if they stood on a command line; a list as repeated options.
 
@@ -162,13 +171,10 @@ def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argpar
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_options(parser, options)
-    words = []
-    for each in options:
-        given = stated.get(each.name, [])
-        for value in given if isinstance(given, list) else [given]:
-            words.append(each.flag if value is True else f"{each.flag}={value}")
     try:
-        return parser.parse_args(words)
+        return parser.parse_args(
+            option_words({each.name: stated[each.name] for each in options if each.name in stated})
+        )
     except argparse.ArgumentError as error:
         raise LaunchOptionError(str(error)) from error
 
@@ -188,26 +194,26 @@ def read_job(
     """
 
     def read(parse: Callable[[Any], Any], words: Any, default: Any = None) -> Any:
-        return default if words is None else findings.ask(parse, words) or default
+        return default if words is None else findings.attempt(parse, words) or default
 
     gpu_type, gpus_per_node = read(parse_gpus, arguments.gpus_per_node, (None, None))
     stated: dict[str, Any] = {
         "gpus_per_node": gpus_per_node,
         "gpu_type": gpu_type,
-        "sbatch": parse_passed(arguments.sbatch),
+        "sbatch": parse_sbatch(arguments.sbatch),
         "minutes": read(parse_minutes, arguments.time),
         "environment": read(parse_environment, arguments.env, ()),
-        "taken": parse_taken(arguments.env),
+        "forwarded": parse_forwarded(arguments.env),
         **{field: tuple(getattr(arguments, name)) for field, name in LISTED.items()},
         **{name: getattr(arguments, name) for name in STATED},
     }
     fields: dict[str, Any] = {"is_python": is_python, "master": read(parse_master, arguments.master)}
     for name, value in stated.items():
-        fields[name] = findings.ask(check_words, name, value)
+        fields[name] = findings.attempt(check_field, name, value)
         if fields[name] is None and value is not None:
             fields[name] = STAND_INS.get(name)
-    words = findings.ask(check_words, "command", tuple(command)) or ()
-    job = findings.ask(
+    words = findings.attempt(check_field, "command", tuple(command)) or ()
+    job = findings.attempt(
         make_job,
         words,
         num_ranks=arguments.ranks,

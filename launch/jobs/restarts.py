@@ -16,7 +16,7 @@ FINAL = (0, REFUSED, INTERRUPTED, PIPE_CLOSED)
 """Exit codes after which no job restarts."""
 
 
-def may_go_on(code: int, *, is_python: bool) -> bool:
+def may_restart(code: int, *, is_python: bool) -> bool:
     """Return whether a job that exited with this code can restart without a change by the user.
 
     The codes of a user's script are unknown, so any failure counts.
@@ -39,7 +39,7 @@ def describe_restarts(job: JobSpec, *, joins: int = 0) -> str:
     return f"{single if joins else ''}# after {what} all start again, up to {job.restarts} time(s) {limit}\n"
 
 
-def run_healing(
+def run_with_restarts(
     start: Callable[[JobSpec], Ended],
     job: JobSpec,
     *,
@@ -55,9 +55,9 @@ def run_healing(
     left, newest, fit = restarts, newest_checkpoint(folder), job
     while True:
         ended = start(fit)
-        goes_on = may_go_on(ended.code, is_python=job.is_python)
+        goes_on = may_restart(ended.code, is_python=job.is_python)
         # it saved and stopped, or did not handle signals yet
-        if ended.was_recalled and not ended.was_asked and (goes_on or ended.code == INTERRUPTED):
+        if ended.for_restart and not ended.was_asked and (goes_on or ended.code == INTERRUPTED):
             fit = refit(job)
             tell(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
             continue
@@ -73,7 +73,7 @@ def run_healing(
         if left == 0:
             if restarts:
                 since = "" if folder is None else " that saved no newer checkpoint"
-                tell(f"exit code {ended.code}: not started again after {restarts} restart(s){since}")
+                tell(f"exit code {ended.code}: not restarted after {restarts} restart(s){since}")
             elif saved := _where_it_continues(job):
                 tell(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does so by itself")
             return ended
@@ -92,6 +92,6 @@ def _where_it_continues(job: JobSpec) -> Path | None:
 def _again(fit: JobSpec, job: JobSpec, *, folder: str | None, saved: Path | None) -> str:
     ranks = "" if fit.num_ranks == job.num_ranks else f" with {fit.num_ranks} of {job.num_ranks} ranks"
     if folder is None:
-        return f"starting again{ranks}"
+        return f"restarting{ranks}"
     where = f"from {saved}" if saved else "from the beginning"
-    return f"starting again{ranks}, {where}"
+    return f"restarting{ranks}, {where}"

@@ -18,16 +18,16 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.owner import has_failed, newest_number
 
-OF_A_RUN = (("evaluate",), ("predict",), ("export",))
-LEFT_LOOKS = 3
+COMMANDS_ON_A_RUN = (("evaluate",), ("predict",), ("export",))
+CHECKS_AFTER_FAILURE = 3
 """Number of checks in which the other ranks and their launcher may end after rank 0 has failed. Not a time: no check
 happens while this process is stopped with its job."""
-LEAVE_SECONDS = 30
+REPORT_LOSS_SECONDS = 30
 """Time for the ranks to name a lost rank after comm.timeout_seconds; then the launcher ends them."""
-SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
+REPORTED = ("step", "epoch", "loss", "top1", "images_per_second")
 
 
-def first_words(job: JobSpec) -> tuple[str, ...]:
+def command_of_first_task(job: JobSpec) -> tuple[str, ...]:
     """Return the words of the command for the first job of an array."""
     first = re.findall(r"\d+", job.array or "0")[0]
     return tuple(word.replace(INDEX, first) for word in job.command)
@@ -37,19 +37,19 @@ def load_experiment(job: JobSpec) -> Config | None:
     """Load the config of `train`; None for other commands and for its help. Raises: ConfigError."""
     if job.is_python or job.command[:1] != ("train",) or {"-h", "--help"} & set(job.command):
         return None
-    return load_config(first_words(job)[1:])
+    return load_config(command_of_first_task(job)[1:])
 
 
-def trained_run(job: JobSpec) -> str | None:
+def run_argument(job: JobSpec) -> str | None:
     """Return the run folder of a command other than `train`; None without one. Raises: PathError."""
-    words = first_words(job)
-    is_named = not job.is_python and words[:1] in OF_A_RUN and len(words) > 1 and not words[1].startswith("-")
+    words = command_of_first_task(job)
+    is_named = not job.is_python and words[:1] in COMMANDS_ON_A_RUN and len(words) > 1 and not words[1].startswith("-")
     return expand_path(words[1]) if is_named else None
 
 
 def require_experiment(job: JobSpec) -> None:
     """Check that the experiment of a command other than `train` exists. Raises: ConfigError."""
-    words = first_words(job)
+    words = command_of_first_task(job)
     is_of_another = bool(words) and words[0] != "train" and not job.is_python
     if is_of_another and (name := _stated(words, "--config")):
         find_config(name)
@@ -57,7 +57,7 @@ def require_experiment(job: JobSpec) -> None:
 
 def tuned_script(job: JobSpec) -> str | None:
     """Return the script of `comm tune --ddp`; None for other commands."""
-    words = first_words(job)
+    words = command_of_first_task(job)
     return _stated(words, "--ddp") if words[:2] == ("comm", "tune") and not job.is_python else None
 
 
@@ -79,8 +79,8 @@ def find_run_folder(job: JobSpec) -> str | None:
     run = config.run
     if run.resume != "auto":
         raise ConfigError(
-            f"--run.resume {run.resume}: a job that starts again goes on from its own checkpoints, which takes auto; "
-            "leave it out, and name another --run.directory for a new run"
+            f"--run.resume {run.resume}: a job that may restart must resume from its own checkpoints (auto): leave the "
+            "option out; for a new run name another --run.directory"
         )
     if job.array is None:
         return run.directory
@@ -90,7 +90,7 @@ def find_run_folder(job: JobSpec) -> str | None:
     return stated
 
 
-def known_experiment(job: JobSpec) -> Config | None:
+def try_load_experiment(job: JobSpec) -> Config | None:
     """Load the config of `train`, also for an image; None for a wrong one, which is refused elsewhere."""
     with suppress(ConfigError):
         return load_experiment(job)
@@ -99,13 +99,13 @@ def known_experiment(job: JobSpec) -> Config | None:
 
 def heals_in_place(job: JobSpec) -> bool:
     """Return whether the ranks of `train` go on without one that is lost."""
-    config = known_experiment(job)
+    config = try_load_experiment(job)
     return config is not None and config.run.heal == "in_place"
 
 
 def count_joins(job: JobSpec) -> int:
     """Return how often a lost rank of `train` may start again to join the others; 0 if they cannot give it a state."""
-    config = known_experiment(job)
+    config = try_load_experiment(job)
     if config is None or config.run.heal != "in_place" or config.optimizer.sharded:
         return 0
     return (job.restarts or 0) if config.comm.backend in ("auto", "tcp", "gloo") else 0
@@ -117,7 +117,7 @@ def has_begun(job: JobSpec) -> Callable[[], bool]:
     By then all ranks have met; before, they would wait for a lost one in vain. Always true for another command, and for
     several nodes, whose folder this host may not see.
     """
-    config = known_experiment(job)
+    config = try_load_experiment(job)
     if config is None or (job.num_nodes or 1) > 1:
         return lambda: True
     folder = Path(config.run.directory)
@@ -125,20 +125,20 @@ def has_begun(job: JobSpec) -> Callable[[], bool]:
     return lambda: newest_number(folder) != before
 
 
-def seconds_to_leave(timeout_seconds: float, *, heals: bool) -> float:
+def exit_wait_seconds(timeout_seconds: float, *, heals: bool) -> float:
     """Return the time after the first rank's end at which the launcher ends the others.
 
     timeout_seconds: comm.timeout_seconds, for which a rank waits; to agree on a new group it may wait twice.
     """
-    return timeout_seconds * (2 if heals else 1) + LEAVE_SECONDS
+    return timeout_seconds * (2 if heals else 1) + REPORT_LOSS_SECONDS
 
 
 def refuse_healing(job: JobSpec, *, launcher: str) -> None:
     """Raise LaunchOptionError if the job heals in place, for a launcher that ends all ranks after a loss."""
     if heals_in_place(job):
         raise LaunchOptionError(
-            f"--run.heal in_place: a job of {launcher} that has lost a rank loses all: leave it out, or use "
-            "bigbatch launch local, mpirun or slurm"
+            f"--run.heal in_place: {launcher} ends all ranks when one is lost: leave it out, or use bigbatch launch "
+            "local, mpirun or slurm"
         )
 
 
@@ -147,8 +147,8 @@ def newest_checkpoint(folder: str | None) -> Path | None:
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 
-class RunLeft:
-    """Tells whether rank 0 of a start failed more than LEFT_LOOKS checks ago; called once a second.
+class FirstRankWatch:
+    """Tells whether rank 0 of a start failed more than CHECKS_AFTER_FAILURE checks ago; called once a second.
 
     A thread checks, so storage that does not answer does not block the caller.
     """
@@ -161,22 +161,22 @@ class RunLeft:
         """
         self._folder, self._start = folder, start
         self._counts_good_end = heal_seconds is not None
-        self._most_looks = LEFT_LOOKS if heal_seconds is None else heal_seconds
-        self._num_looks = 0
-        self._looking: Thread | None = None
+        self._most_checks = CHECKS_AFTER_FAILURE if heal_seconds is None else heal_seconds
+        self._num_checks = 0
+        self._thread: Thread | None = None
 
     def __call__(self) -> bool:
-        has_left = self._num_looks > self._most_looks
-        if self._looking is None or not self._looking.is_alive():
-            self._looking = Thread(target=self._look, name="bigbatch-run-left", daemon=True)
-            self._looking.start()
-        return has_left
+        has_ended = self._num_checks > self._most_checks
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=self._check, name="bigbatch-run-left", daemon=True)
+            self._thread.start()
+        return has_ended
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         record = Path(self._start)
         has_ended = isinstance(read_record(record), int) if self._counts_good_end else has_recorded_failure(record)
         is_over = has_ended or (self._folder is not None and has_failed(Path(self._folder), start=self._start))
-        self._num_looks = self._num_looks + 1 if is_over else 0
+        self._num_checks = self._num_checks + 1 if is_over else 0
 
 
 def last_report(folder: Path) -> str | None:
@@ -185,7 +185,7 @@ def last_report(folder: Path) -> str | None:
     newest = deque(reports, maxlen=1)
     if not newest:
         return None
-    return ", ".join(f"{name} {newest[0][name]:.6g}" for name in SHOWN if has_numbers(newest[0], name))
+    return ", ".join(f"{name} {newest[0][name]:.6g}" for name in REPORTED if has_numbers(newest[0], name))
 
 
 def _stated(words: Sequence[str], option: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_files
 from bigbatch.errors import LaunchOptionError, or_nearest, printable
 from bigbatch.launch.jobs.options import JOB_OPTIONS, Option, read_options
-from bigbatch.launch.jobs.words import OPTIONS
+from bigbatch.launch.jobs.validation import OPTIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,12 +32,12 @@ TABLES = {
 }
 """Tables with settings for one launcher, which may submit to another cluster than this host's."""
 
-OF_SEVERAL_HOSTS = ("interface",)
+MULTI_HOST_OPTIONS = ("interface",)
 """Options without effect on one host, where the ranks use the loopback interface."""
 
-OF_AN_IMAGE = ("container", "mount")
+IMAGE_OPTIONS = ("container", "mount")
 
-FILLED_UP: dict[str, Callable[[str], str]] = {
+MERGED_OPTIONS: dict[str, Callable[[str], str]] = {
     "env": lambda word: re.split("[=@]", word)[0],
     "sbatch": lambda word: word.partition("=")[0],
 }
@@ -111,9 +111,9 @@ def apply_site(
             name: value for name, value in read_file(path, table=table).items() if FIELDS.get(name, name) not in refused
         }
         if not (arguments.hosts or arguments.hostfile or arguments.nodes):
-            stated = {name: value for name, value in stated.items() if name not in OF_SEVERAL_HOSTS}
+            stated = {name: value for name, value in stated.items() if name not in MULTI_HOST_OPTIONS}
         if not (table or arguments.image or "image" in stated):
-            stated = {name: value for name, value in stated.items() if name not in OF_AN_IMAGE}
+            stated = {name: value for name, value in stated.items() if name not in IMAGE_OPTIONS}
         used = {name: found for name, value in stated.items() if (found := _fill(arguments, name, value))}
         if used:
             taken[str(path)] = used
@@ -125,13 +125,13 @@ def apply_site(
 def _fill(arguments: argparse.Namespace, name: str, value: Any) -> Any:
     """Set an option if the arguments do not state it; return the added values."""
     held = getattr(arguments, name)
-    if name not in FILLED_UP:
+    if name not in MERGED_OPTIONS:
         if held is None or held == []:
             setattr(arguments, name, value)
             return value
         return None
     words = [f"{key}={each}" for key, each in value.items()] if name == "env" else value
-    name_of = FILLED_UP[name]
+    name_of = MERGED_OPTIONS[name]
     known = {name_of(word) for word in held}
     new = [word for word in words if name_of(word) not in known]
     setattr(arguments, name, [*new, *held])

@@ -9,7 +9,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE, interface_settings
 from bigbatch.errors import JobRefused, LaunchOptionError
 from bigbatch.interpreter import SAFE_PATH_VARIABLE
-from bigbatch.launch.jobs.words import check_words, option
+from bigbatch.launch.jobs.validation import check_field, option
 
 INDEX = "{index}"
 """Placeholder in an array's command: the number of the job in its array."""
@@ -60,7 +60,7 @@ class JobSpec:
     container: str | None = None
     """Container runtime under Slurm: pyxis or apptainer; None: apptainer for .sif, else pyxis."""
     environment: tuple[tuple[str, str], ...] = ()
-    taken: tuple[tuple[str, str | None], ...] = ()
+    forwarded: tuple[tuple[str, str | None], ...] = ()
     """Further variables whose values are not written to files: from the shell that starts the job, or from a Kubernetes
     Secret, which may be named."""
     modules: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_words(field.name, getattr(self, field.name))
+            check_field(field.name, getattr(self, field.name))
 
     @property
     def python_words(self) -> tuple[str, ...]:
@@ -124,25 +124,25 @@ class JobSpec:
 MOST_RANKS = 10**6
 """Limit of ranks: more than any cluster has; without it a typing error could fill this host's memory."""
 
-SCHEDULED = (
+SCHEDULER_FIELDS = (
     *("name", "minutes", "partition", "account", "qos", "reservation", "constraint", "exclude", "sbatch", "mpi"),
     *("gpus_per_node", "gpu_type", "cpus_per_rank", "memory", "array", "stop_seconds"),
 )
 """Fields that need a scheduler."""
 
-OF_KUBERNETES = ("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user")
+KUBERNETES_FIELDS = ("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user")
 """Fields that need Kubernetes."""
 
 
 def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
     """Refuse options that a launcher does not support, with the alternative. Raises: JobRefused."""
-    of_others = () if launcher == "k8s" else OF_KUBERNETES
-    refused = {**dict.fromkeys(of_others, "Kubernetes alone has it: leave it out"), **refused}
+    of_others = () if launcher == "k8s" else KUBERNETES_FIELDS
+    refused = {**dict.fromkeys(of_others, "it is an option of bigbatch launch k8s: leave it out"), **refused}
     found = [each.name for each in fields(JobSpec) if each.name in refused and getattr(job, each.name) != each.default]
-    said = [f"{option(name)}: bigbatch launch {launcher} cannot do that; {refused[name]}" for name in found]
+    said = [f"{option(name)}: not supported by bigbatch launch {launcher}; {refused[name]}" for name in found]
     said += [
-        f"--env {name}@{secret}: a Secret is Kubernetes' own: export {name} here and state --env {name}"
-        for name, secret in job.taken
+        f"--env {name}@{secret}: only Kubernetes has Secrets: export {name} here, and state --env {name}"
+        for name, secret in job.forwarded
         if secret is not None and launcher != "k8s"
     ]
     if said:

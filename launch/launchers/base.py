@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bigbatch.launch.jobs.check import Sees
+from bigbatch.launch.jobs.check import VisibleFiles
 from bigbatch.launch.jobs.spec import JobSpec
 
-IN_A_TERMINAL = "its job is the command in your terminal: look there, and end it by Ctrl-C"
+FOREGROUND_QUEUE = "its job runs in the foreground of a terminal, where Ctrl-C stops it"
 """Queue of a launcher that runs jobs in the foreground."""
 
 
@@ -44,7 +44,7 @@ class Launcher:
     help: str
     default_ranks: str
     """Default number of ranks, in words."""
-    passes: str
+    environment_help: str
     """Variables of this shell that reach the ranks, in words; --env adds others."""
     example: str
     """Example of arguments after `bigbatch launch NAME`."""
@@ -60,7 +60,7 @@ class Launcher:
     """A str: how to list and end its jobs with other commands."""
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     """Adds the launcher's own options, which `start` receives."""
-    sees: Sees = "shared"
+    visible: VisibleFiles = "shared"
     """Files of the starting host that its jobs see."""
     site_table: str | None = None
     """Its table in site files; None: settings outside of tables."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, with_secret
 from bigbatch.launch.jobs.foreground import run_in_foreground
-from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
+from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
 from bigbatch.launch.jobs.run_folder import refuse_healing
 from bigbatch.launch.jobs.spec import JobSpec, check_time, refuse
 from bigbatch.launch.launchers.base import Launcher, command_line
@@ -74,7 +74,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     variables = with_secret(environ) | _variables(job)
-    return run_healing(
+    return run_with_restarts(
         lambda job: run_in_foreground(flux_argv(job), environ=variables, asks_to_stop=ASKS_TO_STOP), job
     ).code
 
@@ -83,7 +83,7 @@ LAUNCHER = Launcher(
     name="flux",
     help="start ranks by flux run",
     default_ranks="1 per node",
-    passes="all",
+    environment_help="all",
     example="--nodes 2 --ranks-per-node 8 --gpus-per-node 8 -- train --config imagenet/resnet50_32k",
     refused=REFUSED,
     dry_run=_dry_run,

@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_lines
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.foreground import one_line
-from bigbatch.launch.jobs.run_folder import known_experiment, refuse_healing, trained_run
+from bigbatch.launch.jobs.run_folder import refuse_healing, run_argument, try_load_experiment
 from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher
 from bigbatch.launch.launchers.k8s_manifest import JOB_SECRET_KEY, SECRET, has_secret, jobset
@@ -23,22 +23,22 @@ REFUSED = {
     "hosts": "Kubernetes chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
     **dict.fromkeys(("partition", "account", "reservation", "qos"), "state --namespace, --queue or --priority"),
     **dict.fromkeys(("constraint", "gpu_type"), "state --node-selector KEY=VALUE"),
-    **dict.fromkeys(("array", "preflight"), "start jobs of their own, such as -- preflight"),
+    **dict.fromkeys(("array", "preflight"), "submit a separate job, such as -- preflight"),
     "logs": "kubectl logs shows what the ranks print",
-    **dict.fromkeys(("node_rank", "master", "sbatch", "mpi", "modules", "container"), "pods need none: leave it out"),
+    **dict.fromkeys(("node_rank", "master", "sbatch", "mpi", "modules", "container"), "leave it out"),
 }
 
 HEADER = """\
-# Made by bigbatch launch k8s, to be kept and edited. The cluster needs JobSet, from 0.10 on:
+# Made by bigbatch launch k8s; you may edit it. The cluster needs JobSet 0.10 or later. To submit it and see its output:
 #   kubectl create -f THIS_FILE
 #   {logs}
 """
 NEEDS_JOB_SECRET = """\
-# Its pods wait for a Secret of this name, by which the ranks know each other; bigbatch launch k8s makes it, else:
+# The pods wait for a Secret with the job's name, by which the ranks authenticate. bigbatch launch k8s creates it; else:
 #   head -c 32 /dev/urandom | base64 | kubectl create secret generic{namespace} {name} --from-file={key}=/dev/stdin
 """
 NEEDS_SECRET = """\
-# Before, in the same namespace, a Secret with {names}, one NAME=VALUE on each line of a file that only you can read:
+# First create a Secret with {names} in this namespace, from a file that only you can read, NAME=VALUE on each line:
 #   kubectl create secret generic{namespace} {secret} --from-env-file=FILE
 """
 
@@ -63,7 +63,7 @@ def manifest(job: JobSpec, *, name: str) -> str:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
     content = jobset(job, name=name)
     taken: dict[str, list[str]] = {}
-    for variable, secret in job.taken:
+    for variable, secret in job.forwarded:
         taken.setdefault(secret or SECRET, []).append(variable)
     head = HEADER.format(logs=_logs_command(job, name=name))
     if has_secret(job):
@@ -88,21 +88,21 @@ def _check_folders(job: JobSpec) -> None:
     Data at an absolute path may be part of the image. Raises: JobRefused; PathError.
     """
     found = []
-    if config := known_experiment(job):
+    if config := try_load_experiment(job):
         folder, root = config.run.directory, config.data.root
         mount = _mount_of(job, folder)
         if mount is None:
             example = f"--mount runs:/runs --run.directory /runs/{PurePosixPath(folder).name}"
             found.append(
-                f"--run.directory {folder}: it would end with the pods: name one in a --mount, as in {example}"
+                f"--run.directory {folder}: it is lost with the pods: name a folder in a --mount, as in {example}"
             )
         elif "ro" in mount.split(":")[2:]:
             found.append(f"--run.directory {folder}: --mount {mount} is read only: leave out :ro there")
         if not root.startswith("/") and "://" not in root:
             example = f"--mount data:/data:ro --data.root /data/{PurePosixPath(root).name}"
-            found.append(f"--data.root {root}: pods have no such work folder: name one in a --mount, as in {example}")
-    if (run := trained_run(job)) is not None and _mount_of(job, run) is None:
-        found.append(f"{job.command[0]} {run}: pods see no such folder: name one in a --mount")
+            found.append(f"--data.root {root}: pods have no such folder: name one in a --mount, as in {example}")
+    if (run := run_argument(job)) is not None and _mount_of(job, run) is None:
+        found.append(f"{job.command[0]} {run}: pods have no such folder: name one in a --mount")
     if found:
         raise JobRefused(found)
 
@@ -119,7 +119,7 @@ def _draw_name(job: JobSpec) -> str:
     name = job.name or "bigbatch"
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?", name):  # its pods' names are longer, at most 63
         raise LaunchOptionError(
-            f"--name {name!r} must be up to 38 of a-z, 0-9 and -, a letter first, for Kubernetes, such as resnet50-32k"
+            f"--name {name!r} must have up to 38 characters of a-z, 0-9 and -, the first a letter, such as resnet50-32k"
         )
     return name + "-" + "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(5))
 
@@ -154,7 +154,7 @@ def _kubectl(*words: str, text: str) -> str:
     try:
         done = subprocess.run(["kubectl", *words], input=text, text=True, capture_output=True, check=False)
     except FileNotFoundError as error:
-        raise SchedulerError("kubectl is not installed here: create the manifest of --dry-run elsewhere") from error
+        raise SchedulerError("kubectl is not installed here: submit the output of --dry-run elsewhere") from error
     if done.returncode:
         raise SchedulerError(f"kubectl refused the job: {one_line(done.stderr)}")
     return done.stdout
@@ -162,9 +162,9 @@ def _kubectl(*words: str, text: str) -> str:
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     with Problems() as findings:
-        findings.ask(_check_folders, job)
-        name = findings.ask(_draw_name, job) or "bigbatch"
-        text = findings.ask(manifest, job, name=name)
+        findings.attempt(_check_folders, job)
+        name = findings.attempt(_draw_name, job) or "bigbatch"
+        text = findings.attempt(manifest, job, name=name)
     return text or ""
 
 
@@ -179,13 +179,13 @@ LAUNCHER = Launcher(
     name="k8s",
     help="submit a JobSet to Kubernetes",
     default_ranks="--nodes times --ranks-per-node",
-    passes="none",
+    environment_help="none",
     example="--nodes 4 --ranks-per-node 8 --image registry/bigbatch --mount data:/data:ro --mount runs:/runs -- "
     "train --config imagenet/resnet50_32k --data.root /data/imagenet --run.directory /runs/resnet50_32k",
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
-    sees="none",
+    visible="none",
     site_table="k8s",
     queue="kubectl get jobset shows its jobs, and kubectl delete jobset NAME ends one, which saves first",
 )

@@ -9,11 +9,11 @@ from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE
 from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED
-from bigbatch.launch.jobs.restarts import may_go_on
-from bigbatch.launch.jobs.run_folder import known_experiment
+from bigbatch.launch.jobs.restarts import may_restart
+from bigbatch.launch.jobs.run_folder import try_load_experiment
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.jobs.words import UNLIMITED
-from bigbatch.launch.launchers.local import node_words
+from bigbatch.launch.jobs.validation import UNLIMITED
+from bigbatch.launch.launchers.local import node_launch_words
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 
 SECRET, JOB_SECRET_KEY = "bigbatch", "secret"
@@ -22,9 +22,9 @@ RESTARTS = 3
 """Default number of restarts: a lost node must not end the job."""
 STEP_SECONDS = 60
 """Time for the current step before a checkpoint is written."""
-NO_PROGRAM = (126, 127)
+NOT_STARTED = (126, 127)
 """Exit codes of a shell and a container runtime if the command cannot be started."""
-KNOWN_CODES = (*range(FAILED, CRASHED + 1), *NO_PROGRAM, PIPE_CLOSED)
+EXIT_CODES = (*range(FAILED, CRASHED + 1), *NOT_STARTED, PIPE_CLOSED)
 """Exit codes that end the job. Not INTERRUPTED: a pod that saved and stopped was on a drained node."""
 
 IF_STOPPED = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [INTERRUPTED]}}
@@ -37,7 +37,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
     """Return the job as plain objects. Raises: LaunchOptionError if Kubernetes does not support it."""
     user, _, group = (job.user or "1000").partition(":")
     # Kubernetes substitutes $(JOB_COMPLETION_INDEX) in the pods of an indexed Job
-    starter = node_words(job, node_rank="$(JOB_COMPLETION_INDEX)", master=f"{name}-node-0-0.{name}:29500")
+    starter = node_launch_words(job, node_rank="$(JOB_COMPLETION_INDEX)", master=f"{name}-node-0-0.{name}:29500")
     # a container's own /dev/shm has 64 MB
     volumes: list[Fields] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     volume_mounts: list[Fields] = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -57,7 +57,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "deadline": None if job.minutes in (None, UNLIMITED) else (job.minutes or 0) * 60,
         # a script may exit with this code by itself and would restart forever
         "if_stopped": None if job.is_python else IF_STOPPED,
-        "final_codes": [c for c in KNOWN_CODES if c in NO_PROGRAM or not may_go_on(c, is_python=job.is_python)],
+        "final_codes": [c for c in EXIT_CODES if c in NOT_STARTED or not may_restart(c, is_python=job.is_python)],
         "grace": _grace_seconds(job),
         "user": int(user),
         "group": int(group or user),
@@ -67,7 +67,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "priority": job.priority,
         "pull_secrets": [{"name": secret} for secret in job.pull_secrets] or None,
         "image": job.image,
-        "command": ["bigbatch", *starter, *map(_literal, job.command)],
+        "command": ["bigbatch", *starter, *map(_escaped, job.command)],
         "env": _variables(job, name=name),
         "limits": _limits(job),
         "volume_mounts": volume_mounts,
@@ -75,7 +75,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "volumes": volumes,
     }
     template = parse_yaml(TEMPLATE.read_text())
-    filled: Fields = _filled(template, {f"${key}": value for key, value in values.items()})
+    filled: Fields = _fill_template(template, {f"${key}": value for key, value in values.items()})
     return filled
 
 
@@ -84,12 +84,12 @@ def has_secret(job: JobSpec) -> bool:
     return (job.num_nodes or 1) > 1
 
 
-def _filled(part: Any, values: Mapping[str, Any]) -> Any:
+def _fill_template(part: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(part, dict):
-        filled = {key: _filled(each, values) for key, each in part.items()}
+        filled = {key: _fill_template(each, values) for key, each in part.items()}
         return {key: each for key, each in filled.items() if each is not None}
     if isinstance(part, list):
-        return [each for each in (_filled(each, values) for each in part) if each is not None]
+        return [each for each in (_fill_template(each, values) for each in part) if each is not None]
     return values.get(part, part)
 
 
@@ -98,7 +98,7 @@ def _grace_seconds(job: JobSpec) -> int:
 
     A pod whose ranks have saved ends at once. A user's script's time to save is unknown.
     """
-    if job.stop_seconds is not None or (config := known_experiment(job)) is None:
+    if job.stop_seconds is not None or (config := try_load_experiment(job)) is None:
         return job.grace_seconds
     return math.ceil(config.run.checkpoint_timeout_seconds) + STEP_SECONDS
 
@@ -120,11 +120,11 @@ def _toleration(word: str) -> Fields:
 def _variables(job: JobSpec, *, name: str) -> list[Fields]:
     """Return the environment of a container; the Secret with the job's name contains the ranks' secret."""
     stated = {**dict(job.variables), **({NOTICE_VARIABLE: str(grace)} if (grace := _grace_seconds(job)) else {})}
-    taken = {variable: {"name": secret or SECRET, "key": variable} for variable, secret in job.taken}
+    taken = {variable: {"name": secret or SECRET, "key": variable} for variable, secret in job.forwarded}
     if has_secret(job) and SECRET_VARIABLE not in {*stated, *taken}:
         taken[SECRET_VARIABLE] = {"name": name, "key": JOB_SECRET_KEY}
     return [
-        *({"name": variable, "value": _literal(value)} for variable, value in stated.items()),
+        *({"name": variable, "value": _escaped(value)} for variable, value in stated.items()),
         *({"name": variable, "valueFrom": {"secretKeyRef": key}} for variable, key in taken.items()),
     ]
 
@@ -147,6 +147,6 @@ def _limits(job: JobSpec) -> Fields:
     return limits
 
 
-def _literal(word: str) -> str:
+def _escaped(word: str) -> str:
     """Escape $ as $$, since Kubernetes substitutes $(NAME) in commands and values."""
     return word.replace("$", "$$")

@@ -14,14 +14,14 @@ from bigbatch.comm.rendezvous.environ import with_secret
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import count_gpus
-from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
+from bigbatch.launch.jobs.processes import NodeProcess, run_processes
+from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
 from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place
-from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.jobs.together import NodeProcess, run_together
-from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
+from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
+from bigbatch.launch.launchers.base import FOREGROUND_QUEUE, Launcher, command_line
 
 REFUSED = {
-    **dict.fromkeys(SCHEDULED, "this host has no queue: use bigbatch launch slurm"),
+    **dict.fromkeys(SCHEDULER_FIELDS, "this host has no queue: use bigbatch launch slurm"),
     **dict.fromkeys(("image", "mounts", "container"), "start bigbatch launch local inside the container"),
     "modules": "load modules in the shell before",
     "preflight": "run bigbatch launch preflight before",
@@ -32,7 +32,7 @@ MOST_RANKS_OF_A_HOST = 4096
 """Limit of ranks on a host; each is a process that imports torch."""
 
 
-def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
+def local_processes(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
     """Return the process of each rank, with the same variables as from torchrun; pure.
 
     Rank 0 serves the rendezvous; on one host it listens on loopback only.
@@ -43,10 +43,10 @@ def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
         raise LaunchOptionError(
             f"{job.ranks_per_node} ranks on one host are more than it can run: state {MOST_RANKS_OF_A_HOST} or fewer"
         )
-    node_rank, (address, port) = find_node(job, port=port)
+    node_rank, (address, port) = rendezvous_of(job, port=port)
     if job.restarts and (job.num_nodes or 1) > 1:
         raise LaunchOptionError(
-            "--restarts: a node cannot start the others again: leave it out, or use mpirun, slurm or k8s"
+            "--restarts: this launcher cannot restart other nodes: leave it out, or use mpirun, slurm or k8s"
         )
     first = node_rank * job.ranks_per_node
     shared = {"WORLD_SIZE": str(job.num_ranks), "LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
@@ -62,7 +62,7 @@ def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
     )
 
 
-def find_node(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
+def rendezvous_of(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
     """Return this host's node index, and the rendezvous address: for one node, this port on loopback.
 
     Raises: LaunchOptionError for several nodes without --node-rank and --master.
@@ -72,15 +72,15 @@ def find_node(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
         return 0, (loopback(), port)
     if master is None or node_rank is None:
         raise LaunchOptionError(
-            f"--nodes {nodes}: it is started on each node: add --master HOST:PORT, of the first node and the same on "
-            f"all, and --node-rank, 0 to {nodes - 1}"
+            f"--nodes {nodes}: start this command on each node, with --master HOST:PORT of the first node and its own "
+            f"--node-rank, 0 to {nodes - 1}"
         )
     if node_rank >= nodes:
         raise LaunchOptionError(f"--node-rank {node_rank} is not below --nodes {nodes}; the first node is 0")
     return node_rank, master
 
 
-def node_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]:
+def node_launch_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]:
     """Return the command line that starts a node's ranks by this launcher, without the job's own command.
 
     node_rank, master: placeholders that the node replaces.
@@ -98,7 +98,7 @@ def free_port() -> int:
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    starts = local_starts(job, port=free_port())
+    starts = local_processes(job, port=free_port())
     lines = [command_line(start.argv, start.variables).rstrip("\n") for start in starts]
     return (
         describe_restarts(job, joins=count_joins(job))
@@ -110,20 +110,20 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     def start(job: JobSpec) -> Ended:
         heals = has_begun(job) if heals_in_place(job) else None
-        starts = local_starts(job, port=free_port())
-        variables = shared_cores(job) | own_environment(job, environ)
+        starts = local_processes(job, port=free_port())
+        variables = one_thread_per_rank(job) | with_own_secret(job, environ)
         joins = count_joins(job)
-        return run_together(starts, environ=variables, asks_to_stop=signal.SIGTERM, heals=heals, joins=joins)
+        return run_processes(starts, environ=variables, asks_to_stop=signal.SIGTERM, heals=heals, joins=joins)
 
-    return run_healing(start, job).code
+    return run_with_restarts(start, job).code
 
 
-def own_environment(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+def with_own_secret(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the ranks' environment with a new secret; on several nodes with the common one, if it is set."""
     return dict(environ) if job.node_rank is not None else with_secret(environ)
 
 
-def shared_cores(job: JobSpec) -> dict[str, str]:
+def one_thread_per_rank(job: JobSpec) -> dict[str, str]:
     """Return variables for one CPU thread per rank, if the environment states no number."""
     return {"OMP_NUM_THREADS": "1"} if job.ranks_per_node > 1 else {}
 
@@ -132,12 +132,12 @@ LAUNCHER = Launcher(
     name="local",
     help="start ranks on this host, without MPI; with --nodes, on each host",
     default_ranks="one per GPU, or 1",
-    passes="all",
+    environment_help="all",
     example="-- train --config imagenet/resnet50_32k",
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
-    queue=IN_A_TERMINAL,
-    sees="all",
+    queue=FOREGROUND_QUEUE,
+    visible="all",
     count_ranks=lambda: count_gpus() or 1,
 )

@@ -13,14 +13,14 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE, terminal_columns
 from bigbatch.errors import UserError, tell
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, exit_path, telling
-from bigbatch.launch.jobs.fit_hosts import on_hosts_left, preflight_of, without
+from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_path, with_code_of_first_rank
+from bigbatch.launch.jobs.fit_hosts import on_remaining_hosts, preflight_of, without_hosts
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
-from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
-from bigbatch.launch.jobs.run_folder import RunLeft, heals_in_place, known_experiment, seconds_to_leave
-from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
+from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
+from bigbatch.launch.jobs.run_folder import FirstRankWatch, exit_wait_seconds, heals_in_place, try_load_experiment
+from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
+from bigbatch.launch.launchers.base import FOREGROUND_QUEUE, Launcher, command_line
 from bigbatch.orphans import ending_orphans
 
 ASKS_TO_STOP = signal.SIGUSR1
@@ -33,7 +33,7 @@ FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", SECRET_VARIABLE)
 """Prefixes of variables that are passed to ranks on other hosts; mpirun itself passes none."""
 
 REFUSED = {
-    **dict.fromkeys(SCHEDULED, "mpirun has no queue: use bigbatch launch slurm, or run mpirun inside a job"),
+    **dict.fromkeys(SCHEDULER_FIELDS, "mpirun has no queue: use bigbatch launch slurm, or run mpirun inside a job"),
     **dict.fromkeys(("image", "mounts", "container"), "start bigbatch launch mpirun inside the container"),
     "num_nodes": "name the nodes, such as --hosts n0:8,n1:8",
     "node_rank": "mpirun starts all nodes itself: leave it out",
@@ -77,34 +77,34 @@ def mpirun_argv(
         if name not in stated:
             argv += ["-x", name]
     # names only: all users of a host see a command line, but not the environment
-    for name in (*stated, *(name for name, _ in job.taken)):
+    for name in (*stated, *(name for name, _ in job.forwarded)):
         argv += ["-x", name]
     # ranks write into a pipe and cannot see the terminal's width
     argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
     return [*argv, sys.executable, *job.python_words]
 
 
-def look_at_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, list[str]]:
+def preflight_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, list[str]]:
     """Run a preflight on all slots of all hosts; return its end and the unfit hosts."""
     bad = _bad_nodes_path()
     try:
-        looked = _run(_looking(job), environ=environ, leaves=(bad,))
-        return looked, bad.read_text().split() if bad.exists() else []
+        ended = _run(_preflight_job(job), environ=environ, leaves=(bad,))
+        return ended, bad.read_text().split() if bad.exists() else []
     finally:
         bad.unlink(missing_ok=True)
 
 
-def show_look(job: JobSpec, *, environ: Mapping[str, str]) -> str:
-    """Return the command line of look_at_hosts."""
-    looking = _looking(job)
-    return command_line(_argv_here(looking, environ=environ), looking.variables)
+def preflight_line(job: JobSpec, *, environ: Mapping[str, str]) -> str:
+    """Return the command line of preflight_hosts."""
+    preflight = _preflight_job(job)
+    return command_line(_argv_here(preflight, environ=environ), preflight.variables)
 
 
 def _bad_nodes_path() -> Path:
     return Path.cwd() / f".preflight-{os.getpid()}"  # the first host writes it and sees this folder
 
 
-def _looking(job: JobSpec) -> JobSpec:
+def _preflight_job(job: JobSpec) -> JobSpec:
     slots = sum(count for _, count in job.hosts)
     command = (*job.command, "--bad-nodes", str(_bad_nodes_path()))
     return replace(job, command=command, num_ranks=slots or job.num_ranks, preflight=None)
@@ -112,16 +112,16 @@ def _looking(job: JobSpec) -> JobSpec:
 
 def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended | None, JobSpec]:
     """Run the preflight that --preflight requests; return its end if the job does not start, and the job to start."""
-    looked, bad = look_at_hosts(preflight_of(job), environ=environ)
-    if looked.was_asked:  # after Ctrl-C nothing starts
-        return replace(looked, code=looked.code or INTERRUPTED), job
-    if looked.code == 0 or job.preflight == "warn":
+    ended, bad = preflight_hosts(preflight_of(job), environ=environ)
+    if ended.was_asked:  # after Ctrl-C nothing starts
+        return replace(ended, code=ended.code or INTERRUPTED), job
+    if ended.code == 0 or job.preflight == "warn":
         return None, job
     if job.preflight == "exclude" and bad:
-        fit = without(job, bad)
+        fit = without_hosts(job, bad)
         tell(f"starting without {', '.join(bad)}")
         return None, fit
-    return looked, job
+    return ended, job
 
 
 def _argv_here(job: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
@@ -134,7 +134,7 @@ def _argv_here(job: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
     )
 
 
-def _answers(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> bool:
+def _is_reachable(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> bool:
     """Return whether mpirun can start a program on the host."""
     argv = _argv_here(replace(job, hosts=((host, 1),), num_ranks=1), environ=environ)
     ranks_at = len(argv) - len(job.python_words) - 1
@@ -154,55 +154,54 @@ def _answers(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _on_hosts_left(job: JobSpec, *, environ: Mapping[str, str]) -> JobSpec:
-    return on_hosts_left(job, answers=partial(_answers, job=job, environ=environ))
+def _on_remaining_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> JobSpec:
+    return on_remaining_hosts(job, answers=partial(_is_reachable, job=job, environ=environ))
 
 
-def _run_part(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ended:
+def _run_until_hosts_return(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ended:
     """Run the job on its remaining hosts until more hosts answer, so that it can continue with more ranks."""
 
     def has_grown() -> bool:
         try:
-            return _on_hosts_left(job, environ=environ).num_ranks > fit.num_ranks
+            return _on_remaining_hosts(job, environ=environ).num_ranks > fit.num_ranks
         except (UserError, OSError):  # too few hosts, or an edited experiment: the running job continues
             return False
 
     # the request may kill a user's script without saving
     is_waiting = fit.num_ranks < job.num_ranks and not job.is_python
-    return _run(fit, environ=environ, is_recalled=has_grown if is_waiting else None)
+    return _run(fit, environ=environ, should_restart=has_grown if is_waiting else None)
 
 
 def _run(
     job: JobSpec,
     *,
     environ: Mapping[str, str],
-    is_recalled: Callable[[], bool] | None = None,
+    should_restart: Callable[[], bool] | None = None,
     leaves: Sequence[Path] = (),
 ) -> Ended:
     if job.interface is not None:
         require_interface(job.interface)
-    config = known_experiment(job)
-    heals = heals_in_place(job)
-    heal_seconds = seconds_to_leave(config.comm.timeout_seconds, heals=True) if config and heals else None
+    config = try_load_experiment(job)
+    folder, heals = config.run.directory if config else None, heals_in_place(job)
+    heal_seconds = exit_wait_seconds(config.comm.timeout_seconds, heals=True) if config and heals else None
     name = exit_path(Path.cwd())  # the first of other hosts sees this folder
     with ending_orphans(ASKS_TO_STOP, leaves=(*leaves, name)) as watch, exit_file(name) as path:
-        told = replace(job, environment=(*job.environment, *telling(path)))
+        has_ended = FirstRankWatch(folder, start=str(path), heal_seconds=heal_seconds) if path else None
+        told = replace(job, environment=(*job.environment, *exit_file_variable(path)))
         ended = run_in_foreground(
             _argv_here(told, environ=environ),
             environ=dict(environ) | dict(told.variables),
             asks_to_stop=ASKS_TO_STOP,
-            is_recalled=is_recalled,
-            has_left=RunLeft(config.run.directory if config else None, start=str(path), heal_seconds=heal_seconds)
-            if path
-            else None,
+            should_restart=should_restart,
+            rank_0_ended=has_ended,
             watch=watch,
         )
-        return as_first_rank_ended(ended, job, path=path, heals=heals)
+        return with_code_of_first_rank(ended, job, path=path, heals=heals)
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    look = "" if job.preflight is None else show_look(preflight_of(job), environ=environ)
-    return look + describe_restarts(job) + command_line(_argv_here(job, environ=environ), job.variables)
+    preflight = "" if job.preflight is None else preflight_line(preflight_of(job), environ=environ)
+    return preflight + describe_restarts(job) + command_line(_argv_here(job, environ=environ), job.variables)
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -210,18 +209,18 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
         ended, job = _without_unfit(job, environ=environ)
         if ended is not None:
             return ended.code
-    start = partial(_run_part, job=job, environ=environ)
-    return run_healing(start, job, refit=partial(_on_hosts_left, environ=environ)).code
+    start = partial(_run_until_hosts_return, job=job, environ=environ)
+    return run_with_restarts(start, job, refit=partial(_on_remaining_hosts, environ=environ)).code
 
 
 LAUNCHER = Launcher(
     name="mpirun",
     help="start ranks by Open MPI's mpirun",
     default_ranks="all slots of --hosts, else 1",
-    passes=f"all on this host; on --hosts, those that begin with {', '.join(FORWARDED)}",
+    environment_help=f"all on this host; on --hosts, those that begin with {', '.join(FORWARDED)}",
     example="--hosts n0:8,n1:8 -- train --config imagenet/resnet50_32k",
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
-    queue=IN_A_TERMINAL,
+    queue=FOREGROUND_QUEUE,
 )

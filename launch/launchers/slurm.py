@@ -11,7 +11,7 @@ from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines,
 from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Problems
-from bigbatch.launch.jobs.run_folder import find_run_folder, heals_in_place, known_experiment
+from bigbatch.launch.jobs.run_folder import find_run_folder, heals_in_place, try_load_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.base import Launcher, Queue
@@ -25,7 +25,7 @@ def job_script(job: JobSpec, *, folder: str | None) -> str:
     """Return the sbatch script of a job; it runs this Python, or the image's. Raises: LaunchOptionError."""
     python = None if job.image else sys.executable
     counts = fitting_nodes(job) if job.restarts and job.num_nodes else ()
-    config = known_experiment(job)
+    config = try_load_experiment(job)
     seconds = (config.comm if config else CommConfig).timeout_seconds
     return sbatch_script(
         job,
@@ -59,26 +59,24 @@ def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
     """
     number, sbatch = submit_job(job, wait=True, environ=environ)
     log = Path(log_path(job, job_id=number))
-    print_line(f"job {number} looks at the nodes; its output: {log}")
+    print_line(f"job {number} tests the nodes; its output: {log}")
     code = sbatch.wait()
-    print(log.read_text(errors="replace") if log.exists() else f"{log} is not there", end="")
+    print(log.read_text(errors="replace") if log.exists() else f"{log} does not exist", end="")
     return code
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     with Problems() as findings:
-        folder = findings.ask(find_run_folder, job)
-        script = findings.ask(job_script, job, folder=folder)
+        folder = findings.attempt(find_run_folder, job)
+        script = findings.attempt(job_script, job, folder=folder)
     return script or ""
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     if job.gpus_per_node and job.cpus_per_rank is None and not {"exclusive", "cpus-per-gpu"} & dict(job.sbatch).keys():
-        tell("warning: no --cpus-per-rank: Slurm gives each GPU's rank one CPU, which also decodes its images")
+        tell("warning: without --cpus-per-rank Slurm gives each rank one CPU core, which also decodes its images")
     if (job.image or "").removeprefix("docker://").startswith("nvcr.io/nvidia/"):
-        tell(
-            f"warning: --image {job.image}: it must contain bigbatch, which images of NVIDIA do not: docs/container.md"
-        )
+        tell(f"warning: --image {job.image}: it must contain bigbatch; images of NVIDIA do not: see docs/container.md")
     if options.output:
         _write_script(options.output, job_script(job, folder=find_run_folder(job)), force=options.force)
         print_line(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
@@ -102,8 +100,8 @@ def _write_script(path: Path, script: str, *, force: bool) -> None:
         if not force and path.exists() and path.read_bytes() != data:
             raise JobRefused(
                 [
-                    f"--output {path}: it is there, and not what these options make, as after you have edited it: name "
-                    "another file, or add --force to write over it"
+                    f"--output {path}: the file exists and differs from what these options make: name another file, or "
+                    "overwrite it, with your changes, by --force"
                 ]
             )
         with replacing_named(path) as file:
@@ -148,7 +146,7 @@ LAUNCHER = Launcher(
     name="slurm",
     help="submit a job, which saves a checkpoint before its time limit, requeues itself and resumes",
     default_ranks="--nodes times --ranks-per-node",
-    passes="all but SLURM_*, SBATCH_*, SRUN_* of a job around it",
+    environment_help="all but SLURM_*, SBATCH_*, SRUN_* of a job around it",
     example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 8 --time 2:00:00 "
     "-- train --config imagenet/resnet50_32k",
     refused=REFUSED,

@@ -16,9 +16,9 @@ from bigbatch.files import parse_json
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import last_report
 from bigbatch.launch.jobs.spec import INDEX
-from bigbatch.launch.launchers.slurm_script import MARK
+from bigbatch.launch.launchers.slurm_script import RUN_FOLDER_MARK
 
-NONE = ("", "(null)", "None", "N/A", "Unknown")
+EMPTY_VALUES = ("", "(null)", "None", "N/A", "Unknown")
 """Slurm's words for an empty value."""
 
 
@@ -28,7 +28,7 @@ NO_TASK = str(2**32 - 2)
 ANSWER_SECONDS = 120.0
 """Time limit of Slurm's programs, which retry for more than a minute if the controller does not answer."""
 
-LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
+ACTIVE_STATES = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
 """States of a job that has not ended."""
 
 
@@ -55,20 +55,20 @@ class QueuedJob:
     @property
     def has_ended(self) -> bool:
         """Return whether it has ended for good."""
-        return self.state not in LIVING
+        return self.state not in ACTIVE_STATES
 
     @property
     def is_ours(self) -> bool:
         """Return whether its script handles our requests."""
-        return any(line.startswith(MARK) for line in self.script.splitlines())
+        return any(line.startswith(RUN_FOLDER_MARK) for line in self.script.splitlines())
 
     @property
     def run_folder(self) -> Path | None:
         """Return its run folder, if its script states it."""
         for line in self.script.splitlines():
-            if line.startswith(MARK):
+            if line.startswith(RUN_FOLDER_MARK):
                 try:
-                    folder = parse_json(line.removeprefix(MARK))
+                    folder = parse_json(line.removeprefix(RUN_FOLDER_MARK))
                 except ValueError:  # another script's
                     return None
                 if not folder or not isinstance(folder, str):
@@ -89,7 +89,7 @@ def submit(
     argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
     variables, left_out = without_slurm_job(environ)
     if left_out:
-        tell(f"sbatch does not see {', '.join(left_out)} of this shell, which would go before the options here")
+        tell(f"sbatch does not get {', '.join(left_out)} of this shell, which would override options of the job")
     pipe = subprocess.PIPE
     try:
         sbatch = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, env=variables)
@@ -135,7 +135,7 @@ def find_jobs(number: str) -> list[QueuedJob]:
     """
     if not re.fullmatch(r"\d+(?:_\d+)?", number, re.ASCII):
         raise LaunchOptionError(
-            f"{number!r} is not a job of Slurm's; bigbatch launch slurm prints its number, such as 1234"
+            f"{number!r} is not the number of a Slurm job: bigbatch launch slurm prints it, such as 1234"
         )
     try:
         shown = run_slurm(["scontrol", "show", "job", "--oneliner", number])
@@ -166,7 +166,7 @@ def parse_facts(line: str) -> dict[str, str]:
 
 
 def describe(job: QueuedJob) -> str:
-    facts = {name: value for name, value in job.facts.items() if value not in NONE}
+    facts = {name: value for name, value in job.facts.items() if value not in EMPTY_VALUES}
     lines = [f"job {job.number} ({facts.get('JobName', '')}): {job.state}"]
     if reason := facts.get("Reason"):
         lines[0] += f", {reason}"
@@ -186,8 +186,8 @@ def _resume(job: QueuedJob) -> None:
         run_slurm(["scontrol", "resume", job.number])
     except SchedulerError as error:
         raise SchedulerError(
-            f"job {job.number} is suspended, and cannot save a checkpoint unless it goes on ({error}): ask an operator "
-            f"for `scontrol resume {job.number}`, or add --now, which ends it with the newest checkpoint that it has"
+            f"job {job.number} is suspended and cannot save before it continues ({error}): ask an operator "
+            f"for `scontrol resume {job.number}`, or add --now to end it; its newest checkpoint stays"
         ) from error
 
 
@@ -204,7 +204,7 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
         run_slurm(["scancel", job.number])
         return f"job {job.number} is cancelled"
     if not job.is_ours:
-        raise SchedulerError(f"job {job.number} is none of bigbatch launch slurm's; to end it at once, add --now")
+        raise SchedulerError(f"job {job.number} was not made by bigbatch launch slurm; to end it at once, add --now")
     if job.state == "SUSPENDED":
         _resume(job)
     # only the batch shell, whose trap sends USR1 to the ranks

@@ -6,18 +6,18 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import fill
 
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE, STOPPED_VARIABLE
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import preflight_of
-from bigbatch.launch.jobs.run_folder import seconds_to_leave
+from bigbatch.launch.jobs.run_folder import exit_wait_seconds
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
-from bigbatch.launch.jobs.words import format_minutes
-from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
-from bigbatch.launch.launchers.slurm_restarts import BEFORE, ON_ALL, ON_THE_OTHERS, PLACE, choose_count, start_again
+from bigbatch.launch.jobs.validation import format_minutes
+from bigbatch.launch.launchers.slurm_preflight import ON_UNFIT_NODES, RUN_PREFLIGHT, STOP_IF_CANCELLED
+from bigbatch.launch.launchers.slurm_restarts import ON_NODES, restart_loop
 from bigbatch.trainer.config.sections import CommConfig
 
 SIGNAL_EARLY_SECONDS = 60
@@ -32,7 +32,7 @@ REFUSED = {
 REGISTRY = re.compile(r"(docker://)?([^/#:]+\.[^/#:]+(?::\d+)?|[^/#:.]+:\d+|localhost)/([^#]+)(?<!\.sqsh)(?<!\.sif)")
 """Matches an image's name with a registry host: one with a dot or a port, or localhost."""
 
-MARK = "# run folder: "
+RUN_FOLDER_MARK = "# run folder: "
 """Start of the script's line with its run folder as JSON; a script with this line handles SIGUSR2."""
 
 FOREIGN_VARIABLES = fill(
@@ -43,16 +43,17 @@ FOREIGN_VARIABLES = fill(
 SRUN_VARIABLES = "${!SRUN_@}"
 """Bash: variables in the submitting shell that would set options of srun."""
 
-TAKEN = """\
-for name in {names}; do   # --export above: those of the shell that submits
+REQUIRE_FORWARDED = """\
+for name in {names}; do   # --export above passes those of the submitting shell
   [ "${{!name+x}}" ] || {{ echo "bigbatch: --env $name: it is not set: export it, and submit this again" >&2; exit 2; }}
 done"""
 
-STOPS = f"""\
-# The ranks save a checkpoint and exit with {INTERRUPTED} when they get SIGUSR1 (or SIGTERM). Requests:
-#   USR1  Slurm, before the time limit (--signal above): the job goes back into the queue and resumes from there
-#   USR2  bigbatch launch cancel: the job ends
-#   TERM  Slurm ends the job itself (scancel, or a limit is reached), and requeues it itself where it should
+TRAP_SIGNALS = f"""\
+# On SIGUSR1 or SIGTERM the ranks save a checkpoint and exit with {INTERRUPTED}. Signals to this script:
+#   USR1  Slurm sends it before the time limit (--signal above): the job is requeued and resumes from the checkpoint
+#   USR2  bigbatch launch cancel sends it: the job ends
+#   TERM  Slurm sends it when it ends the job (scancel, or a limit is reached); Slurm requeues the job if necessary
+# If Slurm marks a node of the job as down, it requeues the job (--requeue above), which resumes from its checkpoint.
 asked="" again="" ranks=""
 trap '[ "$asked" ] || asked=limit; again=1; [ "$ranks" ] && kill -USR1 "$ranks"' USR1
 trap 'asked=cancel; again=1; [ "$ranks" ] && kill -USR1 "$ranks"' USR2
@@ -60,16 +61,16 @@ trap 'asked=slurm; again=1' TERM
 was_preempted() {{ scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }}
 """
 
-PROGRESS = """\
-# A job that comes no further, as where its limit is shorter than its start, would go back into the queue for ever.
-most=@MOST   # starts without a newer checkpoint
+END_IF_STUCK = """\
+# End a job without progress, which would be requeued forever: its time limit may be shorter than its start.
+most=@MOST   # starts in a row without a newer checkpoint
 starts="$logs/starts"
 newest() { local all=("$run"/checkpoints/step-*); echo "at ${all[-1]}"; }
 end_if_stuck() {
   [ "$(grep -cxF "$(newest)" "$starts")" -lt "$most" ] && return
   rm "$starts"
-  echo "bigbatch: $(date '+%F %T') $most starts saved no newer checkpoint${run:+ in $run}: not started again;" \\
-    "$logs says why, then submit it again"
+  echo "bigbatch: $(date '+%F %T') $most starts saved no newer checkpoint${run:+ in $run}: not restarted;" \\
+    "find the cause in $logs, then submit the job again"
   exit "$1"
 }
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$starts"
@@ -82,40 +83,37 @@ newest >> "$starts"
 MOST_STARTS = 5
 """Limit of starts from the queue for a job that states no restarts."""
 
-STARTED = """\
-ranks=$!
-"""
-
-RAN = """\
-[ -z "$asked" ] || kill -USR1 "$ranks"   # asked before they started
+WAIT_FOR_RANKS = """\
+[ -z "$asked" ] || kill -USR1 "$ranks"   # a signal came before they started
 tail --pid="$ranks" --follow=name --retry --lines=0 "$logs/rank-0.log" 2>/dev/null &
 shown=$!
 
-# a signal ends `wait` before the ranks have ended: wait again
+# A signal ends `wait` before the ranks have ended: wait again.
 wait "$ranks"; code=$?
 while [ -n "$again" ]; do again=""; wait "$ranks"; code=$?; done
 wait "$shown"
 """
 
-BEFORE_LOSSES = f"""\
-# The ranks that are left after a loss go on. The first of them records the job's exit code: srun's is of the lost rank.
+HEALING_SETUP = f"""\
+# After a lost rank the others continue. The first of them records the job's exit code; srun has that of the lost rank.
 ended=$(realpath "$logs")/ended
 : > "$ended" || exit 1
 export {STOPPED_VARIABLE}=$ended
 has_ended() {{ [[ $(cat "$ended") =~ ^[0-9]+$ ]]; }}
 """
-LEAVING = """\
+HEALING_WATCH = """\
 (until has_ended && sleep @SECONDS && has_ended; do sleep 1; done; kill -TERM "$ranks") 2>/dev/null & leaving=$!
 """
-AFTER_LOSSES = """\
+HEALING_END = """\
 kill "$leaving" 2>/dev/null
 if has_ended; then code=$(cat "$ended"); elif [ -s "$ended" ] && [ "$code" -eq 0 ]; then code=6; fi
 """
 """Bash of a job that heals in place, before srun, after its start, and after its end."""
 
 AT_LIMIT = f"limit/{INTERRUPTED} | limit/138)"
-ENDING = f"""\
-# Preemption with a grace time asks the ranks alone, by SIGTERM; Slurm notes when. 138: asked before they listened.
+REQUEUE_OR_EXIT = f"""\
+# Preemption with a grace time sends SIGTERM to the ranks alone; Slurm records its time. 138: a rank got SIGUSR1
+# before it could handle it.
 requeue=""
 case $asked/$code in
   */0) ;;
@@ -124,15 +122,15 @@ case $asked/$code in
   /*) was_preempted && requeue="it was preempted" ;;
 esac
 if [ -n "$requeue" ]; then
-  # whose folder is not known here is believed, unless it was ended before it listened
+  # without a known run folder, a start that handled the signal counts as progress
   [ -n "$run" ] || [ "$code" -eq 138 ] || : > "$starts"
   end_if_stuck "$code"
-  echo "bigbatch: $(date '+%F %T') back into the queue, as $requeue"
+  echo "bigbatch: $(date '+%F %T') requeued, as $requeue"
   scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
   echo "bigbatch: Slurm does not requeue this job; submit it again, and it resumes from its checkpoint"
 fi
 
-# 0: done. {INTERRUPTED}: stopped by request, a checkpoint is saved. Anything else is the code of the rank that failed.
+# 0: finished. {INTERRUPTED}: stopped by request, a checkpoint is saved. Other codes: that of the rank that failed.
 echo "bigbatch: $(date '+%F %T') ended with exit code $code"
 exit "$code"
 """
@@ -157,17 +155,17 @@ def sbatch_script(
     Raises: JobRefused for unsupported options, and for an array whose jobs would share their files.
     """
     with Problems() as findings:
-        findings.ask(refuse, job, launcher="slurm", refused=REFUSED)
-        findings.ask(check_time, job, stop_seconds=job.grace_seconds, early_seconds=SIGNAL_EARLY_SECONDS)
-        findings.ask(_check_array, job)
-        findings.ask(_check_container, job)
-    wait_seconds = math.ceil(seconds_to_leave(timeout_seconds, heals=heals))
-    parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), STOPS]
+        findings.attempt(refuse, job, launcher="slurm", refused=REFUSED)
+        findings.attempt(check_time, job, stop_seconds=job.grace_seconds, early_seconds=SIGNAL_EARLY_SECONDS)
+        findings.attempt(_check_array, job)
+        findings.attempt(_check_container, job)
+    wait_seconds = math.ceil(exit_wait_seconds(timeout_seconds, heals=heals))
+    parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), TRAP_SIGNALS]
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
     start = _start(job, python=python, wait_seconds=wait_seconds, heals=heals, node_counts=node_counts)
     # a script that ignores the signal would restart at each time limit forever
-    ending = ENDING.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else ENDING
+    ending = REQUEUE_OR_EXIT.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else REQUEUE_OR_EXIT
     return "\n".join([*parts, start, ending])
 
 
@@ -229,10 +227,10 @@ def _head(job: JobSpec, *, folder: str | None) -> str:
     logs = shlex.quote(job.logs or "logs")
     lines = [
         shell,
-        "# Made by bigbatch launch slurm, to be kept and edited. Slurm makes no folder for the job's output:",
+        "# Made by bigbatch launch slurm; you may edit it. Slurm does not create the folder of the job's output:",
         f"#   mkdir -p {logs} && sbatch THIS_FILE",
         *(f"#SBATCH {line}" for line in directives(job)),
-        f"{MARK}{json.dumps(folder)}",
+        f"{RUN_FOLDER_MARK}{json.dumps(folder)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -247,15 +245,15 @@ def _setup(job: JobSpec) -> str:
         "echo \"bigbatch: $(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST,\" \\",
         '  "restart ${SLURM_RESTART_COUNT:-0}"',
         *(f"module load {shlex.quote(module)} || exit 1" for module in job.modules),
-        "# of the shell that submitted this: they describe another job, and the ranks go by Slurm's words",
+        "# Variables of the submitting shell that describe another job; the ranks find each other by Slurm's variables",
         f"unset {FOREIGN_VARIABLES} {SRUN_VARIABLES}",
-        "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
+        "export PYTHONUNBUFFERED=1   # otherwise logs lag by minutes",
         # a new secret for each start; other users cannot read a job's environment
-        f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # ranks prove that they know it",
+        f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # ranks authenticate by it",
         # 0: the job ends at the limit without a request to the ranks
         *([f"export {NOTICE_VARIABLE}={job.grace_seconds}   # as --signal above"] if job.grace_seconds else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in job.variables),
-        *([TAKEN.format(names=" ".join(name for name, _ in job.taken))] if job.taken else []),
+        *([REQUIRE_FORWARDED.format(names=" ".join(name for name, _ in job.forwarded))] if job.forwarded else []),
         f"logs={shlex.quote(job.logs or 'logs')}/{shlex.quote(job.name or 'bigbatch')}-{number}",
         'mkdir -p "$logs" || exit 1',
     ]
@@ -267,18 +265,18 @@ def _progress(job: JobSpec, *, folder: str | None) -> str:
     most = job.restarts + 1 if job.restarts else MOST_STARTS
     # folder is this host's answer: the recipe inside the image may name another one
     looked = '[ -d "$run" ] || run=""   # of another release in the image\n' if job.image and folder else ""
-    return f"run={_words([folder or ''], job)}\n{looked}{PROGRESS.replace('@MOST', str(most))}"
+    return f"run={_quoted([folder or ''], job)}\n{looked}{END_IF_STUCK.replace('@MOST', str(most))}"
 
 
 def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
     assert job.preflight is not None
-    words = _words(_rank_words(preflight_of(job), python=python), job)
+    words = _quoted(_rank_words(preflight_of(job), python=python), job)
     lines = [
         f"srun {' '.join(_srun_options(job, wait_seconds=wait_seconds))} \\",
         *(f"  {line} \\" for line in _container(job)),
         f'  {words} --bad-nodes "$logs/bad-nodes"',
     ]
-    return LOOK + "\n".join(lines) + "\nfit=$?\n" + ASKED + ACTIONS[job.preflight]
+    return RUN_PREFLIGHT + "\n".join(lines) + "\nfit=$?\n" + STOP_IF_CANCELLED + ON_UNFIT_NODES[job.preflight]
 
 
 def _srun_options(job: JobSpec, *, wait_seconds: int, heals: bool = False) -> list[str]:
@@ -294,23 +292,18 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int, heals: bool, 
     options = " ".join(_srun_options(job, wait_seconds=wait_seconds, heals=heals))
     later = f"{wait_seconds} s after the first one has ended" if heals else f"{wait_seconds} s later"
     lines = [
-        "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
+        "# Ranks bind themselves to cores. A failed rank does not end the others at once: they report which it was;",
         f"# those still there {later} are ended. One log per rank; the job's own log shows rank 0's.",
         f"srun {options} \\",
-        *([f"  {PLACE.replace('@RANKS', str(job.ranks_per_node))} \\"] if node_counts else []),
+        *([f"  {ON_NODES.replace('@RANKS', str(job.ranks_per_node))} \\"] if node_counts else []),
         '  --open-mode=append --output="$logs/rank-%t.log" \\',
         *(f"  {line} \\" for line in _container(job)),
-        f"  {_words(_rank_words(job, python=python), job)} &",
+        f"  {_quoted(_rank_words(job, python=python), job)} &",
     ]
-    text = "\n".join(lines) + "\n" + STARTED
-    leaving = LEAVING.replace("@SECONDS", str(wait_seconds))
-    text = BEFORE_LOSSES + text + leaving + RAN + AFTER_LOSSES if heals else text + RAN
-    if not job.restarts:
-        return text
-    if not node_counts:
-        return f"while :; do\n{indent(text + start_again(ON_ALL, is_python=job.is_python), '  ')}done\n"
-    again = start_again(ON_THE_OTHERS, is_python=job.is_python)
-    return f"{BEFORE}while :; do\n{indent(choose_count(node_counts) + text + again, '  ')}done\n"
+    text = "\n".join(lines) + "\nranks=$!\n"
+    leaving = HEALING_WATCH.replace("@SECONDS", str(wait_seconds))
+    text = HEALING_SETUP + text + leaving + WAIT_FOR_RANKS + HEALING_END if heals else text + WAIT_FOR_RANKS
+    return restart_loop(text, node_counts=node_counts, is_python=job.is_python) if job.restarts else text
 
 
 def _rank_words(job: JobSpec, *, python: str | None) -> tuple[str, ...]:
@@ -338,7 +331,7 @@ def _container(job: JobSpec) -> list[str]:
     return [f'apptainer exec --nv --pwd "$PWD"{binds} {image}']
 
 
-def _words(command: Sequence[str], job: JobSpec) -> str:
+def _quoted(command: Sequence[str], job: JobSpec) -> str:
     """Quote the words for bash; {index} becomes the number of the job in its array."""
     if job.array is None:
         return shlex.join(command)

@@ -11,9 +11,9 @@ from pathlib import Path
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.run_folder import refuse_healing
-from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
-from bigbatch.launch.launchers.local import find_node, free_port, own_environment, shared_cores
+from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
+from bigbatch.launch.launchers.base import FOREGROUND_QUEUE, Launcher, command_line
+from bigbatch.launch.launchers.local import free_port, one_thread_per_rank, rendezvous_of, with_own_secret
 from bigbatch.orphans import ending_orphans
 
 ASKS_TO_STOP = signal.SIGTERM
@@ -23,7 +23,7 @@ AGENT = "bigbatch.launch.launchers.torchrun_agent"
 """The module that runs torchrun; it takes torchrun's arguments."""
 
 REFUSED = {
-    **dict.fromkeys(SCHEDULED, "torchrun has no queue: use bigbatch launch slurm, or run torchrun inside a job"),
+    **dict.fromkeys(SCHEDULER_FIELDS, "torchrun has no queue: use bigbatch launch slurm, or run torchrun inside a job"),
     **dict.fromkeys(("image", "mounts", "container"), "start bigbatch launch torchrun inside the container"),
     "hosts": "torchrun starts ranks on its own host only: use mpirun, or --nodes and --node-rank on each host",
     "modules": "load modules in the shell before",
@@ -43,7 +43,7 @@ def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> lis
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
     refuse_healing(job, launcher="torchrun")
-    node_rank, (address, port) = find_node(job, port=port)
+    node_rank, (address, port) = rendezvous_of(job, port=port)
     return [
         *(*python_argv(), "-m", AGENT),
         *(f"--nnodes={job.num_nodes or 1}", f"--node-rank={node_rank}"),
@@ -68,7 +68,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     # as torchrun does itself, but without its warning
-    variables = {**shared_cores(job), **own_environment(job, environ), **dict(job.variables)}
+    variables = {**one_thread_per_rank(job), **with_own_secret(job, environ), **dict(job.variables)}
     logs = Path(tempfile.gettempdir(), f"bigbatch-torchrun-{secrets.token_hex(8)}")
     with ending_orphans(ASKS_TO_STOP, leaves=(logs,)) as watch:
         logs.mkdir(mode=0o700)
@@ -83,11 +83,11 @@ LAUNCHER = Launcher(
     name="torchrun",
     help="start this host's ranks by torchrun; with --nodes, on each host",
     default_ranks="1",
-    passes="all",
+    environment_help="all",
     example="--nodes 2 --ranks-per-node 8 --node-rank 0 --master n0:29500 -- train --config imagenet/resnet50_32k",
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
-    queue=IN_A_TERMINAL,
-    sees="all",
+    queue=FOREGROUND_QUEUE,
+    visible="all",
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bigbatch.errors import first_line, tell
 from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.launch.jobs.foreground import shell_code
-from bigbatch.launch.jobs.together import how_it_ended
+from bigbatch.launch.jobs.processes import describe_exit
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,13 +32,13 @@ def main(argv: Sequence[str]) -> int:
         return FAILED  # its ranks have saved and stopped, or were ended
     except DistNetworkError as error:
         at = f"{arguments.master_addr}:{arguments.master_port}"
-        tell(f"no rendezvous at {at}: {first_line(error)}; --master states a free port of the first node")
+        tell(f"no rendezvous at {at}: {first_line(error)}; state a free port of the first node by --master")
         return FAILED
     except ChildFailedError as error:
         # a rank that ends because another one was lost is not the cause
         rank, failure = min(error.failures.items(), key=lambda each: (each[1].exitcode == LOST, each[1].timestamp))
         if failure.exitcode < 0 or arguments.training_script != "bigbatch":
-            tell(f"rank {rank} {how_it_ended(failure.exitcode)}")
+            tell(f"rank {rank} {describe_exit(failure.exitcode)}")
         return shell_code(failure.exitcode)
     return 0
 

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Ranks on your own hosts by Open MPI's mpirun (5.x), for those who keep their own command line.
+# Start ranks on your own hosts by Open MPI's mpirun (5.x), with a command line that you maintain yourself.
 #   HOSTS=n0:8,n1:8 ./mpirun.sh train --config imagenet/resnet50_8k
 # The hosts need the same bigbatch at the same path, and ssh without a password between them.
-# To save a checkpoint and stop: kill -USR1 of mpirun. (Its Ctrl-C leaves no time for one.)
+# To save a checkpoint and stop, send SIGUSR1 to mpirun (kill -USR1). Ctrl-C leaves no time for a checkpoint.
 HOSTS=${HOSTS:-localhost:2}
 INTERFACE=${INTERFACE:-}   # between the hosts, such as eth0 or ib0,ib1; empty: mpirun and bigbatch choose
 
 command -v mpirun >/dev/null || { echo "mpirun is not installed here: pip install 'bigbatch[mpi]'" >&2; exit 1; }
 
-# of a shell that another launcher started: they describe another job
+# Variables of a shell inside another job; they describe that job
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE \
   MASTER_ADDR MASTER_PORT ${!TORCHELASTIC_@} ${!PET_@} OMPI_ARGV OMPI_COMMAND ${!OMPI_COMM_WORLD_@} \
   ${!OMPI_WORLD_@} OMPI_UNIVERSE_SIZE OMPI_APP_CTX_NUM_PROCS OMPI_FIRST_RANKS OMPI_NUM_APP_CTX \
@@ -22,11 +22,11 @@ unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE RO
   BIGBATCH_JOINS
 
 options=(--host "$HOSTS" --map-by slot)
-options+=(--bind-to none)   # else each rank would decode and compute on one core
+options+=(--bind-to none)   # otherwise each rank decodes and computes on one core
 if [ -n "$INTERFACE" ]; then
   options+=(--prtemca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
   for name in BIGBATCH_INTERFACE GLOO_SOCKET_IFNAME; do options+=(-x "$name=$INTERFACE"); done
-  options+=(-x "NCCL_SOCKET_IFNAME==$INTERFACE")   # with = it is the whole name, without its beginning
+  options+=(-x "NCCL_SOCKET_IFNAME==$INTERFACE")   # the second = makes NCCL compare whole names, not prefixes
 fi
 [ "$(id -u)" -eq 0 ] && options+=(--allow-run-as-root)
 

@@ -240,7 +240,7 @@ def read_profile(path: Path, config: Config) -> Rate:
         raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise SimulationError(
-            f"{path} holds no examination: make one by bigbatch doctor --config ... --json FILE"
+            f"{path} is not a record of bigbatch doctor: make one by bigbatch doctor --config ... --json FILE"
         ) from error
     for key, value in wanted.items():
         if experiment[key] != value:

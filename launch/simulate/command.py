@@ -10,12 +10,12 @@ from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
 from bigbatch.files import replacing_named
-from bigbatch.launch.jobs.words import parse_minutes
+from bigbatch.launch.jobs.validation import parse_minutes
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.launch.simulate.run import RESTART_SECONDS, Failures
-from bigbatch.launch.simulate.scaling import Factors, PredictedPoint, Question, simulate_scaling
+from bigbatch.launch.simulate.scaling import Factors, PredictedPoint, Scenario, simulate_scaling
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import decimal
@@ -26,7 +26,7 @@ PROG = "bigbatch simulate"
 MOST_COUNTS = 64
 MOST_DEVICES = 1_000_000
 CHOICES = (*ALGORITHMS, BY_SIZE)
-MOVED = ("--given", "--rows", "--out")
+REMOVED_OPTIONS = ("--given", "--rows", "--out")
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of each unit of a deadline."""
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the answer, and write the requested files; return 0."""
     parser = _parser()
     arguments, overrides = parser.parse_known_args(argv)
-    if moved := [word for word in overrides if word.partition("=")[0] in MOVED]:
+    if moved := [word for word in overrides if word.partition("=")[0] in REMOVED_OPTIONS]:
         raise LaunchOptionError(
             f"{moved[0]} was removed: a checkout predicts rows of a table by python -m benchmarks.twin.predict "
             "with --given, --rows and --out"
@@ -51,33 +51,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked: str) -> int:
-    question = _question(arguments, overrides)
-    counts = read_counts(arguments.gpus, per_node=question.cluster.network.devices_per_node)
+    scenario = _scenario(arguments, overrides)
+    counts = read_counts(arguments.gpus, per_node=scenario.cluster.network.devices_per_node)
     hours = None if arguments.deadline is None else read_hours(arguments.deadline)
-    points, refused = simulate_scaling(question, counts)
-    price = question.cluster.price_per_device_hour
+    points, refused = simulate_scaling(scenario, counts)
+    price = scenario.cluster.price_per_device_hour
     if arguments.price is not None:
         price = _above_0("--price", arguments.price)
     makers = (show.loss_table, show.run_table, show.sent_table)
     tables = [show.scaling_table(points, price=price), *(make(points) for make in makers)]
-    compared = _comparisons(arguments, question, counts, points)
+    compared = _comparisons(arguments, scenario, counts, points)
     tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
-    findings = show.findings(points, model=question.config.model.name, deadline_hours=hours)
-    findings += [line for point in points if arguments.advise for line in show.advice(question, point)]
+    findings = show.findings(points, model=scenario.config.model.name, deadline_hours=hours)
+    findings += [line for point in points if arguments.advise for line in show.advice(scenario, point)]
     findings += [f"left out: {count:,} GPUs: {why}" for count, why in refused.items()]
     console = stdout_console()
-    for line in show.assumptions(question):
+    for line in show.assumptions(scenario):
         print_line(line)
     for table in tables:
         show_table(table, console)
     for line in findings:
         print_line(line)
-    page = partial(show.page, question, points, tables=tables, findings=findings, asked=asked)
-    _write(arguments, question, points, page=page)
+    page = partial(show.page, scenario, points, tables=tables, findings=findings, asked=asked)
+    _write(arguments, scenario, points, page=page)
     return 0
 
 
-def _question(arguments: argparse.Namespace, overrides: Sequence[str]) -> Question:
+def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
     config = load_config(["--config", arguments.config, *overrides], prog=PROG)
     shape_of(config.model)
     rate = None
@@ -93,7 +93,7 @@ def _question(arguments: argparse.Namespace, overrides: Sequence[str]) -> Questi
     if arguments.failure_hours is not None:
         restart = _above_0("--restart-seconds", arguments.restart_seconds)
         failures = Failures(_above_0("--failure-hours", arguments.failure_hours), restart)
-    return Question(
+    return Scenario(
         config,
         load_cluster(arguments.cluster),
         rate=rate,
@@ -105,7 +105,7 @@ def _question(arguments: argparse.Namespace, overrides: Sequence[str]) -> Questi
 
 
 def _comparisons(
-    arguments: argparse.Namespace, question: Question, counts: Sequence[int], points: Sequence[PredictedPoint]
+    arguments: argparse.Namespace, scenario: Scenario, counts: Sequence[int], points: Sequence[PredictedPoint]
 ) -> dict[str, dict[str, Sequence[PredictedPoint]]]:
     tables: dict[str, dict[str, Sequence[PredictedPoint]]] = {}
     if arguments.compare:
@@ -115,21 +115,21 @@ def _comparisons(
                 choice = f"{or_nearest(name, CHOICES)}; choose among {', '.join(CHOICES)}"
                 raise LaunchOptionError(f"--compare {name} is not an algorithm{choice}")
         tables["A step, by algorithm"] = {
-            name: simulate_scaling(replace(question, algorithm=name), counts)[0] for name in names
+            name: simulate_scaling(replace(scenario, algorithm=name), counts)[0] for name in names
         }
     if arguments.what_if:
-        changed = replace(question, factors=read_factors(arguments.what_if))
+        changed = replace(scenario, factors=read_factors(arguments.what_if))
         compared = {"as it is": points, arguments.what_if: simulate_scaling(changed, counts)[0]}
         tables["A step, as it is and if"] = compared
     return tables
 
 
 def _write(
-    arguments: argparse.Namespace, question: Question, points: Sequence[PredictedPoint], *, page: Callable[..., str]
+    arguments: argparse.Namespace, scenario: Scenario, points: Sequence[PredictedPoint], *, page: Callable[..., str]
 ) -> None:
-    title = f"{arguments.config} on {question.cluster.name}, simulated"
+    title = f"{arguments.config} on {scenario.cluster.name}, simulated"
     makers = {
-        arguments.json: lambda: show.as_json(question, points) + "\n",
+        arguments.json: lambda: show.as_json(scenario, points) + "\n",
         arguments.trace: lambda: show.trace(points[-1]) + "\n",
         arguments.html: lambda: page(title=title),
     }
@@ -195,7 +195,7 @@ def read_factors(text: str) -> Factors:
     for word in text.split(","):
         name, _, factor = word.strip().partition("=")
         if name not in names:
-            raise LaunchOptionError(f"--what-if {name} is none of {', '.join(names)}{or_nearest(name, names)}")
+            raise LaunchOptionError(f"--what-if {name} is not one of {', '.join(names)}{or_nearest(name, names)}")
         number = re.fullmatch(r"(\d+(?:\.\d+)?)x?", factor)
         if not number or not 0 < float(number[1]) < 1e6:
             raise LaunchOptionError(f"--what-if {name}={factor} is not a factor above 0, such as 2x or 0.5x")

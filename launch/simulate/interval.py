@@ -23,7 +23,7 @@ weight for each system (benchmarks/twin/leave_out.py)."""
 
 
 @dataclass(frozen=True)
-class Doubt:
+class Uncertainty:
     """Uncertainty about one system, in addition to that of every prediction."""
 
     rate: float = RATE_SPREAD["ladder"]
@@ -51,27 +51,27 @@ def interval_of(
     compute: Compute,
     step: SimulatedStep,
     local_batch: float,
-    doubt: Doubt,
+    uncertainty: Uncertainty,
     *,
     num_microbatches: int = 1,
 ) -> Interval:
     """Return a simulated step's 90% interval: the root of the sum of squares of each cause's spread, times a factor."""
-    factor = UNKNOWN_LINK_FACTOR if doubt.has_unknown_link else LINK_FACTOR
+    factor = UNKNOWN_LINK_FACTOR if uncertainty.has_unknown_link else LINK_FACTOR
 
     def seconds(slowness: float) -> float:
         moved = replace(job, slowness=slowness).simulate(compute, local_batch, num_microbatches=num_microbatches)
         return moved.seconds
 
     slower, faster = seconds(factor), seconds(1 / factor)
-    if doubt.has_unknown_link:  # perhaps backward hides no communication
+    if uncertainty.has_unknown_link:  # perhaps backward hides no communication
         slower = max(slower, step.seconds + step.hidden)
     parts = (
-        doubt.rate,
-        UNCHECKED_SPREAD if doubt.is_unchecked else 0.0,
+        uncertainty.rate,
+        UNCHECKED_SPREAD if uncertainty.is_unchecked else 0.0,
         FIXED_SPREAD * num_microbatches * compute.fixed_seconds / step.seconds,
         STRAGGLER_SPREAD * step.stragglers / step.seconds,
     )
     below = math.hypot(*parts, math.log(step.seconds / faster))
     above = math.hypot(*parts, math.log(slower / step.seconds))
-    reach = FACTORS[doubt.kind]
+    reach = FACTORS[uncertainty.kind]
     return Interval(step.seconds * math.exp(-reach * below), step.seconds * math.exp(reach * above), below, above)

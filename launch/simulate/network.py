@@ -10,9 +10,9 @@ from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
 Carrier = Literal["nccl", "sockets", "host", "servers"]
 
 ALGORITHMS = ("native", *MODELS)
-BY_LIBRARY = ("native", "hierarchical", "sharded")
+LIBRARY_ALGORITHMS = ("native", "hierarchical", "sharded")
 """Algorithms made of NCCL's own sums; as in comm.algorithms, which needs torch: a test compares the two."""
-WIDENS = (*BY_LIBRARY, "doubling")
+SUMS_IN_FP32 = (*LIBRARY_ALGORITHMS, "doubling")
 """Algorithms that send fp32 sums of half-precision terms as fp32: a library would round each addition, so that
 runs give it fp32, and doubling has partial sums of whole buffers."""
 LL_LATENCY, LL_RATE = 0.27, 0.25
@@ -59,13 +59,13 @@ class Network:
     def seconds(self, num_bytes: float, algorithm: str = "native", *, widened: float = 1.0) -> float:
         """Return the seconds of one all-reduce; algorithm: one of cost_model's, native (the carrier's own) or BY_SIZE.
 
-        widened: ratio of the bytes of fp32 sums, which WIDENS send, to num_bytes.
+        widened: ratio of the bytes of fp32 sums, which SUMS_IN_FP32 send, to num_bytes.
         """
         if self.num_devices == 1:
             return 0.0
         if algorithm == BY_SIZE:
             return self.seconds(num_bytes, self.fastest(num_bytes, widened=widened), widened=widened)
-        if algorithm in WIDENS:
+        if algorithm in SUMS_IN_FP32:
             num_bytes *= widened
         if algorithm != "native":
             return MODELS[algorithm](num_bytes, self.cluster())

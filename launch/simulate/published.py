@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Checked:
+class PublishedStep:
     """A published step, with its number of devices and images of each."""
 
     system: str
@@ -16,26 +16,26 @@ class Checked:
     milliseconds: float
 
 
-CHECKED = (
+PUBLISHED_STEPS = (
     # the largest and the smallest batches of each system and model; docs/simulate-errors.md has the errors
-    Checked("P40 over RoCE, Jia et al. 2018", "resnet50", 2048, 32, 225.1),
-    Checked("V100 of DGX-2H, MLPerf v0.6", "resnet50", 1536, 39, 36.63),
-    Checked("V100 of DGX-1, MLPerf v0.6", "resnet50", 1040, 52, 47.26),
-    Checked("V100 of DGX-2H, MLPerf v0.7", "resnet50", 512, 65, 52.78),
-    Checked("V100, NGC PyTorch mixed precision, DLPerf", "resnet50", 32, 256, 363.3),
-    Checked("V100 of C4140, MLPerf v0.7", "resnet50", 16, 208, 150.2),
-    Checked("A100, MLPerf v0.7", "resnet50", 768, 45, 27.46),
-    Checked("A100, MLPerf v2.0", "resnet50", 64, 51, 19.47),
-    Checked("A100, MLPerf v1.0", "resnet50", 64, 204, 65.71),
-    Checked("A100 of XE8545, MLPerf v2.0", "resnet50", 8, 408, 122.1),
-    Checked("H100, MLPerf v4.0", "resnet50", 64, 50, 10.20),
-    Checked("H100 of XE8640, MLPerf v3.1", "resnet50", 8, 408, 60.01),
-    Checked("P40 over TCP, Azure", "resnet101", 32, 64, 955.4),
-    Checked("P40 over TCP, Azure", "resnet152", 32, 64, 1292.4),
-    Checked("P40 over TCP, Azure", "mobilenet_v2", 32, 64, 105.3),
-    Checked("V100, PyTorch's DDP page", "resnext50", 16, 32, 157.6),
-    Checked("V100, PyTorch's DDP page", "resnext101", 16, 32, 450.0),
-    Checked("K80 with parameter servers, EC2", "inception_v3", 128, 64, 2457.7),
+    PublishedStep("P40 over RoCE, Jia et al. 2018", "resnet50", 2048, 32, 225.1),
+    PublishedStep("V100 of DGX-2H, MLPerf v0.6", "resnet50", 1536, 39, 36.63),
+    PublishedStep("V100 of DGX-1, MLPerf v0.6", "resnet50", 1040, 52, 47.26),
+    PublishedStep("V100 of DGX-2H, MLPerf v0.7", "resnet50", 512, 65, 52.78),
+    PublishedStep("V100, NGC PyTorch mixed precision, DLPerf", "resnet50", 32, 256, 363.3),
+    PublishedStep("V100 of C4140, MLPerf v0.7", "resnet50", 16, 208, 150.2),
+    PublishedStep("A100, MLPerf v0.7", "resnet50", 768, 45, 27.46),
+    PublishedStep("A100, MLPerf v2.0", "resnet50", 64, 51, 19.47),
+    PublishedStep("A100, MLPerf v1.0", "resnet50", 64, 204, 65.71),
+    PublishedStep("A100 of XE8545, MLPerf v2.0", "resnet50", 8, 408, 122.1),
+    PublishedStep("H100, MLPerf v4.0", "resnet50", 64, 50, 10.20),
+    PublishedStep("H100 of XE8640, MLPerf v3.1", "resnet50", 8, 408, 60.01),
+    PublishedStep("P40 over TCP, Azure", "resnet101", 32, 64, 955.4),
+    PublishedStep("P40 over TCP, Azure", "resnet152", 32, 64, 1292.4),
+    PublishedStep("P40 over TCP, Azure", "mobilenet_v2", 32, 64, 105.3),
+    PublishedStep("V100, PyTorch's DDP page", "resnext50", 16, 32, 157.6),
+    PublishedStep("V100, PyTorch's DDP page", "resnext101", 16, 32, 450.0),
+    PublishedStep("K80 with parameter servers, EC2", "inception_v3", 128, 64, 2457.7),
 )
 BATCH_FACTOR = 2.0
 """Ratio to a model's largest and smallest checked local batch, beyond which a batch counts as unchecked."""
@@ -59,17 +59,17 @@ EPOCHS_TO_759 = {
 }
 
 
-def nearest_checked(model: str, num_devices: int, local_batch: float) -> Checked:
-    def distance(each: Checked) -> float:
+def nearest_published(model: str, num_devices: int, local_batch: float) -> PublishedStep:
+    def distance(each: PublishedStep) -> float:
         doublings = abs(math.log2(num_devices / each.num_devices)) + abs(math.log2(local_batch / each.local_batch))
         return doublings + OTHER_MODEL * (each.model != model)
 
-    return min(CHECKED, key=distance)
+    return min(PUBLISHED_STEPS, key=distance)
 
 
 def beyond_checked(model: str, num_devices: int, local_batch: float) -> str | None:
     """Return what exceeds all published steps: the model, the number of devices, or the batch; None if nothing does."""
-    known = [each for each in CHECKED if each.model == model]
+    known = [each for each in PUBLISHED_STEPS if each.model == model]
     if not known:
         return f"no step of {model} was published"
     if num_devices > max(each.num_devices for each in known):

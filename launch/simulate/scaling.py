@@ -8,8 +8,8 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.simulate.cluster import Cluster, Rate
-from bigbatch.launch.simulate.interval import RATE_SPREAD, UNCHECKED_CARRIERS, Doubt, interval_of
-from bigbatch.launch.simulate.network import ALGORITHMS, BY_LIBRARY, BY_SIZE, Network
+from bigbatch.launch.simulate.interval import RATE_SPREAD, UNCHECKED_CARRIERS, Uncertainty, interval_of
+from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, LIBRARY_ALGORITHMS, Network
 from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
 from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
@@ -26,7 +26,7 @@ HALF = ("fp16", "bf16")
 """Precisions with gradients in half precision."""
 WIRE_SHARES = {"float16": 0.5, "bfloat16": 0.5}
 """Share of fp32's bytes that is sent, by comm.wire_dtype."""
-PAYS = 0.5
+KNEE_SHARE = 0.5
 """The knee: beyond it, further devices add less than this share of what the first ones do."""
 
 
@@ -42,7 +42,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Question:
+class Scenario:
     """A recipe, a cluster and the options of a simulation, without the numbers of devices."""
 
     config: Config
@@ -109,7 +109,7 @@ class PredictedPoint:
         )
 
 
-def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[PredictedPoint], dict[int, str]]:
+def simulate_scaling(scenario: Scenario, counts: Sequence[int]) -> tuple[list[PredictedPoint], dict[int, str]]:
     """Return predictions by number of devices, and, for numbers that recipe or cluster do not allow, the reason.
 
     Raises: SimulationError if none of them is possible.
@@ -117,7 +117,7 @@ def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Pr
     points, refused = [], {}
     for count in sorted(set(counts)):
         try:
-            points.append(simulate_point(question, count))
+            points.append(simulate_point(scenario, count))
         except (ConfigError, SimulationError) as error:
             refused[count] = str(error).splitlines()[0]
     if not points:
@@ -125,30 +125,30 @@ def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Pr
     return points, refused
 
 
-def fit_to_step(question: Question, count: int, seconds: float) -> Compute:
+def fit_to_step(scenario: Scenario, count: int, seconds: float) -> Compute:
     """Return a device's compute with which a step of that many devices takes the measured seconds."""
-    config = question.config
+    config = scenario.config
     num_microbatches = accumulation_steps(config.batch, world_size=count)
-    network = _network(question, count)
-    per_tensor = question.cluster.network.constants.seconds_per_tensor
-    job = _job(question, network, algorithm=_algorithms(question)[0])
+    network = _network(scenario, count)
+    per_tensor = scenario.cluster.network.constants.seconds_per_tensor
+    job = _job(scenario, network, algorithm=_algorithms(scenario)[0])
     fixed = min(per_tensor * len(job.shape.num_elements), seconds / num_microbatches / 2)
     local_batch = num_microbatches * config.batch.microbatch_size
     return fit_compute(job, fixed, local_batch, seconds, num_microbatches=num_microbatches)
 
 
-def simulate_point(question: Question, count: int) -> PredictedPoint:
+def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
     """Predict one number of devices. Raises: ConfigError or SimulationError if it is not possible."""
-    config, factors = question.config, question.factors
+    config, factors = scenario.config, scenario.factors
     batch = replace(config.batch, global_batch_size=round(config.batch.global_batch_size * factors.batch))
     num_microbatches = accumulation_steps(batch, world_size=count)
-    network = _network(question, count)
-    compute = _compute(question)
-    job = _job(question, network)
+    network = _network(scenario, count)
+    compute = _compute(scenario)
+    job = _job(scenario, network)
     local_batch = num_microbatches * batch.microbatch_size  # of the devices with the most, for which the others wait
     found = {
         name: replace(job, algorithm=name).simulate(compute, local_batch, num_microbatches=num_microbatches)
-        for name in _algorithms(question)
+        for name in _algorithms(scenario)
     }
     algorithm = min(found, key=lambda name: found[name].seconds)
     step = found[algorithm]
@@ -157,7 +157,7 @@ def simulate_point(question: Question, count: int) -> PredictedPoint:
         compute,
         step,
         local_batch,
-        doubt_of(question),
+        uncertainty_of(scenario),
         num_microbatches=num_microbatches,
     )
     run = time_of_run(
@@ -165,12 +165,12 @@ def simulate_point(question: Question, count: int) -> PredictedPoint:
         shape=job.shape,
         compute=compute,
         step_seconds=step.seconds,
-        steps_per_epoch=question.num_images / batch.global_batch_size,
+        steps_per_epoch=scenario.num_images / batch.global_batch_size,
         num_devices=count,
         num_nodes=network.num_nodes,
-        failures=question.failures,
+        failures=scenario.failures,
     )
-    has_records = config.model.name == "resnet50" and question.num_images == IMAGES
+    has_records = config.model.name == "resnet50" and scenario.num_images == IMAGES
     to_759 = epochs_to_759(batch.global_batch_size) if has_records else None
     return PredictedPoint(
         count,
@@ -188,22 +188,22 @@ def simulate_point(question: Question, count: int) -> PredictedPoint:
     )
 
 
-def doubt_of(question: Question) -> Doubt:
+def uncertainty_of(scenario: Scenario) -> Uncertainty:
     """Return the doubt about a question's system: from a rate that was not measured, and a hardly checked carrier."""
-    carrier, is_measured = question.cluster.network.carrier, question.rate is not None or question.compute is not None
-    return Doubt(
+    carrier, is_measured = scenario.cluster.network.carrier, scenario.rate is not None or scenario.compute is not None
+    return Uncertainty(
         RATE_SPREAD["ladder" if is_measured else "device"],
         "ladder" if is_measured else "stranger",
         is_unchecked=carrier in UNCHECKED_CARRIERS,
     )
 
 
-def input_rate(question: Question) -> float | None:
+def input_rate(scenario: Scenario) -> float | None:
     """Return the images/s of a node's loaders; None if unknown, or if the recipe's loader reads no files."""
-    if question.config.data.loader not in READERS:
+    if scenario.config.data.loader not in READERS:
         return None
-    stated = question.input_images_per_second or question.cluster.input_images_per_second
-    return None if stated is None else stated * question.factors.input
+    stated = scenario.input_images_per_second or scenario.cluster.input_images_per_second
+    return None if stated is None else stated * scenario.factors.input
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,10 @@ class Advice:
     planned_seconds: float
 
 
-def advise(question: Question, point: PredictedPoint) -> Advice:
+def advise(scenario: Scenario, point: PredictedPoint) -> Advice:
     """Return the step with a better fusion plan, found by search, and with half the bytes on the wire."""
-    network = _network(question, point.num_devices)
-    compute, job = _compute(question), _job(question, network, algorithm=point.algorithm)
+    network = _network(scenario, point.num_devices)
+    compute, job = _compute(scenario), _job(scenario, network, algorithm=point.algorithm)
     local_batch = point.global_batch_size / point.num_devices
 
     def seconds_of(num_bytes: int) -> float:
@@ -229,11 +229,11 @@ def advise(question: Question, point: PredictedPoint) -> Advice:
     def simulated(changed: SimulatedJob) -> float:
         return changed.simulate(compute, local_batch, num_microbatches=point.num_microbatches).seconds
 
-    tensors, stated = job.shape.tensors(job.element_bytes), _sizes(question.config)
+    tensors, stated = job.shape.tensors(job.element_bytes), _sizes(scenario.config)
     plan = search_plan(tensors, point.step.backward, seconds_of, stated=stated)
     is_half = job.element_bytes * job.wire_share <= 2
     # a library's own sum is given fp32 unless it may round each addition
-    rounds = point.algorithm in BY_LIBRARY
+    rounds = point.algorithm in LIBRARY_ALGORITHMS
     half = None if is_half else simulated(replace(job, wire_share=0.5, sums_in_fp32=job.sums_in_fp32 and not rounds))
     options = f"--comm.wire_dtype float16{' --comm.reduce_dtype wire' if rounds else ''}"
     return Advice(half, options, plan, simulated(replace(job, fusion=plan.sizes)))
@@ -247,12 +247,12 @@ def efficiencies(points: Sequence[PredictedPoint]) -> list[Efficiency]:
 
 
 def knee(points: Sequence[PredictedPoint]) -> PredictedPoint:
-    """Return the last point at which each further device adds at least PAYS of what each of the first ones does."""
+    """Return the last point at which a further device adds at least KNEE_SHARE of what the first ones do."""
     first = points[0].images_per_second / points[0].num_devices
     best = points[0]
     for before, point in itertools.pairwise(points):
         added = (point.images_per_second - before.images_per_second) / (point.num_devices - before.num_devices)
-        if added < PAYS * first:
+        if added < KNEE_SHARE * first:
             break
         best = point
     return best
@@ -263,8 +263,8 @@ def cheapest_within(points: Sequence[PredictedPoint], hours: float) -> Predicted
     return min((point for point in points if point.hours <= hours), key=lambda point: point.device_hours, default=None)
 
 
-def _network(question: Question, count: int) -> Network:
-    network, factors = question.cluster.of_devices(count), question.factors
+def _network(scenario: Scenario, count: int) -> Network:
+    network, factors = scenario.cluster.of_devices(count), scenario.factors
     return replace(
         network,
         across_bytes_per_second=network.across_bytes_per_second * factors.link,
@@ -272,27 +272,27 @@ def _network(question: Question, count: int) -> Network:
     )
 
 
-def _compute(question: Question) -> Compute:
-    if question.compute is not None:
-        return question.compute
-    compute, _ = question.cluster.compute(
-        shape_of(question.config.model), rate=question.rate, pixels=question.config.data.image_size
+def _compute(scenario: Scenario) -> Compute:
+    if scenario.compute is not None:
+        return scenario.compute
+    compute, _ = scenario.cluster.compute(
+        shape_of(scenario.config.model), rate=scenario.rate, pixels=scenario.config.data.image_size
     )
-    return Compute(compute.seconds_per_image / question.factors.rate, compute.fixed_seconds / question.factors.rate)
+    return Compute(compute.seconds_per_image / scenario.factors.rate, compute.fixed_seconds / scenario.factors.rate)
 
 
-def _algorithms(question: Question) -> tuple[str, ...]:
-    stated = question.algorithm or question.config.comm.algorithm
-    carrier = question.cluster.network.carrier
+def _algorithms(scenario: Scenario) -> tuple[str, ...]:
+    stated = scenario.algorithm or scenario.config.comm.algorithm
+    carrier = scenario.cluster.network.carrier
     if carrier != "nccl":
-        if question.algorithm not in (None, "native"):
+        if scenario.algorithm not in (None, "native"):
             raise SimulationError(
-                f"cluster {question.cluster.name} sums by {carrier}, and only its own form (native) is "
-                f"known: nothing can be said of {question.algorithm}. State carrier: nccl for the closed forms"
+                f"cluster {scenario.cluster.name} has carrier {carrier}, for which only native is "
+                f"known, not {scenario.algorithm}: leave --algorithm out, or state carrier: nccl in its file"
             )
         return ("native",)
     # a recipe that leaves it open gets the fastest for all buffers; an explicit choice by size is kept
-    is_open = stated == "auto" or (stated == BY_SIZE and question.algorithm is None)
+    is_open = stated == "auto" or (stated == BY_SIZE and scenario.algorithm is None)
     return ALGORITHMS if is_open else (stated,)
 
 
@@ -305,8 +305,8 @@ def _sizes(config: Config) -> PlanSizes:
     )
 
 
-def _job(question: Question, network: Network, *, algorithm: str = "native") -> SimulatedJob:
-    config = question.config
+def _job(scenario: Scenario, network: Network, *, algorithm: str = "native") -> SimulatedJob:
+    config = scenario.config
     is_half = config.optimizer.precision in HALF
     # only fp32 gradients are sent in comm.wire_dtype
     wire = None if is_half else config.comm.wire_dtype
@@ -318,5 +318,5 @@ def _job(question: Question, network: Network, *, algorithm: str = "native") -> 
         wire_share=WIRE_SHARES[wire] if wire else 1.0,
         sums_in_fp32=config.comm.reduce_dtype == "fp32",
         algorithm=algorithm,
-        input_images_per_second=input_rate(question),
+        input_images_per_second=input_rate(scenario),
     )

@@ -13,10 +13,10 @@ from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.simulate.network import BY_SIZE
-from bigbatch.launch.simulate.published import nearest_checked
+from bigbatch.launch.simulate.published import nearest_published
 from bigbatch.launch.simulate.scaling import (
     PredictedPoint,
-    Question,
+    Scenario,
     advise,
     cheapest_within,
     efficiencies,
@@ -42,15 +42,15 @@ UNKNOWN = ""
 """Shown for the unknown messages of a library and of parameter servers."""
 
 
-def assumptions(question: Question) -> list[str]:
-    cluster = question.cluster
-    _, rate = cluster.compute(shape_of(question.config.model), rate=question.rate)
-    whose = "yours" if question.rate else "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
+def assumptions(scenario: Scenario) -> list[str]:
+    cluster = scenario.cluster
+    _, rate = cluster.compute(shape_of(scenario.config.model), rate=scenario.rate)
+    whose = "yours" if scenario.rate else "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
     lines = [
         f"compute rate ({whose}): {cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at "
         f"{rate.local_batch:g} images a step ({rate.source}{', assumed' if rate.is_assumed else ''})"
     ]
-    if not question.rate:
+    if not scenario.rate:
         slowest = rate.images_per_second * PYTORCH_SHARE if "MLPerf" in rate.source else None
         lines.append(
             (
@@ -61,18 +61,18 @@ def assumptions(question: Question) -> list[str]:
             + "this program's own rate is unknown: measure it by bigbatch doctor --config RECIPE --json doctor.json, "
             "then give --profile doctor.json"
         )
-    if rate.model != question.config.model.name:
-        lines.append(f"{question.config.model.name} is scaled from it by its operations")
-    if question.config.data.loader in READERS:
-        rate_of_input = input_rate(question)
+    if rate.model != scenario.config.model.name:
+        lines.append(f"{scenario.config.model.name} is scaled from it by its operations")
+    if scenario.config.data.loader in READERS:
+        rate_of_input = input_rate(scenario)
         lines.append(
             "compute and communication only: no rate of loaders is stated (--input-rate); they or storage may be slower"
             if rate_of_input is None
             else f"loaders bring {rate_of_input:,.1f} images/s in each node"
         )
-    elif question.input_images_per_second is not None:
-        lines.append(f"--input-rate says nothing here, as data.loader={question.config.data.loader} reads no files")
-    stated = question.algorithm or question.config.comm.algorithm
+    elif scenario.input_images_per_second is not None:
+        lines.append(f"--input-rate has no effect: data.loader={scenario.config.data.loader} reads no files")
+    stated = scenario.algorithm or scenario.config.comm.algorithm
     if cluster.network.carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
         lines.append(
             f"the recipe's {stated} is not simulated: {cluster.name} sums by {cluster.network.carrier}, in its own form"
@@ -212,7 +212,7 @@ def _extrapolated(points: Sequence[PredictedPoint], *, model: str) -> list[str]:
     for point in points:
         if point.beyond_checked is not None:
             batch = point.global_batch_size / point.num_devices / point.num_microbatches
-            near = nearest_checked(model, point.num_devices, batch)
+            near = nearest_published(model, point.num_devices, batch)
             lines[point.beyond_checked] = (
                 f"?: extrapolated, {point.beyond_checked}. Nearest checked: {near.num_devices:,} {near.system}, "
                 f"{near.model} at {near.local_batch} images each, {near.milliseconds:g} ms."
@@ -220,9 +220,9 @@ def _extrapolated(points: Sequence[PredictedPoint], *, model: str) -> list[str]:
     return list(lines.values())
 
 
-def advice(question: Question, point: PredictedPoint) -> list[str]:
+def advice(scenario: Scenario, point: PredictedPoint) -> list[str]:
     """Return the gain of other settings at that number of devices."""
-    found = advise(question, point)
+    found = advise(scenario, point)
     plan, now = found.plan, point.step.seconds
     lines = []
     if found.planned_seconds < (1 - WORTH_NAMING) * now:
@@ -248,7 +248,7 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
     return f"In {duration(hours)}, cheapest: {found.num_devices:,} GPUs, {took}."
 
 
-def as_json(question: Question, points: Sequence[PredictedPoint]) -> str:
+def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
     rows = [
         {
             "gpus": point.num_devices,
@@ -282,7 +282,7 @@ def as_json(question: Question, points: Sequence[PredictedPoint]) -> str:
         }
         for point, each in zip(points, efficiencies(points), strict=True)
     ]
-    return json.dumps({"cluster": question.cluster.name, "assumed": assumptions(question), "points": rows}, indent=1)
+    return json.dumps({"cluster": scenario.cluster.name, "assumed": assumptions(scenario), "points": rows}, indent=1)
 
 
 def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
@@ -308,7 +308,7 @@ def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
 
 
 def page(
-    question: Question,
+    scenario: Scenario,
     points: Sequence[PredictedPoint],
     *,
     title: str,
@@ -318,7 +318,7 @@ def page(
 ) -> str:
     """Write all results in the page format of the report; asked: the command."""
     rests_on = [("asked", asked), ("bigbatch", __version__)]
-    rests_on += [("taken for it", line) for line in assumptions(question)]
+    rests_on += [("assumed", line) for line in assumptions(scenario)]
     return make_page(
         title=title,
         findings=findings,

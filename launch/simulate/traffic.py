@@ -5,7 +5,7 @@ The closed forms of cost_model give seconds of equal parts; these count to the b
 
 from dataclasses import astuple, dataclass
 
-from bigbatch.launch.simulate.network import BY_LIBRARY, WIDENS
+from bigbatch.launch.simulate.network import LIBRARY_ALGORITHMS, SUMS_IN_FP32
 from bigbatch.launch.simulate.step import WIDE_BYTES, SimulatedJob, SimulatedStep
 
 SEGMENT_BYTES = 512 * 1024
@@ -21,18 +21,12 @@ class Traffic:
         return Traffic(self.payload_bytes + other.payload_bytes, self.num_messages + other.num_messages)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What the first rank sends to any rank, and its node to other nodes."""
-
-    rank: Traffic
-    node: Traffic
-
-
-def first_sends(
+def traffic_of_sum(
     algorithm: str, num_elements: int, *, element_bytes: int, num_nodes: int, node_size: int, segment_bytes: int
-) -> Sent:
-    """Return what is sent in one all-reduce over full nodes, without a list of its hops: 100,000 ranks have 2e10.
+) -> tuple[Traffic, Traffic]:
+    """Return what the first rank sends to any rank in one all-reduce over full nodes, and its node to other nodes.
+
+    It makes no list of hops: 100,000 ranks have 2e10.
 
     Between nodes to the byte; inside them in the hops of cost_model's forms: four passes of a
     ring for hierarchical, two for sharded, the leader's broadcast for doubling.
@@ -50,19 +44,19 @@ def first_sends(
 
     if algorithm == "ring":
         # the last rank of the first node sends what leaves it
-        return Sent(pass_on(num_elements, m * k), pass_on(num_elements, m * k, k - 1) if m > 1 else Traffic())
+        return (pass_on(num_elements, m * k), pass_on(num_elements, m * k, k - 1) if m > 1 else Traffic())
     inside = pass_on(num_elements, k, segments=1)
     if algorithm == "hierarchical":
         across = pass_on(num_elements, m)
-        return Sent(inside + inside + across, across)
+        return (inside + inside + across, across)
     if algorithm == "sharded":
         rings = [pass_on(part_size(num_elements, k, place), m) for place in range(k)]
-        return Sent(inside + rings[0], sum(rings, Traffic()))
+        return (inside + rings[0], sum(rings, Traffic()))
     if algorithm == "doubling":
         hops = m.bit_length() - 1
         hops += m > 1 << hops
         across = Traffic(hops * num_elements * element_bytes, hops)
-        return Sent(Traffic((k - 1) * num_elements * element_bytes, k - 1) + across, across)
+        return (Traffic((k - 1) * num_elements * element_bytes, k - 1) + across, across)
     raise ValueError(f"the messages of {algorithm} are not known")
 
 
@@ -96,22 +90,22 @@ def sent_per_step(job: SimulatedJob, step: SimulatedStep) -> SentPerStep:
     if network.carrier == "servers":
         return SentPerStep(None, None, None, None)
     counts = [each.num_bytes // job.element_bytes for each in step.transfers] or [job.shape.num_parameters]
-    every = [_one_sum(job, count) for count in counts]
+    every = [_sent_per_buffer(job, count) for count in counts]
     return SentPerStep(*(None if None in each else sum(each) for each in zip(*map(astuple, every), strict=True)))
 
 
-def _one_sum(job: SimulatedJob, num_elements: int) -> SentPerStep:
+def _sent_per_buffer(job: SimulatedJob, num_elements: int) -> SentPerStep:
     network, wire_bytes = job.network, job.element_bytes * job.wire_share
     element_bytes = round(wire_bytes)
     algorithm = job.algorithm_of(num_elements * job.element_bytes)
-    if algorithm in WIDENS and job.sums_in_fp32:
+    if algorithm in SUMS_IN_FP32 and job.sums_in_fp32:
         element_bytes = wire_bytes = max(element_bytes, WIDE_BYTES)
     if algorithm == "native":
         rank, node = (
             round(2 * (n - 1) * num_elements * element_bytes / n) for n in (network.num_devices, network.num_nodes)
         )
         return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
-    sent = first_sends(
+    rank, node = traffic_of_sum(
         algorithm,
         num_elements,
         element_bytes=element_bytes,
@@ -120,7 +114,7 @@ def _one_sum(job: SimulatedJob, num_elements: int) -> SentPerStep:
         segment_bytes=SEGMENT_BYTES,
     )
     # the ratio is 1, unless wire_share leaves no whole number of bytes per element
-    rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (sent.rank, sent.node))
-    if algorithm in BY_LIBRARY:
+    rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (rank, node))
+    if algorithm in LIBRARY_ALGORITHMS:
         return SentPerStep(rank_bytes, None, node_bytes, None if network.num_nodes > 1 else 0)
-    return SentPerStep(rank_bytes, sent.rank.num_messages, node_bytes, sent.node.num_messages)
+    return SentPerStep(rank_bytes, rank.num_messages, node_bytes, node.num_messages)

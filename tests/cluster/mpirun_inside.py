@@ -15,6 +15,6 @@ if os.environ["RANK"] != "0":
     sys.exit(0)
 settings = {"plm": "ssh", "plm_ssh_agent": f"{sys.executable} -m {AGENT}", "prte_tmpdir_base": sys.argv[1]}
 os.environ.update({f"PRTE_MCA_{name}": value for name, value in settings.items()})
-foreground.RECALL_SECONDS = 2.0
+foreground.MORE_HOSTS_SECONDS = 2.0
 mpirun.ANSWER_SECONDS = 12.0
 sys.exit(main(["mpirun", *sys.argv[2:]]))

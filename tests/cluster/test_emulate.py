@@ -252,7 +252,7 @@ def test_nothing_is_left_behind_after_kill_9(
     assert not namespaces & {each.stat().st_ino for each in Path("/run/netns").glob("*")}, "kept by a name"
     assert not (root / "doomed").exists()
     assert traces() == before
-    assert emulate("down", "--name", "doomed").stdout == "doomed: there is none\n"
+    assert emulate("down", "--name", "doomed").stdout == "doomed: there is no such cluster\n"
 
 
 @pytest.mark.parametrize("seen", ["hosts", "cluster.json"])
@@ -345,7 +345,7 @@ def test_cluster_that_is_up_is_not_built_again(emulate: Emulate, even: EmulatedC
         split = words.index("--") if "--" in words else len(words)
         done = emulate(*words[:split], "--name", "even", "--nodes", "2", *words[split:])
         assert done.returncode == 1
-        assert "even is up: bigbatch launch emulate down --name even" in done.stderr
+        assert "even runs: bigbatch launch emulate down --name even" in done.stderr
     assert "even: nodes 4" in emulate("status").stdout, "and a refused second start does not remove it"
 
 

@@ -64,13 +64,13 @@ def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_
         since = time.monotonic()
         wait_for(lambda: "rank 3 on n3 has not come to it" in said.read_text(), job, said)
         named_seconds = time.monotonic() - since
-        wait_for(lambda: "starting again with 3 of 4 ranks, from " in said.read_text(), job, said)
+        wait_for(lambda: "restarting with 3 of 4 ranks, from " in said.read_text(), job, said)
         wait_for(lambda: re.search(r"resumed after step \d+\n.*step +\d+ ", said.read_text()) is not None, job, said)
         stepping_seconds = time.monotonic() - since
         print(f"a node cut off: named after {named_seconds:.1f} s, stepping without it after {stepping_seconds:.1f} s")
         clusters.shape(cluster, rate=None, root=root, environ=os.environ)
         wait_for(
-            lambda: re.search(r"starting again, from (?s:.*)4 ranks in 4 node", said.read_text()) is not None, job, said
+            lambda: re.search(r"restarting, from (?s:.*)4 ranks in 4 node", said.read_text()) is not None, job, said
         )
         steps = [int(step) for step in re.findall(r"resumed after step (\d+)", said.read_text())]
         assert steps == sorted(steps), "nothing was done twice that was saved"

@@ -14,7 +14,7 @@ import os, subprocess, sys, time
 from functools import partial
 from pathlib import Path
 from bigbatch.launch.emulate import cluster as clusters, namespaces
-from bigbatch.launch.emulate.losses import Loss, Rehearsal
+from bigbatch.launch.emulate.losses import Loss, FaultInjector
 from bigbatch.launch.emulate.state import state_root
 cluster = clusters.find("losses", root=state_root(os.environ))
 clusters.join(cluster)
@@ -23,7 +23,7 @@ started = [
     for node in range(3)
 ]
 metrics = Path(sys.argv[1])
-rehearse = Rehearsal(
+rehearse = FaultInjector(
     (Loss("cut", 0, 1), Loss("stop", 1, 2), Loss("kill", 2, 3)), metrics=metrics, cluster=cluster, environ=os.environ
 )
 metrics.write_text("".join('{"kind": "train", "step": %d}\\n' % step for step in (1, 2, 3)))

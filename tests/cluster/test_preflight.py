@@ -73,12 +73,12 @@ def test_link_at_a_tenth_is_named(four: EmulatedCluster, emulate: Emulate, tmp_p
 def test_nodes_that_do_not_reach_each_other_are_named(four: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
     """n1 has no way to n3, though both reach the node where the ranks meet."""
     route = ["ip", "route", "add", "blackhole", "10.77.0.4/32"]
-    with clusters.reaching(four):
+    with clusters.reporting_lost_cluster(four):
         clusters.run_inside(four, route, node=1, environ=os.environ)
     try:
         code, found, _ = look(emulate, tmp_path, launcher="plain")  # mpirun's own daemons would give up before
     finally:
-        with clusters.reaching(four):
+        with clusters.reporting_lost_cluster(four):
             clusters.run_inside(four, [*route[:2], "del", *route[3:]], node=1, environ=os.environ)
     assert code == 4
     texts = [finding["text"] for finding in found["findings"]]

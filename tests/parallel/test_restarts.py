@@ -56,7 +56,7 @@ def test_local_job_that_loses_ranks_ends_with_the_bits_of_one_that_does_not(tmp_
     done = launch("local", undisturbed, tmp_path, "--restarts", "1", LOSE_AFTER="4")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("rank 1 was ended by SIGKILL") == 1
-    assert done.stderr.count(f"starting again, from {tmp_path}/checkpoints/step-") == 1
+    assert done.stderr.count(f"restarting, from {tmp_path}/checkpoints/step-") == 1
     assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
 
 
@@ -77,7 +77,7 @@ def test_job_whose_mpirun_is_killed_starts_again_by_itself(tmp_path: Path, undis
         pytest.skip("needs mpirun")
     done = launch("mpirun", undisturbed, tmp_path, "--restarts", "1", LOSE_AFTER="2", LOSE_WHOM="launcher")
     assert done.returncode == 0, done.stderr
-    assert f"starting again, from {tmp_path}/checkpoints/step-" in done.stderr
+    assert f"restarting, from {tmp_path}/checkpoints/step-" in done.stderr
     assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
 
 

@@ -2,14 +2,14 @@
 
 import os
 
-from bigbatch.launch.emulate.cluster import reaching, run_inside, system_path
+from bigbatch.launch.emulate.cluster import reporting_lost_cluster, run_inside, system_path
 from bigbatch.launch.emulate.programs import cut_command, port
 from bigbatch.launch.emulate.state import EmulatedCluster
 
 
 def cut(cluster: EmulatedCluster, node: int, *, arriving: bool = True, leaving: bool = True) -> None:
     """Drop the packets to a node, or from it, or both, until its link is shaped. Raises: EmulationError."""
-    with reaching(cluster):
+    with reporting_lost_cluster(cluster):
         for device, where, is_cut in (("eth0", node, leaving), (port(node), None, arriving)):
             if is_cut:
                 environ = os.environ | {"PATH": system_path(os.environ)}

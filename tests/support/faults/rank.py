@@ -143,11 +143,11 @@ class Fault:
         """Reach the phase each time before a function is called."""
         function = getattr(owner, name)
 
-        def reaching(*arguments: Any, **options: Any) -> Any:
+        def reporting_lost_cluster(*arguments: Any, **options: Any) -> Any:
             self.reach(phase)
             return function(*arguments, **options)
 
-        setattr(owner, name, reaching)
+        setattr(owner, name, reporting_lost_cluster)
 
 
 def _mark(path: Path, text: str) -> None:

@@ -34,7 +34,7 @@ def test_sweep_point_that_failed_does_not_end_the_others_and_is_tried_again_when
     printed = capsys.readouterr().out
     assert "point 0 (ranks=1, seed=0): failed: no such image; 1 of 2" in printed
     assert "point 1 (ranks=1, seed=1): 1,234 images/s; 2 of 2" in printed
-    assert "1 of 2 points failed, what they printed is in" in printed
+    assert "1 of 2 points failed; their output is in" in printed
 
     monkeypatch.setenv("FAKE_CODE", "0")
     kept = fake.read_state(1)

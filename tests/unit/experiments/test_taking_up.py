@@ -95,7 +95,7 @@ def test_sweep_in_whose_folder_another_command_trains_is_refused(
     begun: Begun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["sweep", str(tmp_path / "small.yaml"), "--folder", str(begun.folder.path)]
-    with begun.folder.alone():
+    with begun.folder.locked():
         assert main(command) == 1
     assert re.fullmatch(f"bigbatch: another command trains in {begun.folder.path}: .*\n", capsys.readouterr().err)
     assert begun.found == []
@@ -157,5 +157,5 @@ def test_folder_of_an_earlier_bigbatch_is_refused_and_stays(
     old.mkdir()
     (old / file).write_text(text)
     assert main(["sweep", str(tmp_path / "small.yaml"), "--folder", str(old)]) == 1
-    assert re.fullmatch(f"bigbatch: {old} holds a s.* of an earlier bigbatch, .*--folder.*\n", capsys.readouterr().err)
+    assert re.fullmatch(f"bigbatch: {old} holds a s.* of an older bigbatch, .*--folder.*\n", capsys.readouterr().err)
     assert (old / file).read_text() == text

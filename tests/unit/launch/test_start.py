@@ -12,7 +12,7 @@ from other_launchers import FAMILIES, left_by
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import JobRefused, LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.together import NodeProcess
+from bigbatch.launch.jobs.processes import NodeProcess
 from bigbatch.launch.launchers import local, mpirun, torchrun
 from bigbatch.launch.start import main
 
@@ -60,7 +60,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, 
     """Words and environment of each process that a launcher here would have started."""
     calls: list[tuple[list[str], dict[str, str]]] = []
 
-    def together(starts: Iterable[NodeProcess], *, environ: Mapping[str, str], **_: object) -> Ended:
+    def processes(starts: Iterable[NodeProcess], *, environ: Mapping[str, str], **_: object) -> Ended:
         calls.extend((list(each.argv), {**environ, **dict(each.variables)}) for each in starts)
         return Ended(0, was_asked=False)
 
@@ -68,7 +68,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, 
         calls.append((argv, dict(environ)))
         return Ended(0, was_asked=False)
 
-    monkeypatch.setattr(local, "run_together", together)
+    monkeypatch.setattr(local, "run_processes", processes)
     for each in (mpirun, torchrun):
         monkeypatch.setattr(each, "run_in_foreground", foreground)
     return calls

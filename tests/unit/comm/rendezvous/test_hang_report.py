@@ -31,7 +31,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.watch import Pending, Watch
 from bigbatch.exit_codes import LOST
-from bigbatch.launch.jobs.restarts import may_go_on
+from bigbatch.launch.jobs.restarts import may_restart
 
 
 def recorded(number: int) -> str:
@@ -127,7 +127,7 @@ time.sleep(600)
 def test_watch_ends_the_job_where_the_flight_recorder_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=250)
     assert done.returncode == -signal.SIGALRM, done.stderr
-    assert may_go_on(128 + signal.SIGALRM, is_python=False), "it needs no repair first"
+    assert may_restart(128 + signal.SIGALRM, is_python=False), "it needs no repair first"
     assert "hang_report" in done.stderr, "where each thread is"
 
 

@@ -19,12 +19,12 @@ from bigbatch.experiments.batch import recommend
 from bigbatch.experiments.batch.critical import (
     MOST_SEGMENTS,
     Pair,
+    batch_costs,
     critical_batch,
     is_in_doubt,
     recommended,
     segments,
     thirds,
-    trade,
 )
 from bigbatch.experiments.batch.report import Answer, explain
 from bigbatch.trainer.config.file import dump_config, load_config
@@ -71,11 +71,11 @@ def test_segments_are_even_and_few() -> None:
 
 def test_the_trade_is_one_plus_a_quotient() -> None:
     """S / S_min = 1 + B_crit / B and E / E_min = 1 + B / B_crit, so both are 2 at the critical batch."""
-    rows = {row.global_batch_size: (row.steps, row.images) for row in trade(1000, microbatch_size=128, own=500)}
+    rows = {row.global_batch_size: (row.steps, row.images) for row in batch_costs(1000, microbatch_size=128, own=500)}
     assert set(rows) == {128, 256, 500, 512, 1024, 2048, 4096, 8192}
     assert rows[500] == pytest.approx((3, 1.5))
     assert rows[1024] == pytest.approx((1 + 1000 / 1024, 1 + 1024 / 1000))
-    assert min(row.global_batch_size for row in trade(10, microbatch_size=128, own=256)) == 128
+    assert min(row.global_batch_size for row in batch_costs(10, microbatch_size=128, own=256)) == 128
 
 
 def test_the_nearest_doubled_microbatch_is_recommended() -> None:
@@ -86,7 +86,7 @@ def test_the_nearest_doubled_microbatch_is_recommended() -> None:
 def test_no_batch_above_the_training_set_is_recommended() -> None:
     capped = {most: recommended(5000, microbatch_size=128, num_train=most) for most in (100, 1000, 1024, 10**9)}
     assert capped == {100: 128, 1000: 512, 1024: 1024, 10**9: 4096}
-    assert max(row.global_batch_size for row in trade(5000, microbatch_size=128, own=512, num_train=1000)) == 512
+    assert max(row.global_batch_size for row in batch_costs(5000, microbatch_size=128, own=512, num_train=1000)) == 512
     pairs = pairs_of([5000.0] * 200)
     answer = Answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128, num_train=1000)
     assert (answer.recommended, answer.record()["training_images"]) == (512, 1000)
@@ -190,8 +190,8 @@ def test_measurements_that_no_run_can_have_made_are_left_out(tmp_path: Path) -> 
     ("options", "error", "named"),
     [
         (["{run}"], RunFolderError, ("has no noise scale", "--run.noise_scale_every_steps 1", "bigbatch tune batch")),
-        (["{few}"], TuneError, ("has 4 measurements", "5 are the fewest")),
-        (["{flat}"], TuneError, ("gradients of zero", "look at its loss")),
+        (["{few}"], TuneError, ("has 4 measurements", "5 are needed")),
+        (["{flat}"], TuneError, ("gradients of zero", "check its loss")),
         (["quickstart"], RunFolderError, ("quickstart is not a run folder", "--epochs N --out FOLDER")),
         (["quickstart", "--epochs", "2"], ConfigError, ("--epochs and --out go together",)),
         (["{run}", "--run.seed=1"], ConfigError, ("--run.seed=1", "--epochs N --out FOLDER")),

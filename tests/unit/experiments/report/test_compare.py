@@ -16,8 +16,8 @@ from bigbatch.experiments.report.compare import (
     best_of,
     compare_runs,
     comparison_table,
-    differing,
-    labelled,
+    differing_keys,
+    label_runs,
     read_figures,
 )
 from bigbatch.experiments.report.plots import draw_comparison
@@ -131,17 +131,17 @@ def test_cumulative_cells_keep_their_order_and_tell_gains() -> None:
     table = comparison_table(found)
     rows = [dict(zip(table.head, row, strict=True)) for row in table.rows]
     assert [row["case"] for row in rows] == ["a", "b", "c"]
-    gains = [(row["times as fast as the one before"], row["as the first"]) for row in rows]
-    assert gains == [("1.00", "1.00"), ("2.00", "2.00"), ("0.25", "0.50")]
+    speedups = [(row["times as fast as the one before"], row["as the first"]) for row in rows]
+    assert speedups == [("1.00", "1.00"), ("2.00", "2.00"), ("0.25", "0.50")]
     assert [row["to 90.0% (s)"] for row in rows] == ["not reached", "5.0", "20.0"]
     assert best_of(found) == ""
 
 
 def test_runs_are_labelled_by_any_keys_and_by_their_folders_where_too_many_differ() -> None:
-    assert differing(RUNS) == ("batch.global_batch_size",), "neither seeds nor folders"
-    by_batch = compare_runs("t", labelled(RUNS, ["batch.global_batch_size"]))
+    assert differing_keys(RUNS) == ("batch.global_batch_size",), "neither seeds nor folders"
+    by_batch = compare_runs("t", label_runs(RUNS, ["batch.global_batch_size"]))
     assert sorted(len(cell.runs) for cell in by_batch.cells) == [5, 5]
-    assert labelled(RUNS, ["a"] * 9)[0].values == {"run": "sgd/64/0"}
+    assert label_runs(RUNS, ["a"] * 9)[0].values == {"run": "sgd/64/0"}
 
 
 def test_plot_has_a_line_and_a_band_for_each_case_over_the_batch() -> None:

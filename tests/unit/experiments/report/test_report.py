@@ -416,7 +416,7 @@ def reports_at(rate: float) -> str:
 @pytest.mark.parametrize(
     ("file", "text", "why"),
     [
-        ("run/summary.json", "{}", "its files are damaged: 'global_batch_size' is not there"),
+        ("run/summary.json", "{}", "its files are damaged: 'global_batch_size' is missing"),
         ("run/summary.json", "{", "summary.json is not readable"),
         ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 reports"),
         ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),

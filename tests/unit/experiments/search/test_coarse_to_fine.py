@@ -140,7 +140,7 @@ def test_trials_run_at_once(tmp_path):
     """Each waits until all three have started."""
     fake = Fake("--together", "3")
     records, _ = run(tmp_path, fake, trials=3, rounds=1, parallel=3)
-    assert [r.state for r in records] == ["finished"] * 3
+    assert [r.state for r in records] == ["done"] * 3
     assert fake.made == [1, 2, 3]
 
 
@@ -164,7 +164,7 @@ def test_stopped_search_goes_on_with_what_it_had(tmp_path):
     stop_after(lambda: (folder / "points/2/run/metrics.jsonl").exists(), number)
     stopped, said = run(folder, Fake("--hold", "2"), trials=4)
     assert stopped is None
-    assert said[-1] == "stopped; the same command goes on from there"
+    assert said[-1] == "stopped; the same command continues the search"
     assert signal.getsignal(number) == before
     assert not (folder / "best.yaml").exists()
     kept = (folder / "points/2/run/metrics.jsonl").read_text()
@@ -204,7 +204,7 @@ def test_trial_that_ended_and_was_not_told_is_not_run_again(tmp_path):
         run(tmp_path, fake, trials=2, rounds=1)
     records, _ = run(tmp_path, fake, trials=2, rounds=1)
     assert fake.made == [1, 2]
-    assert [record.state for record in records] == ["finished"] * 2
+    assert [record.state for record in records] == ["done"] * 2
 
 
 @pytest.mark.long

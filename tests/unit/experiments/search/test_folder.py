@@ -63,7 +63,7 @@ def test_search_that_was_killed_as_it_began_can_begin_again(tmp_path):
         (tmp_path / name).write_text("")
     records, _ = run(tmp_path, trials=2, rounds=1)
     assert load_config(["--config", str(tmp_path / "base.yaml")]) == load_config(["--config", "quickstart"])
-    assert [record.state for record in records] == ["finished"] * 2
+    assert [record.state for record in records] == ["done"] * 2
 
 
 @pytest.mark.slow

@@ -78,29 +78,29 @@ def test_space_needs_an_axis_and_names_each_key_once():
     ],
 )
 def test_log_range_shrinks_to_a_third(best, low, high):
-    shrunk = SearchRange("schedule.base_lr", 1, 100, is_log=True, is_int=False).shrunk(best)
-    assert (shrunk.low, shrunk.high) == pytest.approx((low, high))
-    assert shrunk.is_log
+    narrowed = SearchRange("schedule.base_lr", 1, 100, is_log=True, is_int=False).narrowed(best)
+    assert (narrowed.low, narrowed.high) == pytest.approx((low, high))
+    assert narrowed.is_log
 
 
 def test_shrink_of_other_axes():
-    linear = SearchRange("optimizer.label_smoothing", 0, 0.3, is_log=False, is_int=False).shrunk("0.2")
+    linear = SearchRange("optimizer.label_smoothing", 0, 0.3, is_log=False, is_int=False).narrowed("0.2")
     assert (linear.low, linear.high) == pytest.approx((0.15, 0.25))
-    whole = SearchRange("augment.randaugment_ops", 1, 13, is_log=False, is_int=True).shrunk("12")
+    whole = SearchRange("augment.randaugment_ops", 1, 13, is_log=False, is_int=True).narrowed("12")
     assert (whole.low, whole.high) == (9, 13)
     grid = ValueList("batch.global_batch_size", tuple("abcdef"), is_ordered=True)
-    assert [grid.shrunk(best).texts for best in "acf"] == [("a", "b"), ("b", "c"), ("e", "f")]
-    assert ValueList("k", tuple("abc"), is_ordered=True).shrunk("b").texts == ("b",)
+    assert [grid.narrowed(best).texts for best in "acf"] == [("a", "b"), ("b", "c"), ("e", "f")]
+    assert ValueList("k", tuple("abc"), is_ordered=True).narrowed("b").texts == ("b",)
     choice = ValueList("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
-    assert choice.shrunk("0.9") == choice
+    assert choice.narrowed("0.9") == choice
 
 
 def test_space_keeps_the_best_in_every_round():
     axis = SearchRange("schedule.base_lr", 0.1, 30, is_log=True, is_int=False)
     for text in (axis.text(0.1), axis.text(3.14159), axis.text(30)):
-        shrunk = axis.shrunk(text).shrunk(text).shrunk(text)
-        assert shrunk.low <= float(text) * (1 + 1e-12)
-        assert float(text) <= shrunk.high * (1 + 1e-12)
+        narrowed = axis.narrowed(text).narrowed(text).narrowed(text)
+        assert narrowed.low <= float(text) * (1 + 1e-12)
+        assert float(text) <= narrowed.high * (1 + 1e-12)
 
 
 def test_space_numbers_have_few_digits_and_stay_in_the_range():

@@ -14,8 +14,8 @@ from fake_searches import stated
 
 from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
-from bigbatch.experiments.engine.engine import seen_gpus
-from bigbatch.experiments.launching import Launch, parse_launch
+from bigbatch.experiments.engine.engine import gpus_of_slot
+from bigbatch.experiments.launch_option import Launch, parse_launch
 from bigbatch.experiments.search.plot import draw_search
 from bigbatch.experiments.search.space import SearchRange, ValueList
 from bigbatch.experiments.search.study import Round, TrialRecord, best_record
@@ -50,7 +50,7 @@ def test_launch_words(capsys):
     ],
 )
 def test_gpus_are_taken_in_turn(num_ranks, gpus, of_slots):
-    seen = [seen_gpus(gpus, ranks=num_ranks, slot=slot) for slot in range(len(of_slots))]
+    seen = [gpus_of_slot(gpus, ranks=num_ranks, slot=slot) for slot in range(len(of_slots))]
     assert seen == [["env", f"CUDA_VISIBLE_DEVICES={each}"] if each else [] for each in of_slots]
 
 
@@ -80,7 +80,7 @@ def test_study_spreads_values_evenly(tmp_path):
     values = []
     for _ in range(9):
         index, chosen = study.ask()
-        study.tell(index, "finished", result=0.5)
+        study.tell(index, "done", result=0.5)
         values.append(chosen)
     # after a first one by chance, eight of Sobol's points: one in each eighth of the range, four of each choice
     eighths = sorted(int(8 * math.log(float(each["schedule.base_lr"])) / math.log(64)) for each in values[1:])
@@ -91,10 +91,10 @@ def test_study_spreads_values_evenly(tmp_path):
 def test_study_goes_on_with_the_values_of_a_killed_search(tmp_path):
     first = open_round(tmp_path)
     done, left = first.ask(), first.ask()
-    first.tell(done[0], "finished", result=0.3)
+    first.tell(done[0], "done", result=0.3)
     again = open_round(tmp_path)
     assert again.unfinished() == [left]
-    assert again.ended() == [TrialRecord(1, 1, done[1], "finished", 0.3, "")]
+    assert again.ended() == [TrialRecord(1, 1, done[1], "done", 0.3, "")]
     new = again.ask()
     assert new[0] == 3
     assert new[1] not in (done[1], left[1])
@@ -124,7 +124,7 @@ def test_worse_half_is_pruned_once_four_have_finished(tmp_path, maximize):
         index, _ = study.ask()
         for epoch in (1, 2):
             assert not study.should_stop(index, epoch=epoch, result=sign * result)
-        study.tell(index, "finished", result=sign * result)
+        study.tell(index, "done", result=sign * result)
     index, _ = study.ask()
     assert not study.should_stop(index, epoch=1, result=sign * 0.0)  # in the warm-up
     assert study.should_stop(index, epoch=2, result=sign * 0.24)  # the median is 0.25
@@ -188,7 +188,7 @@ def test_prune_of_nothing_in_the_warmup(tmp_path, warmup, epoch):
 
 
 def test_best_is_the_first_of_equals():
-    results = (("finished", 0.25), ("failed", None), ("finished", 0.75), ("finished", 0.75))
+    results = (("done", 0.25), ("failed", None), ("done", 0.75), ("done", 0.75))
     records = [TrialRecord(n, 1, {}, state, result, "") for n, (state, result) in enumerate(results)]
     assert best_record(records, metric="top1") == records[2]
     assert best_record(records, metric="loss") == records[0]
@@ -204,8 +204,8 @@ TRIALS = [
     TrialRecord(number, 1 + number // 3, {LR.key: lr, DECAY.key: decay, BATCH.key: batch, MODEL.key: model}, *ended, "")
     for number, (lr, decay, batch, model, *ended) in enumerate(
         [
-            ("2", "1e-5", "8192", "resnet18", "finished", 0.5),
-            ("16", "3e-5", "16384", "resnet152", "finished", 0.75),
+            ("2", "1e-5", "8192", "resnet18", "done", 0.5),
+            ("16", "3e-5", "16384", "resnet152", "done", 0.75),
             ("40", "1e-4", "65536", "resnet50", "pruned", 0.9),
             ("64", "2e-4", "65536", "resnet50", "failed", None),
         ]
@@ -244,14 +244,14 @@ def test_search_whose_journal_was_cut_off_goes_on(tmp_path):
     """A kill or a full disk may leave part of a line: its content is written again, and the next line is whole."""
     first = open_round(tmp_path)
     done, left = first.ask(), first.ask()
-    first.tell(done[0], "finished", result=0.3)
+    first.tell(done[0], "done", result=0.3)
     before = (tmp_path / "journal.log").read_bytes()
-    first.tell(left[0], "finished", result=0.4)
+    first.tell(left[0], "done", result=0.4)
     after = (tmp_path / "journal.log").read_bytes()
     (tmp_path / "journal.log").write_bytes(after[: len(before) + 20])
     again = open_round(tmp_path)
     assert again.unfinished() == [left]
-    again.tell(left[0], "finished", result=0.4)
+    again.tell(left[0], "done", result=0.4)
     ended = [(record.number, record.values, record.result) for record in open_round(tmp_path).ended()]
     assert ended == [(*done, 0.3), (*left, 0.4)]
 
@@ -277,7 +277,7 @@ def test_journal_that_the_disk_has_no_room_for_is_named(tmp_path, monkeypatch):
     study = open_round(tmp_path)
     index, _ = study.ask()
     monkeypatch.setattr(os, "fsync", raise_no_space)
-    for act in (study.ask, partial(study.tell, index, "finished", result=0.5)):
+    for act in (study.ask, partial(study.tell, index, "done", result=0.5)):
         with pytest.raises(RunFolderError, match=naming(tmp_path / "journal.log", "No space left")):
             act()
 

@@ -10,7 +10,7 @@ from error_texts import naming
 
 from bigbatch.errors import JobRefused
 from bigbatch.launch.emulate import losses
-from bigbatch.launch.emulate.losses import Loss, Rehearsal, parse_losses
+from bigbatch.launch.emulate.losses import FaultInjector, Loss, parse_losses
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.emulate.subcommands import main
@@ -63,7 +63,7 @@ def test_losses_happen_once_at_the_first_new_report_of_their_step_or_a_later_one
             file.writelines(json.dumps({"kind": kind, "step": step}) + "\n" for step in steps)
 
     write(90)  # of an earlier start
-    rehearsal = Rehearsal(
+    rehearsal = FaultInjector(
         (Loss("cut", 0, 3), Loss("stop", 1, 5), Loss("kill", 1, 80)), metrics=metrics, cluster=CLUSTER, environ={}
     )
     rehearsal()
@@ -95,7 +95,7 @@ def test_losses_survive_a_shorter_file_that_has_grown_past_the_last_look(
     metrics = tmp_path / "metrics.jsonl"
     line = '{"kind": "train", "step": %d}\n'
     metrics.write_text("".join(line % step for step in (1, 2, 3)))
-    rehearsal = Rehearsal((Loss("kill", 1, 9),), metrics=metrics, cluster=CLUSTER, environ={})
+    rehearsal = FaultInjector((Loss("kill", 1, 9),), metrics=metrics, cluster=CLUSTER, environ={})
     # a resumed run has kept one report and written others: the place of the last look is within a line
     metrics.write_text(line % 1 + '{"kind": "start", "step": 1, "job": {"world_size": 2}}\n' + line % 2 + line % 3)
     rehearsal()

@@ -14,7 +14,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import agent
 from bigbatch.launch.emulate.cluster import LinkBytes, parse_counters
-from bigbatch.launch.emulate.launchers import Site, mpirun_starts
+from bigbatch.launch.emulate.launchers import StartContext, mpirun_processes
 from bigbatch.launch.emulate.namespaces import enter_cluster
 from bigbatch.launch.emulate.plan import (
     ClusterPlan,
@@ -94,14 +94,14 @@ def test_keeper_is_no_process_beside_us() -> None:
 
 
 def test_mpirun_starts_from_the_first_emulated_node() -> None:
-    site = Site(
+    site = StartContext(
         order="cyclic",
         mpirun="/opt/mpirun",
         folder=Path("/tmp/x"),
         terminal_columns=80,
         variables=("PATH", "NCCL_DEBUG"),
     )
-    (start,) = mpirun_starts(JOB, UNEVEN, site)
+    (start,) = mpirun_processes(JOB, UNEVEN, site)
     assert start.node == 0
     assert list(start.argv) == [
         *("/opt/mpirun", "-n", "8", "--bind-to", "none", "--map-by", "node", "--prtemca", "plm", "ssh"),
@@ -118,7 +118,7 @@ def test_mpirun_starts_from_the_first_emulated_node() -> None:
 def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", path)
     with pytest.raises(LaunchOptionError, match=naming(repr(path), "--launcher torchrun", "plain")):
-        mpirun_starts(JOB, UNEVEN, Site())
+        mpirun_processes(JOB, UNEVEN, StartContext())
 
 
 def test_agent_takes_its_words_as_ssh_does() -> None:

@@ -230,7 +230,9 @@ def test_late_rank_without_waiting_ranks_is_named(explain: Explain) -> None:
     for each in ranks:
         each.call(times=4 if each.rank == 1 else 6)
     said = explain(ranks)
-    assert said.headline.startswith("rank 1 has begun less than others, which wait for none: not collective 5 (")
+    assert said.headline.startswith(
+        "rank 1 has begun fewer collectives than others, and no rank waits; the next is collective 5 ("
+    )
     assert said.code == 1
 
 
@@ -307,7 +309,7 @@ def test_group_whose_ranks_are_not_told_has_those_that_used_it(explain: Explain)
     ranks[0].entries[-1]["retired"] = False
     assert explain(ranks).headline.startswith("rank 1 has not begun collective 2 (gloo:all_reduce [1024] Float) of")
     ranks[1].entries.pop()
-    assert explain(ranks).headline.endswith("(of_1, 1 rank), and no other rank is known to be of it")
+    assert explain(ranks).headline.endswith("(of_1, 1 rank), and no other rank of its group is known")
 
 
 def test_groups_that_are_queued_in_another_order_are_a_circle(explain: Explain) -> None:
@@ -353,7 +355,7 @@ def test_gpu_that_has_not_started_a_message_is_named(explain: Explain) -> None:
     ranks[0].message("send", 1, "started")
     ranks[1].message("recv", 0, "scheduled")
     what = "message 1 (nccl:{} [8] Float) of process group 0 (default_pg, 4 ranks)"
-    lacks = ", and the GPU has not started it, as the peer's has"
+    lacks = ", and the GPU has not started it, but the peer's GPU has"
     assert explain(ranks).headline == f"rank 1 has queued {what.format('recv 1<-0')}{lacks}"
     ranks[1].call(state="scheduled", group="0")  # which waits for the message
     assert explain(ranks).headline == f"rank 1 has queued {what.format('recv 1<-0')}{lacks}"

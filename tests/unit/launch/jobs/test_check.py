@@ -92,7 +92,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("mpirun", "--restarts", "1", *TRAIN, "--run.resume", "never"), ("--run.resume never",)),
         (("emulate", "run", "--nodes", "2", "--restarts", "1", *TRAIN, "--run.resume", "never"), ("--run.resume",)),
         *(
-            ((name, *TRAIN, "--run.heal", "in_place"), (f"in_place: a job of {name}", "launch local, mpirun or slurm"))
+            ((name, *TRAIN, "--run.heal", "in_place"), (f"in_place: {name} ends all ranks", "launch local, mpirun or slurm"))
             for name in ("torchrun", "flux")
         ),
     ],
@@ -211,7 +211,7 @@ def test_job_of_one_core_a_rank_and_of_an_image_without_bigbatch_is_warned_of(
     words = ("--gpus-per-node", "1", "--image", "nvcr.io/nvidia/pytorch:1", "--output", "job.sh")
     assert main(["launch", "slurm", *words, *TRAIN]) == 0
     said = capsys.readouterr().err
-    assert "warning: no --cpus-per-rank" in said
+    assert "warning: without --cpus-per-rank" in said
     assert "warning: --image nvcr.io/nvidia/pytorch:1: it must contain bigbatch" in said
 
 

@@ -53,7 +53,7 @@ def test_env_that_is_not_set_is_told_before_anything_starts(
 
 
 def test_env_of_a_slurm_script_is_that_of_the_shell_that_submits(tmp_path: Path) -> None:
-    stubs, job = Stubs(tmp_path), JobSpec(TRAIN, 2, taken=(("TOKEN", None), ("EMPTY", None)))
+    stubs, job = Stubs(tmp_path), JobSpec(TRAIN, 2, forwarded=(("TOKEN", None), ("EMPTY", None)))
     code, _ = stubs.run(sbatch_script(job), TOKEN=VALUE, EMPTY="")
     assert (code, stubs.variables()["TOKEN"]) == (0, VALUE)
     (tmp_path / "srun.environ").unlink()

@@ -13,7 +13,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.fit_hosts import (
     choose_launcher,
     fit_hosts,
-    without,
+    without_hosts,
     write_hostfile,
 )
 from bigbatch.launch.jobs.foreground import Ended
@@ -31,11 +31,11 @@ def test_preflight_starts_by_the_launcher_of_the_job() -> None:
 
 def test_job_without_its_unfit_hosts() -> None:
     job = JobSpec(TRAIN, 4, hosts=(("n0.cluster", 2), ("n1.cluster", 2), ("n2.cluster", 2)))
-    assert without(job, ["n1"]).hosts == (("n0.cluster", 2), ("n2.cluster", 2))
+    assert without_hosts(job, ["n1"]).hosts == (("n0.cluster", 2), ("n2.cluster", 2))
     with pytest.raises(LaunchOptionError, match=naming(" n0, n1 ", " 2 slots ", " 4 ranks", "--hosts", "--ranks")):
-        without(job, ["n0", "n1"])
+        without_hosts(job, ["n0", "n1"])
     with pytest.raises(LaunchOptionError, match=naming(" n0, n1, n2 ", " 0 slots")):
-        without(replace(job, num_ranks=1), ["n0", "n1", "n2"])
+        without_hosts(replace(job, num_ranks=1), ["n0", "n1", "n2"])
 
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.1.1")
@@ -90,7 +90,7 @@ def test_unfit_host_that_cannot_be_told_is_refused(
     stated = tuple((host, 2) for host in hosts)
     told = r"^--hosts: [^\n]* n1: [^\n]*`hostname`[^\n]*$"
     with pytest.raises(LaunchOptionError, match=told):
-        without(JobSpec(TRAIN, 2, hosts=stated), ["n1"])
+        without_hosts(JobSpec(TRAIN, 2, hosts=stated), ["n1"])
     with pytest.raises(LaunchOptionError, match=told):
         write_hostfile(tmp_path / "good", stated, bad=["n1"])
     assert not (tmp_path / "good").exists()

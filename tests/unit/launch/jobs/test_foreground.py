@@ -30,10 +30,10 @@ def test_foreground_ends_a_launcher_that_its_ranks_have_left(
         ["sh", "-c", deaf],
         environ=os.environ,
         asks_to_stop=signal.SIGUSR1,
-        has_left=(tmp_path / "deaf").exists,
+        rank_0_ended=(tmp_path / "deaf").exists,
     )
     assert (ended.code, ended.was_asked) == (128 + signal.SIGKILL, False)
-    assert "sh waits, and the job's first rank has ended: ending it" in capfd.readouterr().err
+    assert "sh still runs although the job's first rank has ended: ending it" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("is_interrupted", "code"), [(True, 128 + signal.SIGUSR1), (False, 3)])

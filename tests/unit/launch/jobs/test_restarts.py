@@ -7,9 +7,9 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.launch.jobs.fit_hosts import on_hosts_left
+from bigbatch.launch.jobs.fit_hosts import on_remaining_hosts
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.restarts import describe_restarts, may_go_on, run_healing
+from bigbatch.launch.jobs.restarts import describe_restarts, may_restart, run_with_restarts
 from bigbatch.launch.jobs.spec import JobSpec
 
 TRAIN = ("train", "--config", "quickstart")
@@ -43,7 +43,7 @@ class Played:
         job = JobSpec(command, 4, restarts=restarts, is_python=is_python, hosts=hosts)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("bigbatch.launch.jobs.restarts.tell", self.said.append)
-            return run_healing(self.start, job, **others).code  # type: ignore[arg-type]
+            return run_with_restarts(self.start, job, **others).code  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ class Played:
     ],
 )
 def test_restarts_follow_the_promise_of_the_codes(code: int, of_ours: bool, of_script: bool) -> None:
-    assert (may_go_on(code, is_python=False), may_go_on(code, is_python=True)) == (of_ours, of_script)
+    assert (may_restart(code, is_python=False), may_restart(code, is_python=True)) == (of_ours, of_script)
 
 
 def test_job_that_may_go_on_says_what_resumes_it(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_restarts_take_the_checkpoint_before_a_damaged_one_for_no_newer(tmp_path
         return Ended(137 if number_of_starts < 20 else 0, was_asked=False)
 
     job = JobSpec((*TRAIN, f"--run.directory={tmp_path}"), 1, restarts=3)
-    assert run_healing(start, job).code == 137
+    assert run_with_restarts(start, job).code == 137
     assert number_of_starts == 4, "the first saves step 8, and the others nothing after it"
 
 
@@ -106,7 +106,7 @@ def test_restarts_end_with_who_asked_to_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [130, 138])
 def test_restarts_go_on_with_what_is_left_and_grow_again_when_called(code: int, tmp_path: Path) -> None:
     """A job that is called back has lost nothing: it counts as no restart, also where it did not listen yet (138)."""
-    recalled = Ended(code, was_asked=False, was_recalled=True)
+    recalled = Ended(code, was_asked=False, for_restart=True)
     played = Played(tmp_path, 6, recalled, 0)
     sizes = iter((2, 4))  # each asked for once
     assert played.run(restarts=1, refit=lambda job: replace(job, num_ranks=next(sizes))) == 0
@@ -130,9 +130,9 @@ def test_restarts_take_a_host_that_is_away_for_a_loss_whatever_the_code(
 def test_hosts_left_are_those_that_answer_with_ranks_that_share_the_batch() -> None:
     """512 images in microbatches of 128: up to 4 ranks."""
     job = JobSpec(TRAIN, 4, hosts=(("n0", 1), ("n1", 1), ("n2", 1), ("n3", 1)))
-    left = on_hosts_left(job, answers=lambda host: host != "n1")
+    left = on_remaining_hosts(job, answers=lambda host: host != "n1")
     assert (left.hosts, left.num_ranks) == ((("n0", 1), ("n2", 1), ("n3", 1)), 3)
-    assert on_hosts_left(job, answers=lambda host: True) == job
+    assert on_remaining_hosts(job, answers=lambda host: True) == job
 
 
 @pytest.mark.parametrize("options", [(), ("--batch.microbatch_size", "64", "--batch.bn_span", "128")])
@@ -140,7 +140,7 @@ def test_hosts_left_that_cannot_share_the_batch_are_said(options: tuple[str, ...
     """None is left, or one where a ghost batch lies on two ranks."""
     job = JobSpec((*TRAIN, *options), 2, hosts=(("n0", 1), ("n1", 1)))
     with pytest.raises(LaunchOptionError, match=naming("n0")):
-        on_hosts_left(job, answers=lambda host: bool(options) and host == "n1")
+        on_remaining_hosts(job, answers=lambda host: bool(options) and host == "n1")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from owned_folder import owning
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
-from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft, count_joins, has_begun, last_report
+from bigbatch.launch.jobs.run_folder import CHECKS_AFTER_FAILURE, FirstRankWatch, count_joins, has_begun, last_report
 from bigbatch.launch.jobs.spec import JobSpec
 
 
@@ -19,11 +19,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> str:
     return "start 1"
 
 
-def look(has_left: RunLeft) -> bool:
+def check(watch: FirstRankWatch) -> bool:
     """Ask, and let the look at storage end."""
-    told = has_left()
-    assert has_left._looking is not None
-    has_left._looking.join()
+    told = watch()
+    assert watch._thread is not None
+    watch._thread.join()
     return told
 
 
@@ -41,40 +41,40 @@ def test_last_report_has_the_figures_that_are_numbers(tmp_path: Path) -> None:
 
 def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start: str) -> None:
     """The other ranks may take theirs to end."""
-    has_left = RunLeft(str(tmp_path / "run"), start=start)
-    assert not any(look(has_left) for _ in range(9)), "no process owns the folder yet"
+    watch = FirstRankWatch(str(tmp_path / "run"), start=start)
+    assert not any(check(watch) for _ in range(9)), "no process owns the folder yet"
     with owning(tmp_path / "run"):
-        assert not any(look(has_left) for _ in range(9))
+        assert not any(check(watch) for _ in range(9))
     fail(tmp_path / "run")
-    assert [look(has_left) for _ in range(LEFT_LOOKS + 2)] == [False] * (LEFT_LOOKS + 1) + [True]
+    assert [check(watch) for _ in range(CHECKS_AFTER_FAILURE + 2)] == [False] * (CHECKS_AFTER_FAILURE + 1) + [True]
 
 
 def test_job_without_a_run_folder_is_left_after_its_first_rank_recorded_a_failure(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    has_left = RunLeft(None, start=str(file))
+    watch = FirstRankWatch(None, start=str(file))
     for record in ("", "begun", "0", "130"):
         file.write_text(record)
-        assert not any(look(has_left) for _ in range(LEFT_LOOKS + 2))
+        assert not any(check(watch) for _ in range(CHECKS_AFTER_FAILURE + 2))
     file.write_text("6")
-    assert [look(has_left) for _ in range(LEFT_LOOKS + 2)][-1]
+    assert [check(watch) for _ in range(CHECKS_AFTER_FAILURE + 2)][-1]
 
 
 def test_run_is_not_left_for_the_failure_of_another_job(
     tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other job owned the folder, and ended while this job's ranks still import."""
-    has_left = RunLeft(str(tmp_path), start=start)
+    watch = FirstRankWatch(str(tmp_path), start=start)
     for other in ("start 2", ""):
         monkeypatch.setenv(STOPPED_VARIABLE, other)
         fail(tmp_path)
-        assert not any(look(has_left) for _ in range(9))
+        assert not any(check(watch) for _ in range(9))
 
 
 def test_storage_that_does_not_answer_holds_no_launcher_up(tmp_path: Path, start: str) -> None:
     """It must react to Ctrl-C, and to the launcher's end."""
     os.mkfifo(tmp_path / ".owner-1")
-    has_left = RunLeft(str(tmp_path), start=start)
-    assert not any(has_left() for _ in range(9))
+    watch = FirstRankWatch(str(tmp_path), start=start)
+    assert not any(watch() for _ in range(9))
     os.close(os.open(tmp_path / ".owner-1", os.O_RDWR | os.O_NONBLOCK))  # lets the thread go
 
 

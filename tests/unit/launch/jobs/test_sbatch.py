@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.jobs.words import OF_SBATCH
+from bigbatch.launch.jobs.validation import SET_BY_SCRIPT
 from bigbatch.launch.launchers.slurm_script import directives
 from bigbatch.launch.start import main
 
@@ -30,7 +30,7 @@ def test_sbatch_options_stand_in_the_script_as_they_are(capsys: pytest.CaptureFi
     ]
 
 
-@pytest.mark.parametrize("key", [*directives(JobSpec(TRAIN, 1)), *(f"--{key}" for key in OF_SBATCH)])
+@pytest.mark.parametrize("key", [*directives(JobSpec(TRAIN, 1)), *(f"--{key}" for key in SET_BY_SCRIPT)])
 def test_sbatch_option_of_ours_is_refused_by_its_name(key: str) -> None:
     name = key.removeprefix("--").partition("=")[0]
     with pytest.raises(LaunchOptionError, match=naming(f"--sbatch {name}:", "use ")):

@@ -13,9 +13,9 @@ from error_texts import naming
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_hosts, parse_master, read_hostfile
-from bigbatch.launch.jobs.words import UNLIMITED, format_minutes, parse_environment, parse_minutes, parse_taken
+from bigbatch.launch.jobs.validation import UNLIMITED, format_minutes, parse_environment, parse_forwarded, parse_minutes
 from bigbatch.launch.launchers import slurm_script
-from bigbatch.launch.launchers.local import local_starts
+from bigbatch.launch.launchers.local import local_processes
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.start import main
 
@@ -83,7 +83,7 @@ BASES = {"k8s": JobSpec(IN_PODS, 8, image="bb", mounts=("runs:/runs",)), "slurm"
 
 def test_job_field_has_a_sample() -> None:
     # what is taken from the environment need not show: test_env.py
-    without = {"command", "num_ranks", "oversubscribe", "taken"}
+    without = {"command", "num_ranks", "oversubscribe", "forwarded"}
     assert {field.name for field in fields(JobSpec)} - set(SAMPLES) == without
 
 
@@ -187,7 +187,7 @@ def test_job_ranks_beyond_the_cores_share_them() -> None:
 
 def test_job_of_more_ranks_than_a_host_can_run_is_refused_by_local() -> None:
     with pytest.raises(LaunchOptionError, match=naming("900000 ranks", "4096 or fewer")):
-        local_starts(JobSpec(TRAIN, 900_000), port=29500)
+        local_processes(JobSpec(TRAIN, 900_000), port=29500)
 
 
 def test_job_hosts() -> None:
@@ -249,7 +249,7 @@ def test_master_that_is_none_is_refused(text: str) -> None:
 def test_variables_may_hold_equals_signs() -> None:
     assert parse_environment(["A=b=c", "D="]) == (("A", "b=c"), ("D", ""))
     assert parse_environment(["A", "A@b"]) == ()
-    assert parse_taken(["A=b", "A", "A@b", "A@"]) == (("A", None), ("A", "b"), ("A", ""))
+    assert parse_forwarded(["A=b", "A", "A@b", "A@"]) == (("A", None), ("A", "b"), ("A", ""))
 
 
 GPUS = ("GPU 0: NVIDIA H100 (UUID: GPU-1)", "  MIG 1g.10gb Device 0: (UUID: MIG-1)", "GPU 1: NVIDIA H100 (UUID: GPU-2)")

@@ -131,7 +131,7 @@ FILES = {
     ROOT / "launch/scripts/train.sbatch": ready_script,
 }
 
-OF_OTHERS = {GOLDEN / name for name in ("defaults.yaml", "k8s-fields.yaml", "report.json", "report.md")}
+FOREIGN_OPTIONS = {GOLDEN / name for name in ("defaults.yaml", "k8s-fields.yaml", "report.json", "report.md")}
 """What other tests compare with: a config's defaults, the fields that a JobSet and an MPIJob may have, a report."""
 
 
@@ -141,7 +141,7 @@ def test_golden_file_is_what_the_launcher_writes(path: Path) -> None:
 
 
 def test_golden_files_all_have_a_case() -> None:
-    assert set(GOLDEN.iterdir()) == {path for path in FILES if path.parent == GOLDEN} | OF_OTHERS
+    assert set(GOLDEN.iterdir()) == {path for path in FILES if path.parent == GOLDEN} | FOREIGN_OPTIONS
 
 
 def test_mpirun_is_printed_for_this_machine() -> None:

@@ -10,9 +10,9 @@ import yaml
 from error_texts import naming
 
 from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError
-from bigbatch.launch.jobs.restarts import may_go_on
+from bigbatch.launch.jobs.restarts import may_restart
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.jobs.words import UNLIMITED
+from bigbatch.launch.jobs.validation import UNLIMITED
 from bigbatch.launch.launchers import k8s
 from bigbatch.launch.start import main
 
@@ -138,7 +138,7 @@ def test_k8s_jobset_restarts_by_the_exit_codes_of_the_failure_model(is_python: b
     for code in (126, 127):  # nothing started
         assert found.pop(code) == "FailJobSet"
     known = [1, 2, 3, 4, 5, 6, 7, 134, 135, 137, 139, 141, 143]
-    expected = {code: "RestartJobSet" if may_go_on(code, is_python=is_python) else "FailJobSet" for code in known}
+    expected = {code: "RestartJobSet" if may_restart(code, is_python=is_python) else "FailJobSet" for code in known}
     assert {code: found[code] for code in known} == expected
 
 
@@ -210,13 +210,13 @@ def test_k8s_needs_an_image_and_heals_nothing() -> None:
         (
             ("d:/d:ro", "r:/r"),
             ("--data.root", "/d/x"),
-            ("--run.directory runs/quickstart", "end with", "/runs/quickstart"),
+            ("--run.directory runs/quickstart", "lost with", "/runs/quickstart"),
         ),
         ((), FOLDERS, ("--run.directory /r/x", "--mount runs:/runs", "--run.directory /runs/x")),
         (("r:/r:ro",), FOLDERS, ("--run.directory /r/x", "r:/r:ro", "read only")),
-        (("r:/ru",), FOLDERS, ("--run.directory /r/x", "end with")),
+        (("r:/ru",), FOLDERS, ("--run.directory /r/x", "lost with")),
         (("r:/r", "s:/r/x:ro"), FOLDERS, ("s:/r/x:ro", "read only")),
-        (("r:/r",), ("--run.directory", "/r/x"), ("--data.root data/shapes", "no such work folder", "/data/shapes")),
+        (("r:/r",), ("--run.directory", "/r/x"), ("--data.root data/shapes", "no such folder", "/data/shapes")),
     ],
 )
 def test_k8s_folders_that_end_with_a_pod_are_refused_before_anything_is_submitted(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.local import local_starts, own_environment
+from bigbatch.launch.launchers.local import local_processes, with_own_secret
 
 RANK = """
 import os, pathlib, sys, time
@@ -55,9 +55,9 @@ def test_local_starts_one_nodes_part_of_a_job() -> None:
     """It uses the secret that all nodes were given."""
     for node in (0, 1):
         job = JobSpec(("own.py",), 4, num_nodes=2, node_rank=node, master=("pod-0", 29500), is_python=True)
-        places = [dict(start.variables) for start in local_starts(job, port=1)]
+        places = [dict(start.variables) for start in local_processes(job, port=1)]
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
         assert [" ".join(place[name] for name in names) for place in places] == [
             f"{2 * node + local} 4 {local} 2 {node} pod-0 29500" for local in range(2)
         ]
-        assert own_environment(job, {"BIGBATCH_SECRET": "shared"}) == {"BIGBATCH_SECRET": "shared"}
+        assert with_own_secret(job, {"BIGBATCH_SECRET": "shared"}) == {"BIGBATCH_SECRET": "shared"}

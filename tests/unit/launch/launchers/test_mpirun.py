@@ -140,7 +140,7 @@ def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
     code: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     played(HOSTS.format(folder=tmp_path, code=code))
-    monkeypatch.setattr(foreground, "RECALL_SECONDS", 0.2)
+    monkeypatch.setattr(foreground, "MORE_HOSTS_SECONDS", 0.2)
     words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
     assert main(words) == 0
     started = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.endswith(" true")]
@@ -165,7 +165,7 @@ def test_mpirun_leaves_a_job_alone_whose_hosts_do_not_answer_while_it_runs(
 ) -> None:
     """Only more hosts are asked for: what is wrong with those that it has, it says itself."""
     played(BUSY.format(folder=tmp_path))
-    monkeypatch.setattr(foreground, "RECALL_SECONDS", 0.2)
+    monkeypatch.setattr(foreground, "MORE_HOSTS_SECONDS", 0.2)
     words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
     assert main(words) == 0
     assert (tmp_path / "asked").exists()
@@ -177,7 +177,7 @@ def test_mpirun_counts_a_host_that_hangs_as_lost(played: Played, monkeypatch: py
     monkeypatch.setattr(mpirun, "ANSWER_SECONDS", 0.3)
     job = JobSpec(("own.py",), 2, hosts=(("n0", 1), ("n1", 1)), is_python=True)
     with pytest.raises(LaunchOptionError, match="n0, n1"):
-        mpirun._on_hosts_left(job, environ=os.environ)
+        mpirun._on_remaining_hosts(job, environ=os.environ)
 
 
 def test_mpirun_ranks_on_this_host_inherit_variables() -> None:

@@ -19,8 +19,8 @@ from slurm_stubs import JOB, Stubs
 from bigbatch.comm.rendezvous.limits import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
-from bigbatch.launch.jobs.spec import OF_KUBERNETES, JobSpec, interface_variables
-from bigbatch.launch.jobs.words import PATTERNS, option
+from bigbatch.launch.jobs.spec import KUBERNETES_FIELDS, JobSpec, interface_variables
+from bigbatch.launch.jobs.validation import PATTERNS, option
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.launchers.slurm_script import FOREIGN_VARIABLES, directives, sbatch_script
 
@@ -92,7 +92,7 @@ def test_slurm_script_names_a_registry_as_the_containers_program_does(
 
 
 @settings(max_examples=50)
-@given(field=st.sampled_from(sorted(PATTERNS.keys() - OF_KUBERNETES)), data=st.data())
+@given(field=st.sampled_from(sorted(PATTERNS.keys() - KUBERNETES_FIELDS)), data=st.data())
 def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(["a", "b7", ",", "[1-3]", "/", ".", "%", *NASTY])
     value = data.draw(st.lists(pieces, min_size=1, max_size=4).map("".join))
@@ -297,7 +297,7 @@ HEALING = sbatch_script(JobSpec(TRAIN, 2, restarts=2), folder=RUN)
 def test_slurm_script_starts_ranks_again_after_a_loss(stubs: Stubs) -> None:
     code, output = stubs.run(HEALING, STUB_CODE="137 6 0")
     assert (code, stubs.num_starts(), stubs.requeued()) == (0, 3, False)
-    assert output.count("starting again") == 2
+    assert output.count("restarting") == 2
 
 
 @pytest.mark.parametrize(("code", "of_script"), [(1, True), (2, False)])
@@ -332,7 +332,7 @@ def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code
     if lost == "n1":
         assert place(stubs) == ["--nodes=2", "--ntasks=4", "--nodelist=n0,n2"]
         assert given_back
-        assert "starting again; nodes that answer: n0 n2 n3\n" in output
+        assert "restarting; nodes that answer: n0 n2 n3\n" in output
     else:
         assert place(stubs) == ["--nodes=4", "--ntasks=8", "--nodelist=n0,n1,n2,n3"]
         assert not given_back
@@ -341,7 +341,7 @@ def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code
 def test_slurm_script_goes_back_into_the_queue_where_too_few_nodes_are_left(stubs: Stubs) -> None:
     _, output = stubs.run(SHRINKING, STUB_CODE="137", STUB_LOST="n1 n2 n3")
     assert (stubs.num_starts(), stubs.requeued()) == (1, True)
-    assert re.search(naming("back into the queue", "too few nodes are left: n0"), output)
+    assert re.search(naming("requeued", "too few nodes are left: n0"), output)
 
 
 @pytest.mark.parametrize(("code", "lost"), [("2", "n1"), ("1", "")])

@@ -16,7 +16,7 @@ from bigbatch.launch.simulate.run import Failures, effective_share
 from bigbatch.launch.simulate.scaling import (
     Factors,
     PredictedPoint,
-    Question,
+    Scenario,
     advise,
     cheapest_within,
     efficiencies,
@@ -41,8 +41,8 @@ WIRE = ("--comm.reduce_dtype", "wire")
 NO_SCALE = ("--optimizer.loss_scale", "null", "--optimizer.loss_scale_growth_steps", "null")
 
 
-def ask(cluster: str = "dgx_a100", recipe: str = "imagenet/resnet50_64k", **options) -> Question:
-    return Question(load_config(["--config", recipe]), load_cluster(cluster), **options)
+def ask(cluster: str = "dgx_a100", recipe: str = "imagenet/resnet50_64k", **options) -> Scenario:
+    return Scenario(load_config(["--config", recipe]), load_cluster(cluster), **options)
 
 
 def test_paper_s_run_of_2048_gpus_lies_in_the_band():
@@ -95,7 +95,7 @@ def test_bytes_and_messages_of_a_step_are_the_closed_forms():
     rounding = load_config(["--config", "imagenet/resnet50_64k", *WIRE])
     for name in ("native", "hierarchical", "sharded"):
         assert (found[name].sent.rank_messages, found[name].sent.node_messages) == (None, None)
-        halves = simulate_point(Question(rounding, load_cluster("dgx_a100"), algorithm=name), 512)
+        halves = simulate_point(Scenario(rounding, load_cluster("dgx_a100"), algorithm=name), 512)
         assert halves.sent.node_bytes == pytest.approx(2 * 63 / 64 * M, abs=slack)
     # sums in fp32 of halves that double: partial sums travel, 6 times across 64 nodes
     assert simulate_point(ask(algorithm="doubling"), 512).sent.node_bytes == 6 * 2 * M
@@ -110,7 +110,7 @@ def test_a_library_s_own_sums_of_halves_take_the_time_of_fp32(cluster):
         words = (f"--optimizer.precision={precision}", f"--comm.reduce_dtype={reduce_dtype}")
         one_buffer = "--comm.buffer_bytes=1000000000"
         config = load_config(["--config", "imagenet/resnet50_64k", *NO_SCALE, *words, one_buffer])
-        return simulate_point(Question(config, load_cluster(cluster), algorithm="native"), 64).step.communication
+        return simulate_point(Scenario(config, load_cluster(cluster), algorithm="native"), 64).step.communication
 
     assert communication("bf16", "fp32") == pytest.approx(communication("fp32", "fp32"))
     assert communication("bf16", "wire") < 0.8 * communication("fp32", "fp32")
@@ -122,7 +122,7 @@ def test_only_what_is_simulated_is_shown_under_its_name():
         with pytest.raises(SimulationError, match=naming("v100_cloud_tcp", "sockets", name)):
             simulate_scaling(ask("v100_cloud_tcp", algorithm=name), [16, 64])
     config = load_config(["--config", "imagenet/resnet50_64k", "--comm.algorithm", "ring"])
-    question = Question(config, cluster)
+    question = Scenario(config, cluster)
     assert simulate_point(question, 64).algorithm == "native"
     assert any("ring is not simulated" in line for line in show.assumptions(question))
 
@@ -138,7 +138,7 @@ def test_only_what_is_simulated_is_shown_under_its_name():
 )
 def test_answer_beyond_what_was_checked_names_the_nearest_published_step(recipe, count, options, said):
     config = load_config(["--config", recipe, *options])
-    points = [simulate_point(Question(config, load_cluster("dgx_a100")), count)]
+    points = [simulate_point(Scenario(config, load_cluster("dgx_a100")), count)]
     assert (points[0].beyond_checked is None) == (said is None)
     words = " ".join(show.findings(points, model=config.model.name, deadline_hours=None))
     if said is None:
@@ -150,7 +150,7 @@ def test_answer_beyond_what_was_checked_names_the_nearest_published_step(recipe,
 def test_a_run_is_its_steps_evaluations_and_checkpoints():
     asked = ["--run.checkpoint_every_steps", "100", "--run.eval_every_epochs", "4"]
     config = load_config(["--config", "imagenet/resnet50_64k", *asked])
-    point = simulate_point(Question(config, load_cluster("dgx_a100")), 64)
+    point = simulate_point(Scenario(config, load_cluster("dgx_a100")), 64)
     steps = config.run.epochs * 1_281_167 / 65_536
     assert point.run.steps * 3600 == pytest.approx(steps * point.step.seconds)
     # fp32 weights and momentum of 25,557,032 parameters are copied at 2.2 GB/s, every 100 steps and 4 epochs
@@ -173,7 +173,7 @@ def test_failures_cost_a_restart_and_half_an_interval_each():
 def test_failures_throw_a_run_back_to_what_it_last_saved():
     def point_of(*asked: str, hours: float = 1000.0) -> PredictedPoint:
         config = load_config(["--config", "imagenet/resnet50_64k", "--run.eval_every_epochs", "4", *asked])
-        return simulate_point(Question(config, load_cluster("dgx_a100"), failures=Failures(hours)), 64)
+        return simulate_point(Scenario(config, load_cluster("dgx_a100"), failures=Failures(hours)), 64)
 
     epochs = point_of("--run.checkpoint_every_steps", "0")
     steps = point_of("--run.checkpoint_every_steps", "10")
@@ -207,10 +207,10 @@ def test_advice_is_worth_what_it_says(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(CLUSTER)
     config = load_config(["--config", "imagenet/resnet50_64k", "--optimizer.precision", "fp32", *NO_SCALE])
-    by_library = Question(config, load_cluster(str(path)), algorithm="native")
+    by_library = Scenario(config, load_cluster(str(path)), algorithm="native")
     found = advise(by_library, simulate_point(by_library, 8))
     assert found.half_wire_options == "--comm.wire_dtype float16 --comm.reduce_dtype wire"
-    question = Question(config, by_library.cluster, algorithm="ring")
+    question = Scenario(config, by_library.cluster, algorithm="ring")
     point = simulate_point(question, 512)
     found = advise(question, point)
     assert found.half_wire_options == "--comm.wire_dtype float16"
@@ -220,7 +220,7 @@ def test_advice_is_worth_what_it_says(tmp_path):
     if sizes.first_buffer_bytes:
         tuned += ["--comm.first_buffer_bytes", str(sizes.first_buffer_bytes)]
     again = load_config(["--config", "imagenet/resnet50_64k", "--optimizer.precision", "fp32", *NO_SCALE, *tuned])
-    changed = simulate_point(Question(again, question.cluster, algorithm=point.algorithm), 512)
+    changed = simulate_point(Scenario(again, question.cluster, algorithm=point.algorithm), 512)
     assert changed.step.seconds == pytest.approx(found.planned_seconds)
     assert found.planned_seconds <= point.step.seconds
 
@@ -385,7 +385,7 @@ def test_cores_times_their_rate_are_a_node_s_input(tmp_path):
     assert input_rate(ask(str(path), input_images_per_second=7.0)) == 7.0
     generated = ["--data.loader", "synthetic", "--data.num_synthetic_samples", "100000"]
     config = load_config(["--config", "imagenet/resnet50_64k", *generated])
-    assert input_rate(Question(config, load_cluster(str(path)))) is None  # reads no files
+    assert input_rate(Scenario(config, load_cluster(str(path)))) is None  # reads no files
     for text, named in {
         cores: "go together",
         each: "go together",
@@ -464,10 +464,10 @@ def test_hybrid_takes_for_each_buffer_the_fastest_by_size():
         assert network.seconds(num_bytes, "hybrid") == min(times.values())
         assert times[network.fastest(num_bytes)] == min(times.values())
     steps = {
-        name: simulate_point(Question(config, cluster, algorithm=name), 64).step.seconds for name in (*every, "hybrid")
+        name: simulate_point(Scenario(config, cluster, algorithm=name), 64).step.seconds for name in (*every, "hybrid")
     }
     assert steps["hybrid"] <= min(steps.values())
-    sent = simulate_point(Question(config, cluster, algorithm="hybrid"), 64).sent
+    sent = simulate_point(Scenario(config, cluster, algorithm="hybrid"), 64).sent
     assert sent.node_bytes >= 2 * 7 / 8 * 2 * 25_557_032
 
 
@@ -479,7 +479,7 @@ def test_slow_links_move_the_knee():
 
 
 def test_measured_rate_makes_the_interval_narrower_and_parameter_servers_wider():
-    def width(question: Question) -> float:
+    def width(question: Scenario) -> float:
         point = simulate_point(question, 8)
         return point.high_seconds / point.low_seconds
 

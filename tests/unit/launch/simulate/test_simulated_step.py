@@ -11,7 +11,7 @@ from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.comm.measure.cost_model import Backward, ClusterModel, LinkModel, hierarchical_seconds, ring_seconds
 from bigbatch.errors import SimulationError
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE, Constants
-from bigbatch.launch.simulate.interval import Doubt, interval_of
+from bigbatch.launch.simulate.interval import Uncertainty, interval_of
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.plan_search import search_plan
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
@@ -197,25 +197,25 @@ def test_compute_is_found_with_which_a_step_takes_its_time():
     assert fit_compute(step, 0.0, 64, 1e-4).seconds_per_image == 0.0
 
 
-def interval(job: SimulatedJob, doubt: Doubt) -> tuple[float, float]:
+def interval(job: SimulatedJob, uncertainty: Uncertainty) -> tuple[float, float]:
     compute = Compute(0.01, 0.0)
     step = job.simulate(compute, 10)
-    found = interval_of(job, compute, step, 10, doubt)
+    found = interval_of(job, compute, step, 10, uncertainty)
     return math.log(step.seconds / found.low), math.log(found.high / step.seconds)
 
 
 def test_interval_is_each_cause_s_spread_in_squares_times_its_factor(monkeypatch):
     monkeypatch.setattr("bigbatch.launch.simulate.interval.FACTORS", {"ladder": 2.0})
     alone = SimulatedJob(FOUR, replace(PAIR, num_nodes=1), InGroups(1))
-    assert interval(alone, Doubt(0.03)) == pytest.approx((0.06, 0.06))
-    assert interval(alone, Doubt(0.05, is_unchecked=True)) == pytest.approx((0.26, 0.26))  # 5, 12 and 13
+    assert interval(alone, Uncertainty(0.03)) == pytest.approx((0.06, 0.06))
+    assert interval(alone, Uncertainty(0.05, is_unchecked=True)) == pytest.approx((0.26, 0.26))  # 5, 12 and 13
     # 0.1 s of images and 0.1 s of sums in one group, which the unknown link makes 3 times as long, or a third of it
     slow = SimulatedJob(FOUR, replace(PAIR, across_bytes_per_second=4e4), InGroups(1))
-    assert interval(slow, Doubt(0.0, has_unknown_link=True)) == pytest.approx(
+    assert interval(slow, Uncertainty(0.0, has_unknown_link=True)) == pytest.approx(
         (2 * math.log(0.2 / (0.1 + 0.1 / 3)), 2 * math.log(0.4 / 0.2))
     )
     # hidden sums may wait for backward's end, if nothing is known of the link
     hidden = SimulatedJob(FOUR, replace(PAIR, across_bytes_per_second=1e5), InGroups(4))
     step = hidden.simulate(Compute(0.01, 0.0), 10)
     assert step.hidden == pytest.approx(0.04 - step.communication)
-    assert interval(hidden, Doubt(0.0, has_unknown_link=True))[1] >= 2 * math.log(0.14 / step.seconds) * 0.999
+    assert interval(hidden, Uncertainty(0.0, has_unknown_link=True))[1] >= 2 * math.log(0.14 / step.seconds) * 0.999

@@ -54,7 +54,7 @@ PATTERNS = {
     "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks", "bigbatch.sqsh"),
 }
 
-NO_OPTION = re.compile(r"(?!-)")
+NOT_AN_OPTION = re.compile(r"(?!-)")
 """Matches words that do not begin with -, which would be read as options."""
 
 MIN_VALUES = {
@@ -67,25 +67,25 @@ MIN_VALUES = {
     "restarts": 0,
 }
 
-OF_SBATCH = {
-    "job-name": "--name",
-    "nodes": "--nodes",
-    "ntasks": "--ranks",
-    **dict.fromkeys(("ntasks-per-node", "ntasks-per-gpu"), "--ranks-per-node"),
-    "cpus-per-task": "--cpus-per-rank",
-    **dict.fromkeys(("gpus", "gpus-per-node"), "--gpus-per-node, such as a100:8"),
-    "mem": "--memory",
+SET_BY_SCRIPT = {
+    "job-name": "use --name",
+    "nodes": "use --nodes",
+    "ntasks": "use --ranks",
+    **dict.fromkeys(("ntasks-per-node", "ntasks-per-gpu"), "use --ranks-per-node"),
+    "cpus-per-task": "use --cpus-per-rank",
+    **dict.fromkeys(("gpus", "gpus-per-node"), "use --gpus-per-node, such as a100:8"),
+    "mem": "use --memory",
     **dict.fromkeys(("time", "partition", "account", "qos", "reservation", "constraint", "exclude", "array"), ""),
-    **dict.fromkeys(("output", "error"), "--logs"),
-    "signal": "--stop-seconds",
-    **dict.fromkeys(("requeue", "no-requeue"), "--stop-seconds 0 for a job that ends at its limit"),
-    **dict.fromkeys(("export", "export-file"), "--env for more variables"),
-    "wait": "--wait",
-    "chdir": "the folder from which you submit",
-    "test-only": "--dry-run",
-    **dict.fromkeys(("open-mode", "parsable", "wrap", "input", "help", "usage", "version"), "what is there"),
+    **dict.fromkeys(("output", "error"), "use --logs"),
+    "signal": "use --stop-seconds",
+    **dict.fromkeys(("requeue", "no-requeue"), "use --stop-seconds 0 for a job that ends at its limit"),
+    **dict.fromkeys(("export", "export-file"), "use --env for more variables"),
+    "wait": "use --wait",
+    "chdir": "submit from that folder",
+    "test-only": "use --dry-run",
+    **dict.fromkeys(("open-mode", "parsable", "wrap", "input", "help", "usage", "version"), "leave it out"),
 }
-"""sbatch options that our scripts set -> our option; empty: the option of the same name."""
+"""sbatch options that our scripts set -> what to do instead; empty: use our option of the same name."""
 
 SBATCH_VALUE = r"[A-Za-z0-9][A-Za-z0-9._/+@=:,%()\[\]|&*!?~^-]*"
 """No blanks, quotes, # or \\: Slurm reads an #SBATCH line without a shell, with its own quotes."""
@@ -97,7 +97,7 @@ OPTIONS = {
     "minutes": "--time",
     "mounts": "--mount",
     "environment": "--env",
-    "taken": "--env",
+    "forwarded": "--env",
     "modules": "--module",
     "gpu_type": "--gpus-per-node",
     "tolerations": "--toleration",
@@ -110,13 +110,13 @@ def option(field: str) -> str:
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
-def check_words(field: str, value: Any) -> Any:
+def check_field(field: str, value: Any) -> Any:
     """Return value, if JobSpec's field may have it. Raises: LaunchOptionError naming option, value and a legal one."""
     if value is None:
         return None
     if field in PATTERNS:
         pattern, meaning, example = PATTERNS[field]
-        if not re.fullmatch(pattern, value, re.ASCII) or not NO_OPTION.match(value):
+        if not re.fullmatch(pattern, value, re.ASCII) or not NOT_AN_OPTION.match(value):
             raise LaunchOptionError(f"{option(field)} {value!r} must be {meaning}, such as {example}")
     if field in MIN_VALUES and value < MIN_VALUES[field]:
         raise LaunchOptionError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
@@ -144,7 +144,7 @@ def _check_exclude(value: str) -> None:
         raise LaunchOptionError(f"--exclude {error}") from error
     for host in hosts:
         if not re.fullmatch(NAME, host, re.ASCII):
-            raise LaunchOptionError(f"--exclude {shortened(value)}: {shortened(host)} is not a name of a node")
+            raise LaunchOptionError(f"--exclude {shortened(value)}: {shortened(host)} is not a valid node name")
 
 
 def _check_command(words: tuple[str, ...]) -> None:
@@ -156,30 +156,30 @@ def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
     for name, value in pairs:
         if not re.fullmatch(VARIABLE, name, re.ASCII):
             raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
-        _refuse_rank(name)
+        _refuse_rank_variable(name)
         _check_characters(value, what=f"the value of --env {name}")
 
 
-def _check_taken(pairs: tuple[tuple[str, str | None], ...]) -> None:
+def _check_forwarded(pairs: tuple[tuple[str, str | None], ...]) -> None:
     for name, secret in pairs:
         if not re.fullmatch(VARIABLE, name, re.ASCII):
             raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE or NAME, such as NCCL_DEBUG=INFO")
-        _refuse_rank(name)
+        _refuse_rank_variable(name)
         if secret is not None and not re.fullmatch(SUBDOMAIN, secret, re.ASCII):
             raise LaunchOptionError(
-                f"--env {name}@{secret}: {secret!r} is not a name of a Secret, such as {name}@bigbatch"
+                f"--env {name}@{secret}: {secret!r} is not a valid name of a Secret, such as {name}@bigbatch"
             )
 
 
-def _refuse_rank(name: str) -> None:
+def _refuse_rank_variable(name: str) -> None:
     """Refuse a variable that states a process's rank: with one value, each rank would train alone."""
     if is_identity(name) and name not in (STOPPED_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):  # one value for all ranks
-        raise LaunchOptionError(f"--env {name}: the launcher states it, for each rank another: leave it out")
+        raise LaunchOptionError(f"--env {name}: the launcher sets it, with another value on each rank: leave it out")
 
 
 def _check_characters(text: str, *, what: str) -> None:
     if "\0" in text or "\r" in text:
-        raise LaunchOptionError(f"{what} holds a character that neither scripts nor processes take")
+        raise LaunchOptionError(f"{what} contains a NUL or carriage return, which no script can pass on: remove it")
 
 
 def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
@@ -193,10 +193,10 @@ def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
                 f"--sbatch {key!r} must be the long name of an option of sbatch without its --, such as "
                 "dependency=afterok:1234"
             )
-        if ours := next((name for name in sorted(OF_SBATCH, key=len) if name.startswith(key)), None):
+        if ours := next((name for name in sorted(SET_BY_SCRIPT, key=len) if name.startswith(key)), None):
             whole = "" if ours == key else f", which sbatch reads as {ours}"
             raise LaunchOptionError(
-                f"--sbatch {key}{whole}: bigbatch launch slurm states it itself: use {OF_SBATCH[ours] or '--' + ours}"
+                f"--sbatch {key}{whole}: bigbatch launch slurm sets it itself: {SET_BY_SCRIPT[ours] or f'use --{ours}'}"
             )
         if value is not None and not re.fullmatch(SBATCH_VALUE, value, re.ASCII):
             raise LaunchOptionError(
@@ -219,7 +219,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "exclude": _check_exclude,
     "command": _check_command,
     "environment": _check_environment,
-    "taken": _check_taken,
+    "forwarded": _check_forwarded,
     "modules": _each("modules", r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", "the name of a module, such as cuda/13.0"),
     "mounts": _each(
         "mounts",
@@ -237,7 +237,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def parse_passed(words: list[str]) -> tuple[tuple[str, str | None], ...]:
+def parse_sbatch(words: list[str]) -> tuple[tuple[str, str | None], ...]:
     """Parse KEY=VALUE words, or KEY for an option without a value; _check_sbatch checks them."""
     split = (word.partition("=") for word in words)
     return tuple((key, value if equals else None) for key, equals, value in split)
@@ -247,7 +247,7 @@ def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, mark, value in (word.partition("=") for word in words) if mark)
 
 
-def parse_taken(words: list[str]) -> tuple[tuple[str, str | None], ...]:
+def parse_forwarded(words: list[str]) -> tuple[tuple[str, str | None], ...]:
     """Parse the other words of --env: NAME -> (NAME, None), NAME@SECRET -> (NAME, SECRET)."""
     split = (word.partition("@") for word in words if "=" not in word)
     return tuple((name, secret if mark else None) for name, mark, secret in split)

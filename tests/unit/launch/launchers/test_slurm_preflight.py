@@ -7,7 +7,7 @@ import pytest
 from slurm_stubs import JOB, Stubs
 
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.slurm_checks import MOST_EXCLUSIONS
+from bigbatch.launch.launchers.slurm_preflight import MOST_EXCLUSIONS
 from bigbatch.launch.launchers.slurm_script import sbatch_script
 
 SRUN = """#!/bin/sh
@@ -54,7 +54,7 @@ def test_slurm_checks_end_a_job_that_is_cancelled_while_it_looks(
 ) -> None:
     code, output = look(stubs, choice, number, fit=fit, bad="n1\\n")
     assert code == 130
-    assert output.endswith(" ended before the start, as it was asked to stop\n")
+    assert output.endswith(" ended before training started, as it was asked to stop\n")
     assert calls(stubs, "srun", "train") == 0
     assert calls(stubs, "scontrol", "requeuehold") == 0
 
@@ -69,11 +69,11 @@ def test_slurm_checks_count_exclusions_and_no_other_restarts(stubs: Stubs, resta
     for done in range(1, MOST_EXCLUSIONS + 1):
         code, output = look(stubs, "exclude", fit=4, bad=f"n{done}\\nm{done}\\n", restarts=restarts)
         assert code == 4
-        assert f"back into the queue, to run without n{done},m{done}\n" in output
+        assert f"requeued, to run without n{done},m{done}\n" in output
         assert calls(stubs, "scontrol", "requeuehold") == done
     code, output = look(stubs, "exclude", fit=4, bad="n9\\n", restarts=restarts)
     assert code == 4
-    assert output.endswith(" ended before the start, as preflight ended with 4\n")
+    assert output.endswith(" ended before training started: preflight ended with exit code 4\n")
     assert calls(stubs, "scontrol", "requeuehold") == MOST_EXCLUSIONS == 3
     assert calls(stubs, "srun", "train") == 0
     excluded = (stubs.folder / f"logs/bigbatch-{JOB}/excluded").read_text()

@@ -12,8 +12,8 @@ from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import LOST
-from bigbatch.launch.jobs import together
-from bigbatch.launch.jobs.together import NodeProcess, run_together
+from bigbatch.launch.jobs import processes
+from bigbatch.launch.jobs.processes import NodeProcess, run_processes
 
 FOREVER = 600
 """Longer than a test may take: a test that waits for such a sleep fails."""
@@ -21,27 +21,27 @@ FOREVER = 600
 
 def ended_with(*scripts: str) -> int:
     starts = [NodeProcess(0, (sys.executable, "-c", script)) for script in scripts]
-    return run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code
+    return run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code
 
 
-def test_run_together_ends_all_after_the_first_that_fails_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "GRACE_SECONDS", FOREVER)  # so that SIGTERM it was
+def test_run_processes_ends_all_after_the_first_that_fails_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", FOREVER)  # so that SIGTERM it was
     waits = f"import time; time.sleep({FOREVER})"
     assert ended_with(waits, "import time; time.sleep(0.1); raise SystemExit(3)") == 3
     assert ended_with(waits, "import os; os.kill(os.getpid(), 9)") == 128 + 9
 
 
-def test_run_together_wakes_who_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_processes_wakes_who_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen rank would cost a job that heals all the time that is granted to those that end by themselves."""
-    monkeypatch.setattr(together, "GRACE_SECONDS", FOREVER)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", FOREVER)
     assert ended_with("import os; os.kill(os.getpid(), 19)", "import time; time.sleep(0.3); raise SystemExit(3)") == 3
 
 
-def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
+def test_run_processes_takes_who_lost_another_rank_for_no_cause() -> None:
     """Both have ended by the first look: the code of the one that failed by itself tells whether a start may help."""
     ended = [subprocess.Popen(("sh", "-c", f"exit {code}")) for code in (LOST, 1)]
     assert [process.wait() for process in ended] == [LOST, 1]
-    assert together._wait(dict(enumerate(ended)), names=("", "")) == 1
+    assert processes._wait(dict(enumerate(ended)), names=("", "")) == 1
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,18 @@ def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
         ((f"exit {LOST}", "sleep 0.2; kill -KILL $$", "sleep 0.6; : STOP"), 0),  # one that goes on
     ],
 )
-def test_run_together_lets_the_others_go_on_in_a_job_that_heals(
+def test_run_processes_lets_the_others_go_on_in_a_job_that_heals(
     scripts: tuple[str, ...], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "GRACE_SECONDS", 0.3 if "STOP" in scripts[-1] else FOREVER)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3 if "STOP" in scripts[-1] else FOREVER)
     starts = [NodeProcess(0, ("sh", "-c", script), name="rank") for script in scripts]
-    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True).code == expected
+    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True).code == expected
 
 
-def test_run_together_ends_the_others_of_a_job_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "GRACE_SECONDS", FOREVER)
+def test_run_processes_ends_the_others_of_a_job_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", FOREVER)
     starts = [NodeProcess(0, ("sh", "-c", script)) for script in ("kill -KILL $$", f"exec sleep {FOREVER}")]
-    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: False).code == 137
+    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: False).code == 137
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_run_together_ends_the_others_of_a_job_that_has_not_begun(monkeypatch: p
         ("exit 1", "exit 9", "", 1),
     ],
 )
-def test_run_together_starts_a_lost_process_again_to_join_the_others(
+def test_run_processes_starts_a_lost_process_again_to_join_the_others(
     lost: str, again: str, other: str, expected: int, tmp_path: Path
 ) -> None:
     """The other one ends after that, if it is to happen."""
@@ -91,70 +91,70 @@ def test_run_together_starts_a_lost_process_again_to_join_the_others(
     script = f'if [ "$BIGBATCH_JOINS" ]; then echo >> {tmp_path}/again; {again}; else {lost}; fi'
     waits = f"until [ -e {tmp_path}/again ]; do sleep 0.02; done; sleep 0.1; {other}" if starts_again else "sleep 0.2"
     starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (script, waits)]
-    ended = run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2)
+    ended = run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2)
     assert ended.code == expected
     assert (tmp_path / "again").exists() == starts_again
     assert not starts_again or (tmp_path / "again").read_text() == "\n", "one start was enough"
 
 
-def test_run_together_starts_none_again_if_all_have_ended_at_once() -> None:
+def test_run_processes_starts_none_again_if_all_have_ended_at_once() -> None:
     """There is no job to join."""
     started = list[int]()
     ended = [subprocess.Popen(("sh", "-c", "kill -KILL $$")) for _ in range(3)]
     for process in ended:
         process.wait()
-    code = together._wait(
+    code = processes._wait(
         dict(enumerate(ended)), names=["rank"] * 3, heals=lambda: True, start_again=lambda n: bool(started.append(n))
     )
     assert (code, started) == (128 + signal.SIGKILL, [])
 
 
-def test_run_together_starts_a_process_again_that_has_joined_the_others(tmp_path: Path) -> None:
+def test_run_processes_starts_a_process_again_that_has_joined_the_others(tmp_path: Path) -> None:
     lost = f'echo >> {tmp_path}/starts; [ "$BIGBATCH_JOINS" ] && rm $BIGBATCH_JOINS; '
     lost += f"[ $(wc -l < {tmp_path}/starts) = 3 ] || kill -KILL $$"
     waits = f"until [ -e {tmp_path}/starts ] && [ $(wc -l < {tmp_path}/starts) = 3 ]; do sleep 0.02; done"
     starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (lost, waits)]
-    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2).code == 0
+    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2).code == 0
 
 
-def test_run_together_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(
+def test_run_processes_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """It could say nothing itself."""
     for script, said in (("kill -KILL $$", "bigbatch: rank 0 was ended by SIGKILL\n"), ("exit 3", "")):
         start = NodeProcess(0, ("sh", "-c", script), name="rank 0")
-        run_together([start], environ=os.environ, asks_to_stop=signal.SIGTERM)
+        run_processes([start], environ=os.environ, asks_to_stop=signal.SIGTERM)
         assert capfd.readouterr().err == said
 
 
 @pytest.mark.slow
-def test_run_together_kills_who_does_not_heed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "GRACE_SECONDS", 0.5)
+def test_run_processes_kills_who_does_not_heed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
     stubborn = f"trap '' TERM; touch {tmp_path}/deaf; exec sleep {FOREVER}"
     fails = f"until [ -e {tmp_path}/deaf ]; do sleep 0.02; done; exit 3"
     starts = [NodeProcess(0, ("sh", "-c", script)) for script in (stubborn, fails)]
     start = time.monotonic()
-    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code == 3
+    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code == 3
     assert time.monotonic() - start > 0.5
 
 
-def test_run_together_ends_what_was_started_where_a_launcher_is_missing() -> None:
+def test_run_processes_ends_what_was_started_where_a_launcher_is_missing() -> None:
     starts = [NodeProcess(0, ("sleep", f"{FOREVER}")), NodeProcess(0, ("no-such-mpirun",))]
     with pytest.raises(LaunchOptionError, match=naming("no-such-mpirun", "not installed")):
-        run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM)
+        run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM)
 
 
-def test_run_together_ends_what_was_started_where_one_cannot_enter() -> None:
+def test_run_processes_ends_what_was_started_where_one_cannot_enter() -> None:
     def enter(node: int) -> None:
         if node == 1:
             raise FileNotFoundError
 
     starts = [NodeProcess(0, ("sleep", f"{FOREVER}")), NodeProcess(1, ("sleep", f"{FOREVER}"))]
     with pytest.raises(subprocess.SubprocessError):
-        run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+        run_processes(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
 
 
-def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
+def test_run_processes_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
     """A process that is starting at this moment could not have been asked."""
 
     def enter(node: int) -> None:
@@ -163,7 +163,7 @@ def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Pat
 
     stubborn = f"trap '' TERM; touch {{}}; exec sleep {FOREVER}"
     starts = [NodeProcess(node, ("sh", "-c", stubborn.format(tmp_path / str(node)))) for node in range(3)]
-    ended = run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+    ended = run_processes(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
     assert (ended.code, ended.was_asked) == (128 + signal.SIGINT, True)
     assert not (tmp_path / "2").exists(), "no more are started"
 
@@ -171,9 +171,10 @@ def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Pat
 PARENT = """
 import os, signal, sys
 from bigbatch.launch.jobs.foreground import run_in_foreground
-from bigbatch.launch.jobs.together import NodeProcess, run_together
+from bigbatch.launch.jobs.processes import NodeProcess, run_processes
 argv, how = [sys.executable, "-c", sys.argv[1]], {"environ": os.environ, "asks_to_stop": signal.SIGUSR1}
-ended = run_in_foreground(argv, **how) if sys.argv[2] == "alone" else run_together([NodeProcess(0, tuple(argv))], **how)
+alone = sys.argv[2] == "alone"
+ended = run_in_foreground(argv, **how) if alone else run_processes([NodeProcess(0, tuple(argv))], **how)
 sys.exit(ended.code)
 """
 CHILD = """
@@ -189,7 +190,7 @@ while True:
 
 
 @pytest.mark.parametrize("how", ["alone", "together"])
-def test_run_together_asks_then_insists_then_kills_by_ctrl_c(how: str) -> None:
+def test_run_processes_asks_then_insists_then_kills_by_ctrl_c(how: str) -> None:
     """The whole process group gets SIGINT, as from a terminal; also of a launcher that runs alone in the foreground."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD, how], stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -16,7 +16,7 @@ from bigbatch.errors import tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.files import write_whole
 from bigbatch.launch.jobs.foreground import Ended, Stopper, not_installed, shell_code
-from bigbatch.launch.jobs.restarts import may_go_on
+from bigbatch.launch.jobs.restarts import may_restart
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
@@ -38,7 +38,7 @@ class NodeProcess:
     """Name for the message if it fails first, such as rank 2 on n1; empty: it reports its failure itself."""
 
 
-def run_together(
+def run_processes(
     starts: Sequence[NodeProcess],
     *,
     environ: Mapping[str, str],
@@ -46,7 +46,7 @@ def run_together(
     asks_to_stop: signal.Signals,
     heals: Callable[[], bool] | None = None,
     joins: int = 0,
-    look: Callable[[], object] = lambda: None,
+    on_poll: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
@@ -55,7 +55,7 @@ def run_together(
     for GRACE_SECONDS, none can go on, and all are ended.
     joins: number of restarts in all, if the others go on. A process that a signal or CRASHED ended starts again to join
     them, unless it was restarted before and has not joined yet, one has finished, or no others run.
-    enter(node): called in each new process. look: called every LOOK_SECONDS. Every process has its own session, so
+    enter(node): called in each new process. on_poll: called every LOOK_SECONDS. Every process has its own session, so
     Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third SIGKILL. If this
     process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its own watcher ends
     them. A Ctrl-C before all have started ends those that have: there is nothing to save yet.
@@ -90,7 +90,9 @@ def run_together(
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)
             names = [start.name for start in starts]
-            code = _wait(running, names=names, heals=heals, start_again=start_again, has_to_join=has_to_join, look=look)
+            code = _wait(
+                running, names=names, heals=heals, start_again=start_again, has_to_join=has_to_join, on_poll=on_poll
+            )
             return Ended(code, was_asked=stopper.asked > 0)
         finally:
             _send(running, signal.SIGKILL)
@@ -120,7 +122,7 @@ def _wait(
     heals: Callable[[], bool] | None = None,
     start_again: Callable[[int], bool] = lambda number: False,
     has_to_join: Callable[[int], bool] = lambda number: False,
-    look: Callable[[], object] = lambda: None,
+    on_poll: Callable[[], object] = lambda: None,
 ) -> int:
     """Wait until all have ended; each is removed from running when it ends.
 
@@ -135,7 +137,7 @@ def _wait(
     since_end = 0.0  # counted in polls: none happens while this process is stopped, as in a suspended job
     while running:
         time.sleep(LOOK_SECONDS)
-        look()
+        on_poll()
         since_end += LOOK_SECONDS
         ended = {number: code for number, process in running.items() if (code := process.poll()) is not None}
         is_stuck = is_stuck and all(_is_stopped(running[number]) for number in running.keys() - ended.keys())
@@ -144,14 +146,14 @@ def _wait(
             del running[number]
             since_end = 0.0
             has_finished = has_finished or (heals is not None and code == 0)
-            is_lost = failed is None and may_go_on(shell_code(code), is_python=False)
+            is_lost = failed is None and may_restart(shell_code(code), is_python=False)
             left = {each for each in running if not has_to_join(each)}  # that can go on
             if is_lost and heals is not None and heals() and (left or has_finished):
                 is_stuck = is_stuck or code == LOST
                 may_join = code != LOST and not (has_finished or has_to_join(number)) and left - ended.keys()
                 starts = may_join and start_again(number)
                 goes_on = "; it starts again, to join the others" if starts else "; the others may go on"
-                tell(f"{names[number]} {how_it_ended(code)}{'' if has_finished else goes_on}")
+                tell(f"{names[number]} {describe_exit(code)}{'' if has_finished else goes_on}")
                 continue
             # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:
@@ -159,11 +161,11 @@ def _wait(
                 # a single process has reported its failure itself, except for a signal
                 if names[number] and failed != INTERRUPTED and (running or code < 0):
                     others = "; ending the others" if running else ""
-                    tell(f"{names[number]} {how_it_ended(code)}{others}")
+                    tell(f"{names[number]} {describe_exit(code)}{others}")
                 _send(running, signal.SIGTERM)
         if is_stuck and running and failed is None and since_end > GRACE_SECONDS:
             failed, since_end = LOST, 0.0
-            tell("the processes that are left are stopped, and none can go on; ending them")
+            tell("the remaining processes are stopped (SIGSTOP), and none can continue; ending them")
             _send(running, signal.SIGTERM)
         if (failed is not None or has_finished) and since_end > GRACE_SECONDS:
             _send(running, signal.SIGKILL)  # they ignored SIGTERM, or are stopped and were left behind
@@ -175,7 +177,7 @@ def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
     return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def how_it_ended(returncode: int) -> str:
+def describe_exit(returncode: int) -> str:
     """Return the end of a process in words, by Popen's code: negative for a signal."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
