@@ -10,7 +10,7 @@ from bigbatch.errors import print_line
 from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder, rate_of
 from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
-from bigbatch.experiments.report.compare import short_key, shown
+from bigbatch.experiments.report.compare import short_key, value_text
 from bigbatch.launch.tables import shown_text
 
 
@@ -80,8 +80,8 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -
         batch = point.config.batch
         sizes = (point.seed, point.ranks, point.nodes, batch.global_batch_size, batch.microbatch_size)
         told = outcome(folder, state) if state else MISSING
-        values = [*(shown(point.values[key]) for key in keys), *map(str, sizes), f"{point.config.schedule.base_lr:.4g}"]
-        rows.append([str(point.number), *values, told])
+        values = (value_text(point.values[key]) for key in keys)
+        rows.append([str(point.number), *values, *map(str, sizes), f"{point.config.schedule.base_lr:.4g}", told])
     skipped = {"seed": not points[0].is_seeded, "rate": len(rates) == 1, "ranks": RANKS in keys}
     kept = [index for index, name in enumerate(head) if not skipped.get(name, False) or index <= len(keys)]
     columns = [[row[index] for row in rows] for index in kept]

@@ -172,7 +172,7 @@ def compare_runs(
 
 def comparison_table(found: Comparison) -> Table:
     """Make a row for each cell. Columns without information are left out."""
-    columns = {short_key(key): [format_value(cell.values[key]) for cell in found.cells] for key in found.keys}
+    columns = {short_key(key): [value_text(cell.values[key]) for cell in found.cells] for key in found.keys}
     columns["n"] = [_count(cell) for cell in found.cells]
     if found.has_accuracy:
         columns["top-1 (%)"] = [_spread(cell, "top1", scale=100, digits=2) for cell in found.cells]
@@ -212,7 +212,7 @@ def cell_label(cell: Cell, *, without: str = "") -> str:
     return ", ".join(
         str(value)
         if key in (CASE, RUN) or (len(told) == 1 and isinstance(value, str))
-        else f"{short_key(key)} {format_value(value)}"
+        else f"{short_key(key)} {value_text(value)}"
         for key, value in told.items()
     )
 
@@ -237,7 +237,7 @@ def short_key(key: str) -> str:
     return section if name == "name" and section else name.replace("_", " ") if name == "global_batch_size" else name
 
 
-def format_value(value: Any) -> str:
+def value_text(value: Any) -> str:
     if type(value) in (int, str):
         return str(value)
     return f"{value:.4g}" if isinstance(value, float) else as_yaml(value)

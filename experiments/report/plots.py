@@ -27,7 +27,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
     shown = [each for each in found if not doubts(each)]
     for index, points in enumerate(by_variant(shown).values()):
         ranks, shares = [each.point.ranks for each in points], [100 * each.efficiency for each in points]
-        _draw_line(axes, index, ranks, shares, label=label_of(points[0]))
+        _draw_line(axes, index, ranks, shares, label=plain_text(variant_name(points[0])))
     ticks = sorted({each.point.ranks for each in shown})
     axes.axhline(100, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
@@ -44,7 +44,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
 def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     """Draw the parts of lost efficiency as a stacked bar for each point; none of the points is its own base."""
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
-    names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
+    names = [f"{plain_text(variant_name(each))}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
     bars = [
         # both names of computing if both occur
@@ -138,10 +138,6 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
     axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
     axes.legend(fontsize=8)
     return figure
-
-
-def label_of(each: Efficiency) -> str:
-    return plain_text(variant_name(each))
 
 
 def _title(title: str, name: str | None) -> str:

@@ -180,7 +180,7 @@ def _start(cluster: EmulatedCluster, argv: list[str], *, node: int, folder: Path
         nowhere = subprocess.DEVNULL
         done = subprocess.run(argv, preexec_fn=enter, env=environ, stdin=nowhere, stdout=nowhere, stderr=file)
     if done.returncode != 0:
-        raise EmulationError(f"{host(node)}: {argv[0]} does not start: {_last_words(log)}")
+        raise EmulationError(f"{host(node)}: {argv[0]} does not start: {_last_log_line(log)}")
 
 
 def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[str, str]) -> None:
@@ -190,15 +190,15 @@ def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[
     while not states or any(states.get(each) != "idle" for each in hosts):
         if time.monotonic() > deadline:
             if not states:
-                raise EmulationError(f"slurmctld does not answer: {_last_words(folder / 'slurmctld.log')}")
+                raise EmulationError(f"slurmctld does not answer: {_last_log_line(folder / 'slurmctld.log')}")
             late = next(each for each in hosts if states.get(each) != "idle")
-            log = _last_words(folder / f"slurmd.{late}.log")
+            log = _last_log_line(folder / f"slurmd.{late}.log")
             raise EmulationError(f"{late}: {states.get(late, 'unknown')} after {START_SECONDS} s, not idle: {log}")
         time.sleep(0.1)
         states = ask_states(cluster, environ=environ)
 
 
-def _last_words(log: Path) -> str:
+def _last_log_line(log: Path) -> str:
     """Return the fatal error of a log, else its last line, with the log's name."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     fatal = [line for line in lines if "fatal: " in line]

@@ -189,7 +189,7 @@ def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
 def _check_gpus(job: JobSpec) -> None:
     if job.gpus_per_node and job.device is None and job.ranks_per_node > job.gpus_per_node:
         raise LaunchOptionError(
-            f"{job.ranks_per_node} ranks on each node need a GPU each, and --gpus-per-node is {job.gpus_per_node}: "
+            f"{job.ranks_per_node} ranks on each node need a GPU each, more than --gpus-per-node {job.gpus_per_node}: "
             f"state --ranks-per-node {job.gpus_per_node}, more GPUs, or --device cpu"
         )
 

@@ -65,7 +65,7 @@ def _find_host(name: str, hosts: Sequence[str]) -> str:
         if len(found) == 1:
             return found.pop()
     raise LaunchOptionError(
-        f"--hosts: the unfit node {name} matches none of them, or several: remove that host yourself, or name each "
+        f"--hosts: none of them, or several, match the unfit node {name}: remove that host yourself, or name each "
         "host as `hostname` prints there"
     )
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import FrameType
+from typing import Any
 
 from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.orphans import ending_orphans
@@ -93,7 +94,7 @@ def run_in_foreground(
     stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
     for_restart = outlived = False
     with handling_stops(stopper), nullcontext(watch) if watch else ending_orphans(asks_to_stop) as watching:
-        process = _start(argv, environ=environ)
+        process = start_process(argv, environ=environ)
         watching(process.pid)
         started.append(process)
         # repeat earlier requests, which had no receiver; twice does no harm this early
@@ -119,16 +120,13 @@ def run_in_foreground(
     return Ended(shell_code(code), was_asked=stopper.asked > 0, for_restart=for_restart, outlived_rank_0=outlived)
 
 
-def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def start_process(argv: Sequence[str], *, environ: Mapping[str, str], **others: Any) -> "subprocess.Popen[bytes]":
+    """Start a process in a new session; others: of Popen. Raises: LaunchOptionError if its program is not installed."""
     try:
-        return subprocess.Popen(argv, env=dict(environ), start_new_session=True)
+        return subprocess.Popen(argv, env=dict(environ), start_new_session=True, **others)
     except FileNotFoundError as error:
-        raise not_installed(argv[0]) from error
-
-
-def not_installed(program: str) -> LaunchOptionError:
-    remedy = MISSING.get(Path(program).name, "install it, or use another launcher")
-    return LaunchOptionError(f"{program} is not installed here: {remedy}")
+        remedy = MISSING.get(Path(argv[0]).name, "install it, or use another launcher")
+        raise LaunchOptionError(f"{argv[0]} is not installed here: {remedy}") from error
 
 
 def _end(process: "subprocess.Popen[bytes]", name: str) -> int:

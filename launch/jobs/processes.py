@@ -15,7 +15,7 @@ from bigbatch.comm.rendezvous.environ import JOINS_VARIABLE
 from bigbatch.errors import tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.files import write_whole
-from bigbatch.launch.jobs.foreground import Ended, Stopper, not_installed, shell_code
+from bigbatch.launch.jobs.foreground import Ended, Stopper, shell_code, start_process
 from bigbatch.launch.jobs.restarts import may_restart
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
@@ -70,7 +70,12 @@ def run_processes(
         has_to_join = lambda number: bool(folder) and Path(folder, f"{number}").exists()  # noqa: E731
 
         def begin(number: int, start: NodeProcess) -> None:
-            running[number] = _start(start, environ=environ, enter=enter)
+            running[number] = start_process(
+                start.argv,
+                environ=dict(environ) | dict(start.variables),
+                stdin=subprocess.DEVNULL,
+                preexec_fn=None if enter is None else partial(enter, start.node),
+            )
             watch(running[number].pid)
 
         def start_again(number: int) -> bool:
@@ -98,21 +103,6 @@ def run_processes(
             _send(running, signal.SIGKILL)
             for process in running.values():
                 process.wait()
-
-
-def _start(
-    start: NodeProcess, *, environ: Mapping[str, str], enter: Callable[[int], None] | None
-) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            start.argv,
-            env=dict(environ) | dict(start.variables),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=None if enter is None else partial(enter, start.node),
-        )
-    except FileNotFoundError as error:
-        raise not_installed(start.argv[0]) from error
 
 
 def _wait(

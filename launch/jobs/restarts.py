@@ -59,12 +59,12 @@ def run_with_restarts(
         # it saved and stopped, or did not handle signals yet
         if ended.for_restart and not ended.was_asked and (goes_on or ended.code == INTERRUPTED):
             fit = refit(job)
-            tell(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
+            tell(_describe_restart(fit, job, folder=folder, saved=newest_checkpoint(folder)))
             continue
         if ended.was_asked or ended.code in FINAL:
             return ended
-        left_over = refit(job) if restarts else fit
-        if not goes_on and set(fit.hosts) <= set(left_over.hosts):
+        remaining = refit(job) if restarts else fit
+        if not goes_on and set(fit.hosts) <= set(remaining.hosts):
             return ended
         saved = newest_checkpoint(folder)
         # after a damaged newest checkpoint was renamed, the one before it is not newer
@@ -74,22 +74,22 @@ def run_with_restarts(
             if restarts:
                 since = "" if folder is None else " that saved no newer checkpoint"
                 tell(f"exit code {ended.code}: not restarted after {restarts} restart(s){since}")
-            elif saved := _where_it_continues(job):
+            elif saved := _resumable_checkpoint(job):
                 tell(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does so by itself")
             return ended
         left -= 1
-        fit = left_over
-        tell(f"exit code {ended.code}: {_again(fit, job, folder=folder, saved=saved)}")
+        fit = remaining
+        tell(f"exit code {ended.code}: {_describe_restart(fit, job, folder=folder, saved=saved)}")
 
 
-def _where_it_continues(job: JobSpec) -> Path | None:
+def _resumable_checkpoint(job: JobSpec) -> Path | None:
     """Return the checkpoint from which the same command continues; None if there is none, or run.resume forbids it."""
     with suppress(ConfigError):
         return newest_checkpoint(find_run_folder(job))
     return None
 
 
-def _again(fit: JobSpec, job: JobSpec, *, folder: str | None, saved: Path | None) -> str:
+def _describe_restart(fit: JobSpec, job: JobSpec, *, folder: str | None, saved: Path | None) -> str:
     ranks = "" if fit.num_ranks == job.num_ranks else f" with {fit.num_ranks} of {job.num_ranks} ranks"
     if folder is None:
         return f"restarting{ranks}"

@@ -139,7 +139,7 @@ def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
     of_others = () if launcher == "k8s" else KUBERNETES_FIELDS
     refused = {**dict.fromkeys(of_others, "it is an option of bigbatch launch k8s: leave it out"), **refused}
     found = [each.name for each in fields(JobSpec) if each.name in refused and getattr(job, each.name) != each.default]
-    said = [f"{option(name)}: not supported by bigbatch launch {launcher}; {refused[name]}" for name in found]
+    said = [f"{option(name)}: bigbatch launch {launcher} does not support it; {refused[name]}" for name in found]
     said += [
         f"--env {name}@{secret}: only Kubernetes has Secrets: export {name} here, and state --env {name}"
         for name, secret in job.forwarded

@@ -19,7 +19,7 @@ INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}"
 
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
-SPAN = r"\d+(?:-\d+(?::\d+)?)?"
+SPAN = "[0-9]+(?:-[0-9]+(?::[0-9]+)?)?"
 
 LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 SUBDOMAIN = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
@@ -41,21 +41,32 @@ PATTERNS = {
     "interface": (f"{INTERFACE}(?:,{INTERFACE})*", "names of interfaces with , between", "eth0"),
     "gpu_type": (r"[A-Za-z0-9][A-Za-z0-9._-]*", "a type and a number", "a100:8"),
     "mpi": (r"[a-z][a-z0-9_]*", "one that srun --mpi=list names", "pmix"),
-    "logs": (r"[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
-    "array": (rf"{SPAN}(?:,{SPAN})*(?:%\d+)?", "numbers and ranges", "0-7"),
+    "logs": (r"(?!-)[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
+    "array": (rf"{SPAN}(?:,{SPAN})*(?:%[0-9]+)?", "numbers and ranges", "0-7"),
     "device": (r"cpu", "the only one to name", "cpu"),
     "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
     "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
     "namespace": (LABEL, "a name of Kubernetes", "vision"),
     "queue": (SUBDOMAIN, "the name of a LocalQueue", "research"),
     "priority": (SUBDOMAIN, "the name of a PriorityClass", "high"),
-    "rdma": (rf"{KEY}(?:=[1-9]\d{{0,3}})?", "a resource, and a number", "rdma/hca_shared_devices_a"),
-    "user": (r"[1-9]\d{0,9}(?::[1-9]\d{0,9})?", "numbers from 1 on: UID or UID:GID", "1000:1000"),
+    "rdma": (f"{KEY}(?:=[1-9][0-9]{{0,3}})?", "a resource, and a number", "rdma/hca_shared_devices_a"),
+    "user": (r"[1-9][0-9]{0,9}(?::[1-9][0-9]{0,9})?", "numbers from 1 on: UID or UID:GID", "1000:1000"),
     "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks", "bigbatch.sqsh"),
+    # each value of these
+    "modules": (r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", "the name of a module", "cuda/13.0"),
+    "mounts": (
+        r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?",
+        "SOURCE:TARGET without blanks, TARGET an absolute path",
+        "/data:/data",
+    ),
+    "node_selector": (f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE", "gpu=h200"),
+    "tolerations": (
+        f"{KEY}(?:=(?:{QUALIFIED})?)?(?::(?:NoSchedule|PreferNoSchedule|NoExecute))?",
+        "KEY[=VALUE][:EFFECT]",
+        "nvidia.com/gpu:NoSchedule",
+    ),
+    "pull_secrets": (SUBDOMAIN, "the name of a Secret", "registry"),
 }
-
-NOT_AN_OPTION = re.compile(r"(?!-)")
-"""Matches words that do not begin with -, which would be read as options."""
 
 MIN_VALUES = {
     "gpus_per_node": 0,
@@ -116,8 +127,9 @@ def check_field(field: str, value: Any) -> Any:
         return None
     if field in PATTERNS:
         pattern, meaning, example = PATTERNS[field]
-        if not re.fullmatch(pattern, value, re.ASCII) or not NOT_AN_OPTION.match(value):
-            raise LaunchOptionError(f"{option(field)} {value!r} must be {meaning}, such as {example}")
+        for word in value if isinstance(value, tuple) else (value,):
+            if not re.fullmatch(pattern, word):
+                raise LaunchOptionError(f"{option(field)} {word!r} must be {meaning}, such as {example}")
     if field in MIN_VALUES and value < MIN_VALUES[field]:
         raise LaunchOptionError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
     if field in CHECKS:
@@ -205,35 +217,13 @@ def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
             )
 
 
-def _each(field: str, pattern: str, form: str) -> Callable[[tuple[str, ...]], None]:
-    def check(words: tuple[str, ...]) -> None:
-        for word in words:
-            if not re.fullmatch(pattern, word):
-                raise LaunchOptionError(f"{option(field)} {word!r} must be {form}")
-
-    return check
-
-
 CHECKS: dict[str, Callable[[Any], None]] = {
     "array": _check_array,
     "exclude": _check_exclude,
     "command": _check_command,
     "environment": _check_environment,
     "forwarded": _check_forwarded,
-    "modules": _each("modules", r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", "the name of a module, such as cuda/13.0"),
-    "mounts": _each(
-        "mounts",
-        r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?",
-        "SOURCE:TARGET without blanks, TARGET an absolute path, such as /data:/data",
-    ),
     "sbatch": _check_sbatch,
-    "node_selector": _each("node_selector", f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE, such as gpu=h200"),
-    "tolerations": _each(
-        "tolerations",
-        f"{KEY}(?:=(?:{QUALIFIED})?)?(?::(?:NoSchedule|PreferNoSchedule|NoExecute))?",
-        "KEY[=VALUE][:EFFECT], such as nvidia.com/gpu:NoSchedule",
-    ),
-    "pull_secrets": _each("pull_secrets", SUBDOMAIN, "the name of a Secret, such as registry"),
 }
 
 

@@ -48,10 +48,6 @@ class RunTime:
     def effective_share(self) -> float:
         return 1 - self.failures / self.total
 
-    def times(self, factor: float) -> "RunTime":
-        parts = (self.steps, self.evaluations, self.checkpoints, self.failures)
-        return RunTime(*(factor * part for part in parts))
-
 
 def time_of_run(
     run: RunConfig,

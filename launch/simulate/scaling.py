@@ -182,7 +182,7 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
         interval.low,
         interval.high,
         run,
-        None if to_759 is None else run.times(to_759 / config.run.epochs).total,
+        None if to_759 is None else run.total * to_759 / config.run.epochs,
         beyond_checked(config.model.name, count, local_batch / num_microbatches),
         sent_per_step(replace(job, algorithm=algorithm), step),
     )

@@ -105,7 +105,7 @@ def _sent_per_buffer(job: SimulatedJob, num_elements: int) -> SentPerStep:
             round(2 * (n - 1) * num_elements * element_bytes / n) for n in (network.num_devices, network.num_nodes)
         )
         return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
-    rank, node = traffic_of_sum(
+    of_rank, of_node = traffic_of_sum(
         algorithm,
         num_elements,
         element_bytes=element_bytes,
@@ -114,7 +114,7 @@ def _sent_per_buffer(job: SimulatedJob, num_elements: int) -> SentPerStep:
         segment_bytes=SEGMENT_BYTES,
     )
     # the ratio is 1, unless wire_share leaves no whole number of bytes per element
-    rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (rank, node))
+    rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (of_rank, of_node))
     if algorithm in LIBRARY_ALGORITHMS:
         return SentPerStep(rank_bytes, None, node_bytes, None if network.num_nodes > 1 else 0)
-    return SentPerStep(rank_bytes, rank.num_messages, node_bytes, node.num_messages)
+    return SentPerStep(rank_bytes, of_rank.num_messages, node_bytes, of_node.num_messages)

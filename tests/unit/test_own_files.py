@@ -16,7 +16,7 @@ from bigbatch.experiments.engine.folder import SweepFolder, require_same_experim
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.files import parse_json
 from bigbatch.launch.emulate import state as emulated
-from bigbatch.launch.launchers.slurm_queue import MARK, QueuedJob
+from bigbatch.launch.launchers.slurm_queue import RUN_FOLDER_MARK, QueuedJob
 from bigbatch.launch.simulate.cluster import read_profile
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import MANIFEST, write_dataset
@@ -72,7 +72,7 @@ def test_damaged_file_gives_one_line(name: str, text: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("text", TEXTS)
 def test_odd_words_of_the_environment_and_of_a_job_do_not_match(text: str) -> None:
     site_settings({SITE_VARIABLE: TEXTS[text]})
-    job = QueuedJob({"WorkDir": "/"}, script=f"#!/bin/sh\n{MARK}{TEXTS[text]}\n")
+    job = QueuedJob({"WorkDir": "/"}, script=f"#!/bin/sh\n{RUN_FOLDER_MARK}{TEXTS[text]}\n")
     assert job.run_folder in (None, Path("/", "\ud800"))
 
 

@@ -42,7 +42,7 @@ def test_sweep_of_an_own_script(file: Path, capsys: pytest.CaptureFixture[str]) 
         assert shown in out.replace("'", "")
     (file.parent / "mine.py").rename(file.parent / "mime.py")
     assert main(["sweep", str(file)]) == 1
-    assert "there is no script mine.py here; the nearest is mime.py" in capsys.readouterr().err
+    assert "there is no script mine.py on this host; the nearest is mime.py" in capsys.readouterr().err
     assert not (file.parent / "runs").exists()
     for wrong in ([], "mine.py", [1]):
         write(file, **small | {"script": wrong})

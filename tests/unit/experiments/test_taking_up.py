@@ -85,7 +85,7 @@ def test_sweep_point_that_found_the_disk_full_has_not_failed(
     words: str, begun: Begun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "point_command", lambda *_: ["sh", "-c", f"echo '{words}'; exit 1"])
-    with pytest.raises(RunFolderError, match=naming("point 0", "make room")):
+    with pytest.raises(RunFolderError, match=naming("point 0", "free disk space")):
         begun.go(goes_on=True)
     assert begun.folder.read_state(0)["state"] == "missing"
     assert begun.checkpoint.exists()

@@ -33,7 +33,7 @@ def test_sbatch_options_stand_in_the_script_as_they_are(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("key", [*directives(JobSpec(TRAIN, 1)), *(f"--{key}" for key in SET_BY_SCRIPT)])
 def test_sbatch_option_of_ours_is_refused_by_its_name(key: str) -> None:
     name = key.removeprefix("--").partition("=")[0]
-    with pytest.raises(LaunchOptionError, match=naming(f"--sbatch {name}:", "use ")):
+    with pytest.raises(LaunchOptionError, match=naming(f"--sbatch {name}:", "sets it itself: ")):
         JobSpec(TRAIN, 1, sbatch=((name, "4"),))
 
 

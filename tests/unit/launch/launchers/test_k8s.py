@@ -200,7 +200,7 @@ def test_k8s_takes_words_of_its_own_only(
 def test_k8s_needs_an_image_and_heals_nothing() -> None:
     with pytest.raises(LaunchOptionError, match="--image"):
         k8s.manifest(JobSpec(TRAIN, 1), name="a-b")
-    with pytest.raises(LaunchOptionError, match="in_place: a job of k8s"):
+    with pytest.raises(LaunchOptionError, match="in_place: k8s ends all"):
         jobset(command=(*TRAIN, "--run.heal", "in_place"))
 
 

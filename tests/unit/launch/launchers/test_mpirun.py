@@ -77,7 +77,7 @@ def test_mpirun_ends_no_other_rank_of_a_job_that_heals_and_its_0_says_nothing(
     rank: str, code: int, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(run_folder, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "REPORT_LOSS_SECONDS", 0.0)
     played(f'file=$BIGBATCH_STOPPED\n[[ "$*" == *recoverable,error-nonzero-status=0* ]] || exit 9\n{rank}\n')
     limits = ("--comm.timeout_seconds", "4", "--comm.warn_seconds", "1", "--data.patience_seconds", "1")
     job = JobSpec((*TRAIN, "--run.heal", "in_place", *limits), 2)
