@@ -30,7 +30,7 @@ EXCLUDE_UNFIT = f"""\
 bad=$(paste -sd, "$logs/bad-nodes" 2>/dev/null)
 if [ -n "$bad" ] && [ "$(cat "$logs/excluded" 2>/dev/null | wc -l)" -lt {MOST_EXCLUSIONS} ]; then
   echo "$bad" >> "$logs/excluded" || exit "$fit"
-  echo "bigbatch: $(date '+%F %T') requeued, to run without $bad"
+  echo "bigbatch: $(date '+%F %T') requeuing, to run without $bad"
   known=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')
   scontrol requeuehold "$SLURM_JOB_ID" || exit "$fit"
   for second in {{1..25}}; do

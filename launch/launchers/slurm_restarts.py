@@ -46,7 +46,7 @@ if [ "${#left[@]}" -lt "${#nodes[@]}" ]; then
 fi
 for count in @COUNTS 0; do [ "$count" -gt "${#left[@]}" ] || break; done   # numbers of nodes that divide the batch
 if [ "$count" -eq 0 ]; then
-  echo "bigbatch: $(date '+%F %T') requeued, as too few nodes are left: ${left[*]}"
+  echo "bigbatch: $(date '+%F %T') requeuing, as too few nodes are left: ${left[*]}"
   scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
   break
 fi

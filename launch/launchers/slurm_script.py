@@ -125,7 +125,7 @@ if [ -n "$requeue" ]; then
   # without a known run folder, a start that handled the signal counts as progress
   [ -n "$run" ] || [ "$code" -eq 138 ] || : > "$starts"
   end_if_stuck "$code"
-  echo "bigbatch: $(date '+%F %T') requeued, as $requeue"
+  echo "bigbatch: $(date '+%F %T') requeuing, as $requeue"
   scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
   echo "bigbatch: Slurm does not requeue this job; submit it again, and it resumes from its checkpoint"
 fi

@@ -269,7 +269,7 @@ def test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits(
     hours, minutes, seconds = map(int, job_facts(job)["RunTime"].split(":"))
     limit = 60 * hours + minutes + (1 if seconds < 30 else 2)
     assert login("scontrol", "update", f"jobid={job}", f"timelimit={limit}").returncode == 0
-    wait_until(lambda: "requeued, as its time limit is near" in log.read_text(), log=log)
+    wait_until(lambda: "requeuing, as its time limit is near" in log.read_text(), log=log)
     stopped_after = newest_step(run_folder)
     assert 2 <= stopped_after < STEPS
     slow()
@@ -326,7 +326,7 @@ def test_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: Pat
             command=train_command(shapes, tmp_path / "run", LONG | {"run.epochs": 1, "schedule.warmup_epochs": 0}),
             cwd=tmp_path,
         )
-        wait_until(lambda: log.exists() and "requeued, to run without n1" in log.read_text(), log=log)
+        wait_until(lambda: log.exists() and "requeuing, to run without n1" in log.read_text(), log=log)
     finish(job)
     facts, text = job_facts(job), log.read_text()
     assert (facts["JobState"], facts["ExcNodeList"], facts["Restarts"]) == ("COMPLETED", "n1", "1"), text

@@ -69,7 +69,7 @@ def test_slurm_checks_count_exclusions_and_no_other_restarts(stubs: Stubs, resta
     for done in range(1, MOST_EXCLUSIONS + 1):
         code, output = look(stubs, "exclude", fit=4, bad=f"n{done}\\nm{done}\\n", restarts=restarts)
         assert code == 4
-        assert f"requeued, to run without n{done},m{done}\n" in output
+        assert f"requeuing, to run without n{done},m{done}\n" in output
         assert calls(stubs, "scontrol", "requeuehold") == done
     code, output = look(stubs, "exclude", fit=4, bad="n9\\n", restarts=restarts)
     assert code == 4

@@ -341,7 +341,7 @@ def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code
 def test_slurm_script_goes_back_into_the_queue_where_too_few_nodes_are_left(stubs: Stubs) -> None:
     _, output = stubs.run(SHRINKING, STUB_CODE="137", STUB_LOST="n1 n2 n3")
     assert (stubs.num_starts(), stubs.requeued()) == (1, True)
-    assert re.search(naming("requeued", "too few nodes are left: n0"), output)
+    assert re.search(naming("requeuing", "too few nodes are left: n0"), output)
 
 
 @pytest.mark.parametrize(("code", "lost"), [("2", "n1"), ("1", "")])
