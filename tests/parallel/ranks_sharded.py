@@ -386,7 +386,7 @@ def lose_in_a_gather(backend: str, timeout_seconds: str) -> int:
     run.steps(0)
     if communicator.rank == 1:
         run.precision.settle()
-        scatter_gather_ = run.precision.weights._scatter_gather  # type: ignore[attr-defined]
+        scatter_gather_ = run.precision.weights.layout.scatter_gather  # type: ignore[attr-defined]
         scatter_gather_._all_gather_ = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     try:

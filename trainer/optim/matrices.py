@@ -47,7 +47,7 @@ def shape_of(weight: Tensor) -> torch.Size:
     return weight.whole_shape if isinstance(weight, Part) else weight.shape
 
 
-class Wholes(Protocol):
+class Gatherer(Protocol):
     """Gathers whole tensors from the ranks' parts, and returns a rank's part of them."""
 
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
@@ -59,7 +59,7 @@ class Wholes(Protocol):
         ...
 
 
-class AllHere:
+class NothingToGather:
     """Returns its inputs: each weight is already whole."""
 
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
@@ -82,7 +82,7 @@ class MatrixOptimizer(FusedOptimizer):
         super().__init__(params, defaults)
         self.divide: Division = undivided
         """Replaced if several ranks hold the same tensors: each then computes some of the results."""
-        self.wholes: Wholes = AllHere()
+        self.wholes: Gatherer = NothingToGather()
         """Replaced if a rank holds only a part of each weight."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
@@ -121,7 +121,7 @@ def updatable(groups: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], li
     return [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
 
 
-def follow_(
+def sgd_step_(
     optimizer: torch.optim.Optimizer, weights: list[Tensor], group: dict[str, Any], grads: list[Tensor] | None = None
 ) -> None:
     """Make a group's SGD step along its gradients, or along the given directions."""
@@ -137,7 +137,7 @@ def follow_(
     )
 
 
-def each_alike(tensors: list[Tensor], work: Work) -> list[Tensor]:
+def batched_by_shape(tensors: list[Tensor], work: Work) -> list[Tensor]:
     """Return the results of work, called once for all tensors of the same shape, layout, device and dtype."""
     alike: dict[object, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):

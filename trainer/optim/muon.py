@@ -12,9 +12,9 @@ from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_, zeros_like_all
 from bigbatch.trainer.optim.matrices import (
     MatrixOptimizer,
-    each_alike,
-    follow_,
+    batched_by_shape,
     problem_with_count,
+    sgd_step_,
     shape_of,
     updatable,
 )
@@ -79,7 +79,7 @@ class Muon(MatrixOptimizer):
         # meanwhile the results of other ranks arrive
         for group, weights in parts:
             if not group["adapt"]:
-                follow_(self, weights, group)
+                sgd_step_(self, weights, group)
         found = iter(self.wholes.own(all_weights, finish()))
         for (group, weights), updates in zip(matrices, directions, strict=True):
             torch._foreach_copy_(updates, [next(found) for _ in updates])
@@ -150,7 +150,7 @@ def orthogonalised(tensors: list[Tensor], *, steps: int, dtype: torch.dtype) -> 
         found_BMN = newton_schulz(matrices_BMN.div_(norms_B11).to(dtype), steps=steps).contiguous()
         return [found_MN.as_strided(shape, strides) for found_MN in found_BMN.unbind()]
 
-    return each_alike(tensors, work)
+    return batched_by_shape(tensors, work)
 
 
 def _by_rows(tensor: Tensor) -> tuple[int, ...]:

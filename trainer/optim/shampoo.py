@@ -21,9 +21,9 @@ from bigbatch.trainer.optim.fused import (
 )
 from bigbatch.trainer.optim.matrices import (
     MatrixOptimizer,
-    each_alike,
-    follow_,
+    batched_by_shape,
     problem_with_count,
+    sgd_step_,
     shape_of,
     updatable,
 )
@@ -96,10 +96,10 @@ class Shampoo(MatrixOptimizer):
         # while the other ranks' roots are in transit
         for group, weights in parts:
             if not group["adapt"]:
-                follow_(self, weights, group)
+                sgd_step_(self, weights, group)
         finish()
         for group, weights, grads in matrices:
-            follow_(self, weights, group, self.wholes.own(weights, self._grafted(weights, grads)))
+            sgd_step_(self, weights, group, self.wholes.own(weights, self._grafted(weights, grads)))
 
     def _make_state(self, weights: list[Tensor]) -> None:
         """Make factors of zeros and roots of identity: until roots are due, a weight follows SGD."""
@@ -243,4 +243,4 @@ def _eigh(matrices_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
 def inverse_fourth_roots(tensors: list[Tensor], *, eps: float) -> list[Tensor]:
     """Return the roots of square matrices; those of one size go through one decomposition."""
-    return each_alike(tensors, lambda some: list(inverse_fourth_root(torch.stack(some), eps=eps)))
+    return batched_by_shape(tensors, lambda some: list(inverse_fourth_root(torch.stack(some), eps=eps)))

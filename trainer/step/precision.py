@@ -15,6 +15,7 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.step.loss_scale import LossScale, Scaling
 from bigbatch.trainer.step.masters import WholeWeights, grads_of
 from bigbatch.trainer.step.sharded import ShardedWeights
+from bigbatch.trainer.step.sharded_optimizer import shard_optimizer_
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -203,7 +204,7 @@ def shard_update(
     shards = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=behind_forward)
     precision.weights = shards
     optimizer = make_optimizer(shards.masters)
-    shards.attach(optimizer)
+    shard_optimizer_(optimizer, shards)
     return optimizer
 
 

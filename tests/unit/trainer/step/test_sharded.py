@@ -21,9 +21,11 @@ from bigbatch.errors import ConfigError, PeerLostError
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
-from bigbatch.trainer.step import sharded
+from bigbatch.trainer.step import shard_layout
 from bigbatch.trainer.step.precision import Precision, shard_update
-from bigbatch.trainer.step.sharded import Piece, ShardedWeights, cut
+from bigbatch.trainer.step.shard_layout import Piece, cut
+from bigbatch.trainer.step.sharded import ShardedWeights
+from bigbatch.trainer.step.sharded_optimizer import shard_optimizer_
 
 
 def sharded_linear(name: str = "fp32", **options: bool) -> tuple[nn.Module, GradientReducer, ShardedWeights]:
@@ -82,7 +84,7 @@ def test_own_part_is_one_of_equal_parts() -> None:
 
 
 def test_sharded_weights_refuse_a_rank_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "cut", lambda plan, **place: {"weight": Piece(0, 0, 0, 0, 0)})
+    monkeypatch.setattr(shard_layout, "cut", lambda plan, **place: {"weight": Piece(0, 0, 0, 0, 0)})
     with pytest.raises(ConfigError, match=naming("optimizer.sharded=True ", " 1 ranks", "false")):
         sharded_linear()
 
@@ -186,9 +188,9 @@ def test_sharded_weights_refuse_an_optimizer_that_would_adapt_by_norms_of_shares
     _, _, weights = sharded_linear()
     masters = list(weights.masters.values())
     for adapting in (LARS(masters, lr=1.0), LAMB(masters, lr=1.0)):
-        weights.attach(adapting)
+        shard_optimizer_(adapting, weights)
         assert adapting.norms == weights.norms
         del adapting.norms  # as one that calls them otherwise
         with pytest.raises(TypeError, match=naming(type(adapting).__name__, "norms")):
-            weights.attach(adapting)
-    weights.attach(torch.optim.SGD([{"params": masters, "adapt": True}], lr=1.0))  # it carries the key along
+            shard_optimizer_(adapting, weights)
+    shard_optimizer_(torch.optim.SGD([{"params": masters, "adapt": True}], lr=1.0), weights)  # it carries the key along
