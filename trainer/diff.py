@@ -13,14 +13,16 @@ from bigbatch.errors import CheckpointError, RunFolderError, first_line, print_l
 from bigbatch.exit_codes import DIFFERENT
 from bigbatch.files import read_plain
 from bigbatch.paths import as_path
-from bigbatch.trainer.parting import Parting, find_places, likely_cause, listed
+from bigbatch.trainer.difference import Difference, find_places, likely_cause, listed
 from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.digests import (
     ACTIVATIONS,
     BEFORE_SUM,
     BY_MICROBATCH,
+    IMAGES,
     PHASES,
     PLACE_LETTERS,
+    STATE,
     SUMMED,
     values_folder,
 )
@@ -28,16 +30,10 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.resume import changes
 
 KEY = "run.digest_every_steps"
-SEEN_TO = ("step", "config", "gradient_order", "sums", "classes")
+COMPARED_ELSEWHERE = ("step", "config", "gradient_order", "sums", "classes")
 """Keys of a checkpoint that say how it was made; main() compares these facts from other files."""
-
-INTEGERS = {
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
-"""Floating-point type -> integer type of the same size: read as one, positive numbers keep their order."""
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of a floating-point type -> integer type of that size: read as one, positive numbers keep their order."""
 DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
 """Decimal digits that distinguish any two numbers of a type."""
 Value = Tensor | int | float | str
@@ -76,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         told = changes(a.config, b.config)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunFolderError(
-            f"{a.path} and {b.path}: a config.yaml is none that bigbatch wrote ({first_line(error)})"
+            f"{a.path} and {b.path}: a config.yaml is not valid ({first_line(error)}): name folders of runs"
         ) from error
     for key, text in told.items():
         print_line(f"config: {key}={text}")
@@ -84,25 +80,24 @@ def main(argv: Sequence[str]) -> int:
     for key, (ours, theirs) in facts.items():
         print_line(f"job: {key} is {ours} in {a.path}, {theirs} in {b.path}")
     steps = sorted(a.digests.keys() & b.digests.keys())
-    parting = find_parting(a, b, steps=steps)
+    difference = find_difference(a, b, steps=steps)
     for line in not_compared(a, b, steps=steps):
         print_line(line)
-    if parting:
-        print_line(str(parting))
-        print_line(
-            f"likely cause: {likely_cause(parting, [*told, *facts], is_step_before_equal=parting.step - 1 in steps)}"
-        )
-        for line in describe_values(a, b, parting):
+    if difference:
+        print_line(str(difference))
+        cause = likely_cause(difference, [*told, *facts], is_step_before_equal=difference.step - 1 in steps)
+        print_line(f"likely cause: {cause}")
+        for line in describe_values(a, b, difference):
             print_line(line)
     elif steps:
         print_line(f"the {len(steps)} steps that both recorded are equal, the last is {steps[-1]}")
-    is_found = show_elements(a, b, from_step=parting.step if parting else 0)
+    is_found = show_elements(a, b, from_step=difference.step if difference else 0)
     if not steps and is_found is None:
         raise RunFolderError(
             f"{a.path} and {b.path} have neither digests of the same step nor checkpoints of one: train both with "
             f"--{KEY} 1"
         )
-    return DIFFERENT if parting or is_found else 0
+    return DIFFERENT if difference or is_found else 0
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -115,6 +110,8 @@ def read_run(path: Path) -> RecordedRun:
     digests: dict[int, Mapping[str, Any]] = {}
     starts: list[tuple[int, Mapping[str, Any]]] = []
     for record in read_records(rundir.metrics):
+        if "pictures" in record:  # in older run folders
+            record[IMAGES] = record.pop("pictures")
         if record["kind"] == "digests" and _is_whole(record):
             digests[int(record["step"])] = record
         elif record["kind"] == "start":
@@ -125,7 +122,7 @@ def read_run(path: Path) -> RecordedRun:
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
     """Return whether a record has all required keys; digests of single microbatches are optional."""
-    kinds = {phase: str if phase == "pictures" else dict for phase in PHASES if phase not in BY_MICROBATCH}
+    kinds = {phase: str if phase == IMAGES else dict for phase in PHASES if phase not in BY_MICROBATCH}
     if not all(isinstance(record.get(name), kind) for name, kind in {**kinds, "step": int}.items()):
         return False
     places, positions = record.get("places", ""), record.get("positions", [])
@@ -141,26 +138,26 @@ def _are_numbers(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(each, int) and abs(each) < 1 << 63 for each in values)
 
 
-def find_parting(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Parting | None:
+def find_difference(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Difference | None:
     """Return the first difference among these steps; None if there is none.
 
     Raises: RunFolderError if the runs have digests of different tensors.
     """
     for step in steps:
         ours, theirs = a.digests[step], b.digests[step]
-        for phase in ("gradients", "weights and state"):
+        for phase in (SUMMED, STATE):
             if ours[phase] and theirs[phase]:
                 _require_same_names(a, b, ours[phase], theirs[phase])
         equal: list[str] = []
         for phase in PHASES:
-            if phase == "pictures":
+            if phase == IMAGES:
                 if ours[phase] != theirs[phase]:
-                    return Parting(step, phase, [], 0, places=find_places(ours, theirs))
-                equal.append("images")
+                    return Difference(step, phase, [], 0, places=find_places(ours, theirs))
+                equal.append(phase)
                 continue
             pairs = _pairs(ours, theirs, phase=phase)
             if names := [name for name, (one, other) in pairs.items() if one != other]:
-                found = Parting(step, phase, names, len(pairs), equal)
+                found = Difference(step, phase, names, len(pairs), equal)
                 if phase not in BY_MICROBATCH:
                     return found
                 count = len(ours["ranks"])
@@ -199,51 +196,51 @@ def not_compared(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Ite
     for phase in PHASES[1:]:
         one, other = ours.get(phase, {}), theirs.get(phase, {})
         if bool(one) != bool(other):
-            yield f"not compared: {phase}, which {a.path if one else b.path} alone recorded"
+            yield f"not compared: {phase}, which only {a.path if one else b.path} recorded"
         elif not one:
             continue
         elif phase in BY_MICROBATCH and len(ours["ranks"]) != len(theirs["ranks"]):
             yield (
-                f"not compared: {phase}, as a step has {len(ours['ranks'])} microbatches in {a.path}, "
+                f"not compared: {phase}, because a step has {len(ours['ranks'])} microbatches in {a.path}, "
                 f"{len(theirs['ranks'])} in {b.path}"
             )
         elif phase == ACTIVATIONS:
             for run, names in ((a, [n for n in one if n not in other]), (b, [n for n in other if n not in one])):
                 if names:
-                    yield f"not compared: {phase} of {listed(names)}, which {run.path} alone recorded"
+                    yield f"not compared: {phase} of {listed(names)}, which only {run.path} recorded"
 
 
-def describe_values(a: RecordedRun, b: RecordedRun, parting: Parting) -> Iterator[str]:
-    """Yield a line on the first differing element of the parting's tensors that both runs kept (run.digest_values).
+def describe_values(a: RecordedRun, b: RecordedRun, difference: Difference) -> Iterator[str]:
+    """Yield a line on the first differing element of the difference's tensors that both runs kept (run.digest_values).
 
     If they kept none, the line says how to keep it. Raises: CheckpointError for damaged files.
     """
-    if parting.phase not in (ACTIVATIONS, BEFORE_SUM, SUMMED):
+    if difference.phase not in (ACTIVATIONS, BEFORE_SUM, SUMMED):
         return
-    for microbatch in parting.microbatches or (0,):
-        ours, theirs = (_values_of(run, parting, microbatch) for run in (a, b))
-        for name in parting.names:
+    for microbatch in difference.microbatches or (0,):
+        ours, theirs = (_values_of(run, difference, microbatch) for run in (a, b))
+        for name in difference.names:
             for one, other in zip(ours.get(name, ()), theirs.get(name, ()), strict=False):
                 if text := describe_difference(one, other):
-                    where = f" of microbatch {microbatch}" if parting.num_microbatches > 1 else ""
-                    yield f"step {parting.step}: {parting.named(name)}{where}: {text}"
+                    where = f" of microbatch {microbatch}" if difference.num_microbatches > 1 else ""
+                    yield f"step {difference.step}: {difference.named(name)}{where}: {text}"
                     return
-    yield f"to see its elements: train both again with --run.digest_values '[{parting.names[0]}]'"
+    yield f"to see its elements: train both again with --run.digest_values '[{difference.names[0]}]'"
 
 
-def _values_of(run: RecordedRun, parting: Parting, microbatch: int) -> dict[str, list[Tensor]]:
-    """Return a run's kept tensors of the parting's phase and a microbatch: name -> tensors, in order of outputs."""
-    is_summed = parting.phase == SUMMED  # the first rank stores these
-    rank = 0 if is_summed else run.digests[parting.step]["ranks"][microbatch]
-    path = checkpoint_path(values_folder(RunDir(run.path).values, rank=rank), step=parting.step)
+def _values_of(run: RecordedRun, difference: Difference, microbatch: int) -> dict[str, list[Tensor]]:
+    """Return a run's kept tensors of the difference's phase and a microbatch: name -> tensors, in order of outputs."""
+    is_summed = difference.phase == SUMMED  # the first rank stores these
+    rank = 0 if is_summed else run.digests[difference.step]["ranks"][microbatch]
+    path = checkpoint_path(values_folder(RunDir(run.path).values, rank=rank), step=difference.step)
     if not path.exists():
         return {}
-    kept = load_checkpoint(path).get(parting.phase, {})
+    kept = load_checkpoint(path).get(difference.phase, {})
     if isinstance(kept, dict) and all(isinstance(of_name, dict) for of_name in kept.values()):
         found = {name: of_name[microbatch] for name, of_name in kept.items() if microbatch in of_name}
         if all(isinstance(each, list) and all(isinstance(t, Tensor) for t in each) for each in found.values()):
             return found
-    raise CheckpointError(f"{path} holds no values that bigbatch wrote")
+    raise CheckpointError(f"{path} holds no values of run.digest_values: remove it, and compare again")
 
 
 def show_elements(a: RecordedRun, b: RecordedRun, *, from_step: int) -> bool | None:
@@ -271,7 +268,7 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
         yield name, state
     elif isinstance(state, dict):
         for key in sorted(state, key=lambda key: key != "model"):
-            if name or key not in SEEN_TO:
+            if name or key not in COMPARED_ELSEWHERE:
                 yield from _values(state[key], f"{name}.{key}".strip("."))
     elif isinstance(state, list | tuple):
         for index, each in enumerate(state):
@@ -294,7 +291,7 @@ def describe_difference(a: Value, b: Value) -> str:
     place = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []
     ours, theirs = (x.flatten()[first].item() for x in (a, b))
     ulps = ""
-    if a.dtype in INTEGERS:
+    if a.dtype in DIGITS:
         steps = (_ordered(a.flatten()[first]) - _ordered(b.flatten()[first])).abs()
         ulps = f", {int(steps):,} units in the last place apart"
     digits = DIGITS.get(a.dtype)
@@ -304,7 +301,7 @@ def describe_difference(a: Value, b: Value) -> str:
 
 def _ordered(value: Tensor) -> Tensor:
     """Map floating-point values to integers in the same order; neighbouring values differ by one."""
-    integers = INTEGERS[value.dtype]
+    integers = INTEGERS[value.dtype.itemsize]
     number = value.contiguous().view(integers).to(torch.int64)
     return torch.where(number < 0, torch.iinfo(integers).min - number, number)
 

@@ -50,7 +50,7 @@ class Evaluator:
         Raises: Stopped if a stop is due between two exchanges; DataError.
         """
         parts = self._parts
-        with parts.showing(), parts.average.in_place_of_weights(done):
+        with parts.evaluation_weights(), parts.average.in_place_of_weights(done):
             record = evaluate(
                 parts.model,
                 build_input.eval_batches(self._config, parts.communicator, self._split),

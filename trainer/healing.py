@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.joined_rank import JoinedRank
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Owner, own_claim, succeed, take
-from bigbatch.trainer.training_run import JoinedRank
 from bigbatch.words import count
 
-Entered = tuple[Communicator, dict[str, Any] | None]
+Connected = tuple[Communicator, dict[str, Any] | None]
 """A group that this rank has connected, and the state on which its ranks have agreed."""
 
 
@@ -62,9 +61,7 @@ class Ownership:
     def __enter__(self) -> "Ownership":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.owner:
             self.owner.release(has_failed=error is not None)
 
@@ -76,7 +73,7 @@ class Healed:
     job: JoinedRank
     state: dict[str, Any] | None
     """State to go on from, equal on all ranks; None if no rank that is left holds all of it."""
-    told: str
+    message: str
     """Line for the log."""
     since: float | None = None
     """awake_seconds() at the boundary at which ranks joined."""
@@ -87,7 +84,7 @@ def can_heal(job: JoinedRank, error: PeerLostError) -> bool:
     return job.communicator.endpoints is not None and error.exit_code == LOST
 
 
-def may_follow(error: PeerLostError) -> bool:
+def can_regroup(error: PeerLostError) -> bool:
     """Return whether ranks that lose one while they form a group may form another group."""
     return error.exit_code == LOST and bool(error.lost_ranks)
 
@@ -106,15 +103,15 @@ def heal(
     kept: dict[str, Any] | None,
     ownership: Ownership,
     group: Group | None = None,
-    entered: Entered | None = None,
-    told: str = "",
+    connected: Connected | None = None,
+    message: str = "",
     since: float | None = None,
 ) -> Healed:
     """Connect a group and agree on the state to go on from; after a loss, form it from the ranks left. Collective.
 
     error: the loss, if this rank has noticed one. kept: its copy of the state after its last step; None if it lacks
-    a part. group: None for the job's. entered: result of enter() for the group, if it was called already.
-    told: beginning of the line for the log. since: as for Healed.
+    a part. group: None for the job's. connected: result of connect_group() for the group, if it was called already.
+    message: beginning of the line for the log. since: as for Healed.
     Raises: PeerLostError if this rank is not in the group, or the group cannot share the batch; CommError; ConfigError;
     RunFolderError.
     """
@@ -127,24 +124,24 @@ def heal(
             try:
                 divide_batch(config.batch, world_size=group.env.world_size)
             except ConfigError as misfit:
-                raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
+                raise PeerLostError(f"{error}; the remaining ranks cannot share the batch: {misfit}") from error
         try:
-            communicator, kept = entered or enter(config, group, kept=kept, device=job.communicator.device)
-            entered = None
+            communicator, kept = connected or connect_group(config, group, kept=kept, device=job.communicator.device)
+            connected = None
             ownership.succeed(communicator.control)
         except PeerLostError as again:  # another loss meanwhile
-            if not may_follow(again):
+            if not can_regroup(again):
                 raise
             error = again
         else:
             where = f"from step {kept['step']}" if kept else "from the newest checkpoint"
             ranks = count(group.env.world_size, "rank")
-            lost = f"lost: {', '.join(names) or 'a connection'}; " if error and (names or not told) else ""
-            line = f"{told}{lost}going on {where} with {ranks}"
+            lost = f"lost: {', '.join(names) or 'a connection'}; " if error and (names or not message) else ""
+            line = f"{message}{lost}going on {where} with {ranks}"
             return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), kept, line, since)
 
 
-def enter(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Entered:
+def connect_group(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Connected:
     """Connect a group and agree on the state to go on from. Collective. Measures nothing, and uses no former table.
 
     Raises: PeerLostError; CommError.
@@ -152,11 +149,11 @@ def enter(config: Config, group: Group, *, kept: dict[str, Any] | None, device: 
     comm = replace(config.comm, calibrate="never", table=None)
     if comm.algorithm == "hybrid":
         comm = replace(comm, algorithm="auto")
-    communicator, _ = join_job(replace(comparable(config), comm=comm), group.env, group=group, device=device)
+    communicator, _ = join_job(replace(config_to_compare(config), comm=comm), group.env, group=group, device=device)
     return communicator, _agree_on_state(kept, communicator)
 
 
-def comparable(config: Config) -> Config:
+def config_to_compare(config: Config) -> Config:
     """Return the config to compare between ranks: run.resume may have changed since a joining rank was started."""
     return replace(config, run=replace(config.run, resume="auto"))
 

@@ -19,7 +19,7 @@ from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped
-from bigbatch.trainer.train import join, lead
+from bigbatch.trainer.train import join, run_training
 from bigbatch.trainer.training_loop import TrainingHooks
 
 
@@ -52,7 +52,7 @@ def train(
     with _process_as_before():
         job = join(experiment, env)
         try:
-            summary, device = lead(experiment, job, hooks=hooks, is_quiet=quiet), job.communicator.device
+            summary, device = run_training(experiment, job, hooks=hooks, is_quiet=quiet), job.communicator.device
         except BaseException as error:
             # the other ranks must not wait for this process, which may go on; healing may have replaced the connection
             for control in open_connections.keys() - others:

@@ -25,15 +25,24 @@ from bigbatch.comm.rendezvous.joining import (
 from bigbatch.comm.rendezvous.places import release
 from bigbatch.errors import CommError, ConfigError, PeerLostError, UserError
 from bigbatch.exit_codes import LOST
-from bigbatch.trainer.build.input import Images, Split, describe_images, images_of, make_splits
+from bigbatch.trainer.build.input import Images, Splits, describe_images, make_splits
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.healing import Entered, Healed, Ownership, comparable, enter, group_of, heal, may_follow
+from bigbatch.trainer.healing import (
+    Connected,
+    Healed,
+    Ownership,
+    can_regroup,
+    config_to_compare,
+    connect_group,
+    group_of,
+    heal,
+)
+from bigbatch.trainer.joined_rank import JoinedRank, why_not_healing
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Claim, newest_claim
-from bigbatch.trainer.training_run import JoinedRank, why_not_healing
 
 LOOK_SECONDS = 0.5
 """Pause between two attempts to reach the running ranks."""
@@ -47,10 +56,10 @@ Facts = Callable[[], Mapping[str, str]]
 
 def facts_of(config: Config, listed: Images | None) -> dict[str, str]:
     """Return the facts that must be equal on all ranks: release, config, data set."""
-    return {"release": release(), "config": dump_config(comparable(config)), "data set": describe_images(listed)}
+    return {"release": release(), "config": dump_config(config_to_compare(config)), "data set": describe_images(listed)}
 
 
-def find_waiting(config: Config, communicator: Communicator, facts: Facts) -> list[Request]:
+def find_join_requests(config: Config, communicator: Communicator, facts: Facts) -> list[Request]:
     """Return on rank 0 the requests of ranks that can join now, on other ranks none. Not collective."""
     if communicator.rank != 0 or communicator.endpoints is None or config.optimizer.sharded:
         return []
@@ -65,7 +74,7 @@ def _fits(config: Config, world_size: int) -> bool:
     return True
 
 
-def take_in(
+def admit_ranks(
     config: Config,
     job: JoinedRank,
     *,
@@ -88,7 +97,7 @@ def take_in(
     go = partial(heal, config, job, kept=kept, ownership=ownership)
     try:
         with former.control.detector.explained("look for ranks that join"):  # the store may be lost
-            found = find_waiting(config, communicator, facts)
+            found = find_join_requests(config, communicator, facts)
         is_replaced = any(each.endpoint.rank < communicator.env.launched_as for each in found)
         end = close if is_replaced else str
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
@@ -96,13 +105,13 @@ def take_in(
         told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
         admitted = admit(former, found, told=told)
     except PeerLostError as lost:
-        if not may_follow(lost):
+        if not can_regroup(lost):
             raise
         return go(lost)
     abort_connection(former.control)
     group, names = admitted.group, admitted.told["joined"]
     try:
-        entered = enter(config, group, kept=kept, device=communicator.device)
+        connected = connect_group(config, group, kept=kept, device=communicator.device)
         leave_former_group(group)
     except CommError as error:
         abort_connection(group.control)
@@ -110,14 +119,14 @@ def take_in(
         loss.lost_ranks = former_ranks(former, group, loss.lost_ranks)
         if loss.lost_ranks and loss.exit_code != LOST:  # an error of a present rank
             raise
-        return go(loss, told=f"did not join: {names or 'no rank'}; ")
+        return go(loss, message=f"did not join: {names or 'no rank'}; ")
     if not names:
-        return go(group=group, entered=entered, told="no rank has joined, as it has ended; ")
-    return go(group=group, entered=entered, told=f"joined: {names}; ", since=since)
+        return go(group=group, connected=connected, message="no rank has joined, because it has ended; ")
+    return go(group=group, connected=connected, message=f"joined: {names}; ", since=since)
 
 
 @contextmanager
-def failing_alone(env: ProcessEnv) -> Iterator[None]:
+def failing_as_lost_rank(env: ProcessEnv) -> Iterator[None]:
     """Give errors of a joining rank the exit code of a lost rank: the other ranks go on without it."""
     try:
         yield
@@ -151,26 +160,26 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """State, job and data of a rank that has joined. back_at: as for take_in."""
+class Arrival:
+    """State, job and data of a rank that has joined. back_at: as for admit_ranks."""
 
     healed: Healed
-    splits: tuple[Split, Split]
+    splits: Splits
     back_at: int | None
 
 
-def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
+def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrival:
     """Join the running ranks, and receive the state from one of them.
 
     job: of this process alone. Makes the splits first, which may load a library, list a data set, or decode it: from
     their boundary on the other ranks wait.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
     """
-    with failing_alone(job.env):
+    with failing_as_lost_rank(job.env):
         with job.communicator as alone:
             local, _ = stage_data(config, alone)
             splits = make_splits(local, alone)
-        admitted, entered = _enter(config, job, facts_of(config, images_of(splits)))
+        admitted, connected = _enter(config, job, facts_of(config, splits.images))
     if job.env.joins_file:
         with suppress(OSError):
             job.env.joins_file.unlink()
@@ -178,16 +187,18 @@ def arrive(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrived:
     ownership.number, since = told["owner"], awake_seconds() - told["waited"]
     line = f"joined: {told['joined']}; "
     group = admitted.group
-    healed = heal(config, job, kept=None, ownership=ownership, group=group, entered=entered, told=line, since=since)
-    return Arrived(healed, splits, told["back_at"])
+    healed = heal(
+        config, job, kept=None, ownership=ownership, group=group, connected=connected, message=line, since=since
+    )
+    return Arrival(healed, splits, told["back_at"])
 
 
-def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Entered]:
-    """Ask the running ranks until this rank has their state. Raises: as arrive."""
+def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Connected]:
+    """Ask the running ranks until this rank has their state. Raises: as join_running_job."""
     for attempt in range(MOST_ATTEMPTS):
         admitted = _ask(config, job, facts)
         try:
-            entered = enter(config, admitted.group, kept=None, device=job.communicator.device)
+            connected = connect_group(config, admitted.group, kept=None, device=job.communicator.device)
             leave_former_group(admitted.group)
         except PeerLostError:  # the other ranks go on without this one, or lost another one meanwhile
             abort_connection(admitted.group.control)
@@ -196,7 +207,7 @@ def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[A
                 raise
         else:
             break
-    return admitted, entered
+    return admitted, connected
 
 
 def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
@@ -207,7 +218,7 @@ def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
     while True:
         claim = newest_claim(folder)
         if claim and claim.has_ended and not claim.has_failed:
-            raise PeerLostError(f"rank {env.rank} on {env.host}: the job that it was to join has ended")
+            raise PeerLostError(f"rank {env.rank} on {env.host}: the job to join has ended")
         if store := claim and _address(claim):
             started = awake_seconds()
             try:
@@ -227,7 +238,7 @@ def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
             if awake_seconds() - started > LOOK_SECONDS + CONNECT_SECONDS:  # it has waited for an answer there
                 deadline = awake_seconds() + patience
         if awake_seconds() > deadline:
-            raise PeerLostError(f"rank {env.rank} on {env.host} reaches no rank of its job: {reason}")
+            raise PeerLostError(f"rank {env.rank} on {env.host} cannot reach a rank of its job: {reason}")
         time.sleep(LOOK_SECONDS)
 
 

@@ -14,14 +14,15 @@ from bigbatch.exit_codes import DIFFERENT
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.input import step_requests, train_batches
-from bigbatch.trainer.build.job import stated_sizes
+from bigbatch.trainer.build.job import fusion_sizes
+from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.diff import KEY, RecordedRun, find_parting, read_run
+from bigbatch.trainer.diff import KEY, RecordedRun, find_difference, read_run
+from bigbatch.trainer.difference import likely_cause
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.parting import likely_cause
 from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.digests import (
     PHASES,
@@ -47,7 +48,6 @@ from bigbatch.words import count
 
 SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
 """Facts about a job that decide how numbers are rounded even in one process."""
-NAMES = {"pictures": "images"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,8 +69,8 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> int:
     first_step = max(paths, default=run.first_step)
     if first_step and not paths:
         raise RunFolderError(
-            f"{run.path} has no checkpoint before step {step}, and began at step {first_step} with another run's: keep "
-            "more of them (run.keep_checkpoints)"
+            f"{run.path} has no checkpoint before step {step}, and began at step {first_step} with a checkpoint of "
+            "another run: keep more checkpoints (run.keep_checkpoints)"
         )
     jobs = run.jobs_between(first_step, step) or [run.job]
     made_by = jobs[-1]
@@ -79,7 +79,7 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> int:
     if not is_exact and first_step != step - 1:
         raise RunFolderError(
             f"{run.path} was trained without run.reproducible, and one process rounds the sums of its "
-            f"{several[-1]} ranks otherwise: only the step after a checkpoint can be replayed, and the "
+            f"{several[-1]} ranks differently: only the step after a checkpoint can be replayed, and the "
             f"newest one before step {step} is of step {first_step}"
         )
     with ExitStack() as stack:
@@ -89,23 +89,24 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> int:
         job = join(own, ALONE)
         stack.enter_context(closing(job.communicator))
         stop = StopRequest(takes_signals=False)  # there is no checkpoint to save before a stop
-        training = TrainingRun(own, job=job, owner=None, hooks=TrainingHooks(), is_quiet=True, stop=stop)
+        inherited = Inherited(stop=stop)
+        training = build_run(own, job, owner=None, hooks=TrainingHooks(), is_quiet=True, inherited=inherited)
         stack.callback(training.close)
         again = _compute(training, recorded, step=step, is_exact=is_exact)
         here = describe_job(job.communicator, plan=training.plan, num_train=0, num_val=0)
     facts = {key: (made_by[key], here[key]) for key in SAME_BITS if key in made_by and made_by[key] != here[key]}
-    parting = find_parting(run, RecordedRun(Path("the replay"), {step: again}, here, ""), steps=[step])
+    difference = find_difference(run, RecordedRun(Path("the replay"), {step: again}, here, ""), steps=[step])
     told = changes(training.start.config, dump_config(config)) if training.start.config else {}
     for key, text in told.items():
         print_line(f"config: {key}={text}")
     for key, (theirs, ours) in facts.items():
         print_line(f"job: {key} is {theirs} in {run.path}, {ours} here")
-    if parting:
-        print_line(str(parting))
-        cause = likely_cause(parting, [*told, *facts], is_step_before_equal=first_step == step - 1)
+    if difference:
+        print_line(str(difference))
+        cause = likely_cause(difference, [*told, *facts], is_step_before_equal=first_step == step - 1)
         print_line(f"likely cause: {cause}")
         return DIFFERENT
-    phases = [NAMES.get(phase, phase) for phase in PHASES if recorded.get(phase) and again[phase]]
+    phases = [phase for phase in PHASES if recorded.get(phase) and again[phase]]
     ranks = recorded.get("ranks", [])
     start = f"the checkpoint of step {first_step}" if first_step else "the start of the run"
     print_line(
@@ -133,8 +134,8 @@ def _recorded(run: RecordedRun, config: Config, *, step: int) -> Mapping[str, An
     size, rest = divmod(config.batch.global_batch_size, len(found.get("ranks", [])) or 1)
     if "ranks" in found and (rest or size != config.batch.microbatch_size):
         raise RunFolderError(
-            f"step {step} of {run.path} had {len(found['ranks'])} microbatches, and its config makes others now: give "
-            f"--batch.microbatch_size {size}"
+            f"step {step} of {run.path} had {len(found['ranks'])} microbatches, and its config now gives another "
+            f"number: set --batch.microbatch_size {size}"
         )
     return found
 
@@ -148,13 +149,13 @@ def _for_one_process(config: Config, *, folder: str, resume: str, num_threads: i
         data=replace(config.data, stage=None, bind_numa=False),
         batch=replace(config.batch, virtual_ranks=None),
         compute=replace(config.compute, cuda_graph=False, cpu_threads=config.compute.cpu_threads or num_threads),
-        comm=replace(comm, **asdict(stated_sizes(config))),
+        comm=replace(comm, **asdict(fusion_sizes(config))),
     )
 
 
 def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, is_exact: bool) -> dict[str, Any]:
     """Return a record of the step's digests; is_exact False leaves out sums and weights."""
-    config, parts, split = training.config, training.parts, training.train_split
+    config, parts, split = training.config, training.parts, training.splits.train
     parts.model.train()
     train_step = TrainStep(training.plan, parts)
 

@@ -256,7 +256,7 @@ class TrainingLoop:
         for reason in new.values():
             self.output.say(f"skipped: {reason}")
         if new:
-            self.output.log("skipped", {"step": done, "pictures": new})
+            self.output.log("skipped", {"step": done, "images": new})
         require_few_bad_images(list(self.skipped.values()), max_skipped=self.config.data.max_skipped)
 
     @contextmanager

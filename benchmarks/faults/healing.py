@@ -55,7 +55,7 @@ SETTINGS: dict[str, object] = {
     "batch.bn_span": 2,
     "comm.algorithm": "hierarchical",
 }
-KEPT = ("positions", "pictures", "weights and state")
+KEPT = ("positions", "images", "weights and state")
 """Digests in the record of a step: of its images, and of weights and state after it."""
 
 

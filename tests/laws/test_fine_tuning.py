@@ -94,10 +94,7 @@ def test_frozen_any_division_gives_the_same_update(
 
 @pytest.mark.long
 def test_fine_tuned_run_is_evaluated_and_started_from(
-    data: Path,
-    pretrained: tuple[Path, dict[str, Tensor]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    data: Path, pretrained: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "tuned"
     settings = {**TUNED, "model.weights": pretrained[0], "run.epochs": 1, "schedule.warmup_epochs": 0}

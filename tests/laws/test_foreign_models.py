@@ -32,9 +32,7 @@ def settings(name: str, **changes: object) -> dict[str, object]:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[NORMED, pytest.param(ATTENTION, marks=pytest.mark.long)],
-    ids=["batch-norm", "attention"],
+    scope="module", params=[NORMED, pytest.param(ATTENTION, marks=pytest.mark.long)], ids=["batch-norm", "attention"]
 )
 def one_rank(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("one_rank")

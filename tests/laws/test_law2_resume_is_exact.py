@@ -45,10 +45,7 @@ LONG = {"run.epochs": 2, "run.checkpoint_every_steps": 3, "run.eval_every_epochs
 
 @pytest.mark.parametrize(
     ("loader", "settings"),
-    [
-        pytest.param("dali", AUGMENTED, marks=pytest.mark.long),
-        ("torchvision", {}),
-    ],
+    [pytest.param("dali", AUGMENTED, marks=pytest.mark.long), ("torchvision", {})],
     ids=["dali-augmented", "torchvision"],
 )
 def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], data: Path, tmp_path: Path) -> None:
@@ -109,7 +106,7 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
     assert have_ended(ranks, within_seconds=60), "a rank was left behind"
     assert 5 <= newest_step(stopped) < 2 * STEPS_PER_EPOCH, "after the step that was under way"
     assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"
-    assert "the same command goes on" in log.read_text()
+    assert "the same command continues" in log.read_text()
     assert launcher != "mpirun" or "non-zero status" not in log.read_text()
 
     run(forked(command, ranks=2))
@@ -128,10 +125,7 @@ def seldom_reported(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize(
     ("begun", "done"),
-    [
-        ("step 7 begins", {7}),
-        pytest.param("evaluation batch begins", {5}, marks=pytest.mark.long),
-    ],
+    [("step 7 begins", {7}), pytest.param("evaluation batch begins", {5}, marks=pytest.mark.long)],
     ids=["step", "evaluation"],
 )
 def test_one_ranks_signal_stops_all_after_the_slow_step_under_way(

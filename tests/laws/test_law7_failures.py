@@ -142,7 +142,7 @@ def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, finishe
     assert str(older) in line
     said = run(alone(command)).stdout
     assert f"{newest} is truncated" in said
-    assert f"goes on from {older}" in said
+    assert f"continues from {older}" in said
     assert "resumed after step 5" in said
     (aside,) = (finished / "checkpoints").glob("damaged-*")
     assert str(aside) in said

@@ -148,7 +148,7 @@ def test_bad_image_is_skipped_alike_by_any_ranks(data: Path, tmp_path: Path) -> 
         assert told["skipped"][0].startswith(f"{victim}: ")
         (record,) = records(folder, "skipped")
         stamps = {name: record[name] for name in ("time", "elapsed_seconds")}
-        assert record == {"kind": "skipped", **stamps, "step": 3, "pictures": {key: told["skipped"][0]}}
+        assert record == {"kind": "skipped", **stamps, "step": 3, "images": {key: told["skipped"][0]}}
 
 
 @pytest.mark.long

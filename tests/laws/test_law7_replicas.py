@@ -38,7 +38,7 @@ def test_flipped_bit_is_named_and_the_run_ends_with_the_bits_of_an_undisturbed_o
 @pytest.mark.long
 def test_bit_that_flips_again_ends_the_run_with_a_code_of_its_own(data: Path, tmp_path: Path) -> None:
     done = run(flipping(train_command(data, tmp_path, SPARSE), ranks=2, at=7, times=2), expect=5)
-    assert "it is so again since the run went back to step 4" in done.stderr
+    assert "this happened again after the run went back to step 4" in done.stderr
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints")] == [4]
 
 

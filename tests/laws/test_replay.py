@@ -67,7 +67,7 @@ def test_replay_names_rank_microbatch_and_tensor_of_a_flipped_bit(
         "step 7: images, activations are equal; gradient of linear.weight is the first of 1 of 25 gradients before "
         "the sum that differ, in microbatch 3 of 0 to 3 (rank 1)"
     )
-    assert cause.startswith("likely cause: rank 1 alone computes something else of the same images: a bit that flipped")
+    assert cause.startswith("likely cause: rank 1 computes other values from the same images: a bit that flipped")
     for step, start in ((2, "the start of the run"), (10, "the checkpoint of step 8")):
         assert replay(faulty, step, capsys) == (
             0,
@@ -121,7 +121,7 @@ def test_replay_refuses_in_one_line_what_it_cannot_compare(faulty: Path, tmp_pat
         (
             "microbatch_size: 8",
             "microbatch_size: 16",
-            "had 4 microbatches, and its config makes others now: give --batch",
+            "had 4 microbatches, and its config now gives another number: set --batch",
         ),
         ("loader: torchvision", "loader: torchvision\n  no_such_key: 1", "no_such_key"),  # of a later release
     ):
@@ -153,7 +153,7 @@ def test_replay_tells_what_else_differs_from_the_runs_machine(
     code, lines = replay(copy.path, 7, capsys)
     assert code == 5
     assert lines[0] == f"job: torch is 2.10.0 in {copy.path}, {torch.__version__} here"
-    assert lines[-1].endswith("what differs is said above: torch")
+    assert lines[-1].endswith("the differences are listed above: torch")
 
 
 @pytest.mark.long
@@ -168,4 +168,4 @@ def test_replay_tells_of_keys_that_a_later_start_changed(
     assert code == 5
     assert lines[:2] == ["config: run.epochs=2 (was 1)", "config: schedule.base_lr=0.2 (was 8.0)"]
     assert "weights and state that differ" in lines[2]
-    assert lines[3].endswith("what differs is said above: run.epochs, schedule.base_lr")
+    assert lines[3].endswith("the differences are listed above: run.epochs, schedule.base_lr")

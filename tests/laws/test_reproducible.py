@@ -86,16 +86,8 @@ def test_any_division_gives_the_same_bits(
     assert_same_run(tmp_path, one_rank)
 
 
-ADAPTIVE = {
-    "optimizer.options.betas": "[0.9,0.99]",
-    "optimizer.options.eps": 1e-6,
-    "schedule.base_lr": 0.01,
-}
-MUON = {
-    "optimizer.name": "muon",
-    "schedule.base_lr": 0.02,
-    "schedule.end_lr": 0.0,
-}
+ADAPTIVE = {"optimizer.options.betas": "[0.9,0.99]", "optimizer.options.eps": 1e-6, "schedule.base_lr": 0.01}
+MUON = {"optimizer.name": "muon", "schedule.base_lr": 0.02, "schedule.end_lr": 0.0}
 SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.options.eps": 1e-4, "optimizer.options.root_every_steps": 2}
 
 
@@ -106,10 +98,7 @@ AVERAGED = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 1}
 @pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
-    [
-        {**RESIDENT, **AVERAGED},
-        {"model.name": "tests.laws.foreign_models.WithAttention"},
-    ],
+    [{**RESIDENT, **AVERAGED}, {"model.name": "tests.laws.foreign_models.WithAttention"}],
     ids=["resident", "attention"],
 )
 def test_with_another_loader_and_model(overrides: dict[str, object], data: Path, tmp_path: Path) -> None:
@@ -247,13 +236,7 @@ def test_statistics_beyond_the_grid_are_named(data: Path, tmp_path: Path) -> Non
     assert "run.reproducible" in said
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        pytest.param(SHARDED, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("overrides", [{}, pytest.param(SHARDED, marks=pytest.mark.long)])
 def test_gradient_beyond_the_grid_is_named(overrides: dict[str, object], data: Path, tmp_path: Path) -> None:
     command = train_command(data, tmp_path, {**EXACT, "run.epochs": 2, "schedule.base_lr": 2e9, **overrides})
     said = fails(forked(command, ranks=2))

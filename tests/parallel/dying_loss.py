@@ -112,5 +112,5 @@ def lost_before_the_state(*command: str) -> int:
     def die(*arguments: object, **options: object) -> None:
         os.kill(os.getpid(), signal.Signals[os.environ["DIE_BY"]])
 
-    joining.enter = die  # type: ignore[assignment]
+    joining.connect_group = die  # type: ignore[assignment]
     return main(command)

@@ -100,11 +100,7 @@ def test_survivors_go_on_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("backend", "deaths", "at", "num_ranks"),
-    [
-        ("tcp", "0/3/forward", 5, 2),
-        ("gloo", "0/5/forward", 10, 4),
-        ("tcp", "3/4/forward", NUM_STEPS, 4),
-    ],
+    [("tcp", "0/3/forward", 5, 2), ("gloo", "0/5/forward", 10, 4), ("tcp", "3/4/forward", NUM_STEPS, 4)],
 )
 def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
     backend: str, deaths: str, at: int, num_ranks: int, data: Path, undisturbed: Path, tmp_path: Path
@@ -232,7 +228,7 @@ def test_ranks_that_cannot_share_the_batch_end_as_for_a_restart(data: Path, tmp_
     settings = {"batch__global_batch_size": 16, "batch__bn_span": 4, "run__reproducible": False}
     codes, said = lose(data, tmp_path / "run", deaths="2/3/forward", **settings)
     assert codes == [LOST, LOST, -signal.SIGKILL, LOST]
-    assert "the ranks that are left cannot share the batch: batch.bn_span=4" in said
+    assert "the remaining ranks cannot share the batch: batch.bn_span=4" in said
 
 
 def files_of(run: Path) -> dict[Path, bytes]:

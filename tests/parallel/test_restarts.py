@@ -66,7 +66,7 @@ def test_ranks_whose_local_launcher_is_killed_save_and_the_same_command_goes_on(
 ) -> None:
     lost = launch("local", undisturbed, tmp_path, LOSE_AFTER="2", LOSE_WHOM="launcher")
     assert lost.returncode == -signal.SIGKILL, lost.stderr
-    assert "the same command goes on from there" in lost.stdout
+    assert "the same command continues from there" in lost.stdout
     run(forked(train_command(undisturbed / "data", tmp_path, LOSS), ranks=2))
     assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
 

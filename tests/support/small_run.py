@@ -151,7 +151,7 @@ class Recorder:
         self.called("report")
 
     def log(self, kind: str, record: dict[str, Any]) -> None:
-        self.events.append((kind, record["step"], record["pictures"]))
+        self.events.append((kind, record["step"], record["images"]))
 
     def say(self, text: str) -> None:
         pass

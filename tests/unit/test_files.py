@@ -224,7 +224,7 @@ def test_files_are_extended_under_their_only_name(kind: str, tmp_path: Path) -> 
     with pytest.raises(OSError, match=r"Errno"):
         files.open_to_append(path)
     assert (foreign.read_bytes() if foreign.exists() else b"theirs") == b"theirs"
-    with files.open_anew(path) as file:
+    with files.create_file(path) as file:
         file.write(b"ours")
     assert path.read_bytes() == b"ours"
     assert (foreign.read_bytes() if foreign.exists() else b"theirs") == b"theirs"

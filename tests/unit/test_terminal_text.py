@@ -94,7 +94,7 @@ def told_run(folder: Path) -> Path:
     """A run whose records and summary hold the name as a reason, as a key and as a text."""
     run = write_run(folder / NAME)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "skipped", "step": 1, "time": 2e9, "reason": NAME, "pictures": [NAME]}) + "\n")
+        file.write(json.dumps({"kind": "skipped", "step": 1, "time": 2e9, "reason": NAME, "images": [NAME]}) + "\n")
         file.write(json.dumps({"kind": "hint", "step": 1, "time": 2e9, "text": NAME}) + "\n")
     summary = {"ended": NAME, "device": NAME, "job": {"device": NAME, "host": NAME}, NAME: NAME, "loss": NAME}
     (run / "summary.json").write_text(json.dumps(summary))

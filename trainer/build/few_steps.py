@@ -33,12 +33,12 @@ def few_steps(
     schedule: learning rates in place of the config's. say: gets a line when a signal asks for a stop.
     """
     local, _ = stage_data(config, communicator)
-    train_split, eval_split = build_input.make_splits(local, communicator)
-    whole = make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
+    splits = build_input.make_splits(local, communicator)
+    whole = make_plan(config, communicator, num_samples=splits.train.num_samples, first_step=0)
     parts = make_parts(config, communicator, plan=whole, tuned=tuned)
     if schedule is not None:
         parts = dataclasses.replace(parts, schedule=schedule)
-    fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
+    fit_whitening_(parts.model, splits.train, config=config, communicator=communicator)
     plan = dataclasses.replace(whole, num_steps=num_steps, log_every_steps=1)
 
     def acknowledge(asked_by: str) -> None:
@@ -47,7 +47,7 @@ def few_steps(
     def run(
         on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
     ) -> str | None:
-        steps = Steps(plan, parts, build_input.train_batches(config, train_split, plan=plan))
+        steps = Steps(plan, parts, build_input.train_batches(config, splits.train, plan=plan))
         with parts.stop.watch(communicator.control, acknowledge=acknowledge):
             for step in range(num_steps):
                 steps(step)
@@ -65,5 +65,4 @@ def few_steps(
         yield parts, run
     finally:
         parts.close()
-        train_split.loader.close()
-        eval_split.loader.close()
+        splits.close()

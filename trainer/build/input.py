@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,19 +41,49 @@ class Split:
     loader: Loader
     index: ImageSource | None
 
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Return the class names in the order of the labels; None for generated samples."""
+        return None if self.index is None else self.index.classes
+
+    @property
+    def digest(self) -> str | None:
+        """Return a digest of class names and labels, equal for folders and packed copies; None for generated samples.
+
+        If it differs, positions in an epoch's order refer to other images.
+        """
+        return None if self.index is None else _digest_of_labels(self.index).hexdigest()[:16]
+
 
 Images = tuple[ImageSource, ImageSource]
 """Images of the training and the validation split."""
 
 
-def make_splits(config: Config, communicator: Communicator, *, listed: Images | None = None) -> tuple[Split, Split]:
+class Splits(NamedTuple):
+    """Training and validation split."""
+
+    train: Split
+    val: Split
+
+    @property
+    def images(self) -> Images | None:
+        """Return the images of both splits; None for generated ones."""
+        train, val = self.train.index, self.val.index
+        return (train, val) if train is not None and val is not None else None
+
+    def close(self) -> None:
+        self.train.loader.close()
+        self.val.loader.close()
+
+
+def make_splits(config: Config, communicator: Communicator, *, listed: Images | None = None) -> Splits:
     """Return training and validation splits. Collective. Raises: DataError; ConfigError.
 
     listed: the images that an earlier run of the job listed, and on which its ranks agreed; None: list them.
     """
     if config.data.loader == "synthetic":
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
-        return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
+        return Splits(train, _synthetic_split(config, communicator, image_size=_eval_size(config)))
     images = listed or list_images(config, communicator)
     assert images is not None
     train_index, val_index = images
@@ -63,12 +94,7 @@ def make_splits(config: Config, communicator: Communicator, *, listed: Images | 
         assert data.crop_area_min is not None
         crop = random_resized_crop(seed=seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
     train = _image_split(config, communicator, train_index, crop=crop, image_size=_train_size(config))
-    return train, split_of(config, communicator, val_index)
-
-
-def images_of(splits: tuple[Split, Split]) -> Images | None:
-    train, val = (split.index for split in splits)
-    return (train, val) if train is not None and val is not None else None
+    return Splits(train, split_of(config, communicator, val_index))
 
 
 def make_eval_split(
@@ -145,19 +171,6 @@ def _digest(index: ImageSource) -> str:
     if sizes_N2 is not None:
         digest.update(sizes_N2.tobytes())
     return digest.hexdigest()[:16]
-
-
-def class_names(split: Split) -> tuple[str, ...] | None:
-    """Return the class names in the order of the labels; None for generated samples."""
-    return None if split.index is None else split.index.classes
-
-
-def samples_digest(split: Split) -> str | None:
-    """Return a digest of class names and labels, equal for folders and packed copies; None for generated samples.
-
-    If it differs, positions in an epoch's order refer to other images.
-    """
-    return None if split.index is None else _digest_of_labels(split.index).hexdigest()[:16]
 
 
 def _digest_of_labels(index: ImageSource) -> "hashlib._Hash":

@@ -38,14 +38,9 @@ def join_job(
     that are left after a loss; env is then that group's, and device the one that this rank has.
     Raises: ConfigError; CommError; TunedError.
     """
-    # raises ConfigError before this rank connects to any other
+    # both raise ConfigError before this rank connects to any other
     accumulation_steps(config.batch, world_size=env.world_size)
-    is_given = device is not None
-    device = device or choose_device(env, backend=config.comm.backend)
-    if device.type == "cuda":
-        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        require_hardware(config.optimizer.precision, capability=capability, device=name)
-        set_tf32(config.optimizer.precision == "tf32")
+    _set_up_precision(config, device or choose_device(env, backend=config.comm.backend))
     tuned: Tuned | None = None
 
     def choose(met: Communicator) -> Communicator:
@@ -74,7 +69,7 @@ def join_job(
             env=env,
             heals=config.run.heal == "in_place",
             group=group,
-            device=device if is_given else None,
+            device=device,
         )
     except UserError:
         raise
@@ -87,6 +82,14 @@ def join_job(
         cpu_threads=config.compute.cpu_threads,
     )
     return communicator, tuned
+
+
+def _set_up_precision(config: Config, device: torch.device) -> None:
+    """Set whether this process computes in TF32. Raises: ConfigError if the GPU lacks the config's precision."""
+    if device.type == "cuda":
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        require_hardware(config.optimizer.precision, capability=capability, device=name)
+        set_tf32(config.optimizer.precision == "tf32")
 
 
 def _with_algorithm(
@@ -103,7 +106,7 @@ def _with_algorithm(
         interface=comm.interface,
         kept=kept_calibration,
         folder=measured_folder("calibration"),
-        buffer_bytes=stated_sizes(config).buffer_bytes,
+        buffer_bytes=fusion_sizes(config).buffer_bytes,
     )
     communicator = communicator.with_algorithm(comm.algorithm, table=measured.table, table_from=measured.source)
     return replace(communicator, calibration=measured.text)
@@ -164,11 +167,11 @@ def without_choices(config: Config, *, world_size: int) -> Config:
         bn_span=min(config.batch.bn_span, microbatch_size),
         virtual_ranks=None,
     )
-    comm = replace(config.comm, algorithm="native", table=None, **asdict(stated_sizes(config)))
+    comm = replace(config.comm, algorithm="native", table=None, **asdict(fusion_sizes(config)))
     return replace(config, batch=batch, comm=comm)
 
 
-def stated_sizes(config: Config, tuned: Tuned | None = None) -> PlanSizes:
+def fusion_sizes(config: Config, tuned: Tuned | None = None) -> PlanSizes:
     """Return the config's fusion sizes; for null the tuned ones, or DEFAULT_SIZES without a table."""
     comm, others = config.comm, tuned.sizes if tuned else DEFAULT_SIZES
     return PlanSizes(

@@ -26,7 +26,7 @@ from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory, freeze_
 from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.run.weights import load_weights_
 
-OF_A_DEVICE = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
+DEVICE_NAMES = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
 """Names in a RuntimeError of torch by which a device or its driver has failed, not the model: it may not recur."""
 
 
@@ -42,10 +42,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
         gather = make_group_gather(communicator, group_size=num_ranks, exposed=exposed, what=what)
         group = RankGroup(num_ranks, gather)
     norm = partial(
-        GhostBatchNorm2d,
-        bn_span=config.batch.bn_span,
-        ghosts_per_step=ghosts_per_microbatch(config.batch),
-        group=group,
+        GhostBatchNorm2d, bn_span=config.batch.bn_span, ghosts_per_step=ghosts_per_microbatch(config.batch), group=group
     )
     # drawn on the CPU: its generator gives the same weights on every device
     model = _build_model(config, norm)
@@ -94,7 +91,7 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
             logits_BK = forward(images_BCHW)
         except Exception as error:  # foreign code may raise anything; it is reported here
             is_of_device = isinstance(error, torch.AcceleratorError) or (
-                isinstance(error, RuntimeError) and OF_A_DEVICE.search(str(error)) is not None
+                isinstance(error, RuntimeError) and DEVICE_NAMES.search(str(error)) is not None
             )
             if isinstance(error, UserError) or is_out_of_memory(error) or is_of_device:
                 raise

@@ -16,7 +16,7 @@ from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, tensor
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_
-from bigbatch.trainer.build.job import stated_sizes
+from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.build.model import make_model, require_sizes
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
@@ -59,24 +59,17 @@ def make_parts(
         require_capturable(communicator)
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
-    notes: list[str] = []
-    if config.model.weights is not None and plan.first_step == 0:
-        # while all weights are still fp32: the masters are copies of these
-        notes += _take_weights_(config, model, classes)
-        communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
+    # while all weights are still fp32: the masters are copies of these
+    notes = [] if plan.first_step else _load_weights_(config, model, communicator, classes)
     precision = make_precision(config, model, device=communicator.device)
     grid = _make_grid(config, plan)
     # before compiling, which captures the norms as they are at that time
     statistics = _make_statistics(model, plan, is_on_grid=grid is not None)
-    if grid:
-        refuse_own_state(model)
     normalize = build_input.make_normalize(config, communicator)
     logits = partial(logits_of_noise, model, normalize=normalize, forward=precision.forward)
     require_sizes(config, model, logits=logits)
     notes += set_up_compute_(config, model, communicator, logits=logits)
-    # before the reducer, so that its hooks run before the reducer's
-    adds_up = plan.division.most > 1 and not grid  # a grid adds microbatches exactly
-    accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
+    accumulation = _make_accumulation(model, plan, grid)  # before the reducer, whose hooks run after its hooks
     reducer = _make_reducer(
         config, model, communicator, grid=grid, exposed=exposed, tuned=tuned, gradient_order=gradient_order
     )
@@ -96,8 +89,7 @@ def make_parts(
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
             loss=make_loss(config, communicator.device),
-            # a killed torchrun leaves its ranks running, a killed mpirun does not
-            stop=stop or StopRequest(launcher=os.getppid() if communicator.env.master_runs else None),
+            stop=stop or _make_stop(communicator),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),
             execution=make_execution(config, communicator, optimizer),
@@ -108,12 +100,22 @@ def make_parts(
         raise
 
 
-def _take_weights_(config: Config, model: nn.Module, classes: Sequence[str] | None) -> list[str]:
-    """Load model.weights; return lines for the log. Raises: CheckpointError."""
+def _make_stop(communicator: Communicator) -> StopRequest:
+    # a killed torchrun leaves its ranks running, a killed mpirun does not
+    return StopRequest(launcher=os.getppid() if communicator.env.master_runs else None)
+
+
+def _load_weights_(
+    config: Config, model: nn.Module, communicator: Communicator, classes: Sequence[str] | None
+) -> list[str]:
+    """Load model.weights, if set; return lines for the log. Collective. Raises: CheckpointError."""
     stated = config.model
+    if stated.weights is None:
+        return []
     taken = load_weights_(
-        model, Path(stated.weights or ""), config=config, new_head=stated.new_head, partial=stated.partial_weights
+        model, Path(stated.weights), config=config, new_head=stated.new_head, partial=stated.partial_weights
     )
+    communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     told = [taken.told] if taken.told else []
     if classes is None or not taken.has_head:
         return told
@@ -138,11 +140,21 @@ def _make_grid(config: Config, plan: Plan) -> Grid | None:
 
 
 def _make_statistics(model: nn.Module, plan: Plan, *, is_on_grid: bool) -> StepStatistics:
-    """Return the object that sums batch norm's statistics: each forward of model adds to it from now on."""
+    """Return the object that sums batch norm's statistics: each forward of model adds to it from now on.
+
+    Raises: ConfigError for a grid and a model with other state.
+    """
     kind = GridStatistics if is_on_grid else StepStatistics
     statistics = kind(flatten_running_statistics(model), microbatches=plan.division.num_microbatches)
     MicrobatchStatistics(model, statistics.running_N, take=statistics.take_, unseen=statistics.unseen)
+    if is_on_grid:
+        refuse_own_state(model)
     return statistics
+
+
+def _make_accumulation(model: nn.Module, plan: Plan, grid: Grid | None) -> WideAccumulation:
+    adds_up = plan.division.most > 1 and not grid  # a grid adds microbatches exactly
+    return WideAccumulation(half_parameters(model) if adds_up else [])
 
 
 def _make_reducer(
@@ -168,7 +180,7 @@ def _make_reducer(
         scatter=is_sharded,
         grid=grid,
         exposed=exposed,
-        **asdict(stated_sizes(config, tuned)),
+        **asdict(fusion_sizes(config, tuned)),
     )
 
 

@@ -23,7 +23,7 @@ from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
 
-MANY = 1000
+STEPS_PER_EPOCH = 1000
 """Steps of an epoch: as many as in real runs, so that schedule and weight average are legal."""
 
 
@@ -105,7 +105,7 @@ def run_steps(
     Raises: RuntimeError; MemoryError.
     """
     config, communicator = _alone(config, size, num_microbatches=num_microbatches), connect(env=ALONE, device=device)
-    plan = make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
+    plan = make_plan(config, communicator, num_samples=STEPS_PER_EPOCH * config.batch.global_batch_size, first_step=0)
     batches = _generated(config, device)  # before the parts: if it does not fit, no parts have to be closed
     parts = replace(make_parts(config, communicator, plan=plan, tuned=None), schedule=lambda step: 0.0)
     num_steps, start = num_untimed + num_timed, 0.0

@@ -44,10 +44,10 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
     start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{amounts}: "
     # freed memory of a CPU's run is fragmented, so a fresh start may fit more
     at_least = "at least " if device.type == "cpu" else ""
-    return start + _remedy(config, found, world_size=world_size, at_least=at_least) + _undo(config)
+    return start + _remedy(config, found, world_size=world_size, at_least=at_least) + _mode_remedy(config)
 
 
-def _undo(config: Config) -> str:
+def _mode_remedy(config: Config) -> str:
     """Return how to undo the choice of compute.mode=auto; "" if the run's mode was not chosen."""
     try:
         record = parse_json(read_plain(RunDir(Path(config.run.directory)).mode))
@@ -60,7 +60,7 @@ def _undo(config: Config) -> str:
         "compile": compute.compile,
         "cuda_graph": compute.cuda_graph,
     }
-    words = "; compute.mode auto chose this mode: the experiment with --compute.mode eager takes the stated one"
+    words = "; compute.mode=auto chose this mode: --compute.mode eager takes that of the config"
     return words if chosen == own != stated else ""
 
 
@@ -71,8 +71,8 @@ def _remedy(config: Config, found: SizeSearch, *, world_size: int, at_least: str
         ways = ["a smaller model.name or data.image_size", "optimizer.precision bf16"]
         if config.optimizer.name not in WHOLE_MATRIX:  # their fp32 matrices take what sharded state saves
             ways.append("optimizer.sharded on more ranks")
-        return f"nor does any smaller one; choose {', '.join(ways[:-1])}, or {ways[-1]}"
-    words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"
+        return f"no smaller one fits; choose {', '.join(ways[:-1])}, or {ways[-1]}"
+    words = "fits" if found.is_complete else "fits, and there was no time to try all larger ones"
     line = f"{at_least}{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
     num_blocks = RESIDUAL_BLOCKS.get(config.model.name, 0)
     if config.compute.recomputed_blocks < num_blocks:
@@ -100,7 +100,7 @@ def propose(config: Config, fitting: int, *, world_size: int) -> str:
             _option(f"--batch.microbatch_size {size} --batch.bn_span {size}", options[size], config)
             + f", but batch norm takes its statistics over {size} images instead of {batch.bn_span}"
         )
-    return "none as small goes with this config: choose a smaller model.name or data.image_size"
+    return "this config allows no microbatch that small: choose a smaller model.name or data.image_size"
 
 
 def _option(words: str, steps: int, config: Config) -> str:

@@ -54,7 +54,7 @@ def spent_by(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
         yield record, Spent(hours, rank_hours, joules)
 
 
-def spent_in_all(records: Iterable[dict[str, Any]]) -> Spent:
+def total_spent(records: Iterable[dict[str, Any]]) -> Spent:
     """Return the cost up to the last record."""
     newest = deque((spent for _, spent in spent_by(records)), maxlen=1)
     return newest[0] if newest else Spent()

@@ -25,13 +25,13 @@ from bigbatch.trainer.step.replicas import digest, replicas
 MODULUS = 1 << 64
 MIX = 0x9E3779B97F4A7C15 - MODULUS
 """Odd constant for mixing, so that two changes do not cancel."""
-ACTIVATIONS, BEFORE_SUM = "activations", "gradients before the sum"
+IMAGES, ACTIVATIONS, BEFORE_SUM = "images", "activations", "gradients before the sum"
 MOST_NAMES = 12
 """Limit of layer names listed in an error."""
 Row = tuple[str, str, int, str]
 """(phase, name of the layer or parameter, microbatch's number in the step, digest)."""
 SUMMED, STATE = "gradients", "weights and state"
-PHASES = ("pictures", ACTIVATIONS, BEFORE_SUM, SUMMED, STATE)
+PHASES = (IMAGES, ACTIVATIONS, BEFORE_SUM, SUMMED, STATE)
 """Phases of a step, in order."""
 BY_MICROBATCH = (ACTIVATIONS, BEFORE_SUM)
 """Phases with a digest per microbatch of the global batch, in its order, independent of the rank."""
@@ -139,16 +139,16 @@ class DigestRecorder:
 
 def digest_in_order(digests: Sequence[int]) -> str:
     """Return one digest of the images' digests, which depends on their order."""
-    return word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests)))
+    return hex_digest(sum(digest * (2 * place + 1) for place, digest in enumerate(digests)))
 
 
 def by_place(ordered: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return a record's entries on images. ordered: digest and position of each, in the order of the global batch."""
     digests = [digest for digest, _ in ordered]
     return {
-        "pictures": digest_in_order(digests),
+        IMAGES: digest_in_order(digests),
         # the upper half: all bits influence it through the product with MIX
-        "places": "".join(word(digest)[:PLACE_LETTERS] for digest in digests),
+        "places": "".join(hex_digest(digest)[:PLACE_LETTERS] for digest in digests),
         "positions": [position for _, position in ordered],
     }
 
@@ -173,8 +173,8 @@ def digests_of_images(batch: Batch) -> Tensor:
 def digests_of_update(parts: Parts, *, done: int, is_sharded: bool) -> dict[str, dict[str, str]]:
     """Return a record's digests of the summed gradients and of the updated state. Waits for the device."""
     return {
-        SUMMED: _words(summed_gradients(parts, is_sharded=is_sharded)),
-        STATE: _words(replicas(parts, done=done)),
+        SUMMED: _hex_digests(summed_gradients(parts, is_sharded=is_sharded)),
+        STATE: _hex_digests(replicas(parts, done=done)),
     }
 
 
@@ -184,12 +184,12 @@ def summed_gradients(parts: Parts, *, is_sharded: bool) -> dict[str, Tensor]:
     return {name: p.grad for name, p in named if p.grad is not None}
 
 
-def _words(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _hex_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if not tensors:
         return {}
     # in logical order: compute.channels_last changes no value
     found = digest(tensor.contiguous() for tensor in tensors.values())
-    return {name: word(value) for name, value in zip(tensors, found.tolist(), strict=True)}
+    return {name: hex_digest(value) for name, value in zip(tensors, found.tolist(), strict=True)}
 
 
 class MicrobatchDigests:
@@ -238,7 +238,7 @@ class MicrobatchDigests:
         self.stop()
         found, self._found = self._found, {}
         values = torch.stack(list(found.values())).tolist() if found else []
-        return [(*place, word(value)) for place, value in zip(found, values, strict=True)]
+        return [(*place, hex_digest(value)) for place, value in zip(found, values, strict=True)]
 
     def _enter(self, is_forward: bool, *_: object) -> None:
         self._is_forward = is_forward
@@ -274,7 +274,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def word(value: int) -> str:
+def hex_digest(value: int) -> str:
     """Return a digest as 16 hexadecimal digits."""
     return f"{value % MODULUS:016x}"
 

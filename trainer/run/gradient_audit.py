@@ -14,7 +14,7 @@ from bigbatch.comm.connection import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, Row, digest_in_order, digests_of_images
+from bigbatch.trainer.run.digests import BEFORE_SUM, IMAGES, MicrobatchDigests, Row, digest_in_order, digests_of_images
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.seeding import seed_forward
 
@@ -48,9 +48,8 @@ def recompute(
     return images_B.tolist(), digests.take()
 
 
-Words = dict[str, str]
+NamedDigests = dict[str, str]
 """Digests of a microbatch's images and of its gradients, by name."""
-IMAGES = "images"
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,11 @@ class GradientAudit:
         told = communicator.sum_(told_2P.to(communicator.device), label=f"audit of step {done}").tolist()
         pairs = [(told[each], told[num_ranks + each]) for each in range(num_ranks)]
         if odd := [each for each, (one, other) in enumerate(pairs) if one and other and one != other]:
-            raise self._accusation(odd, drawn, own=own, again=again)
+            raise self._name_faulty(odd, drawn, own=own, again=again)
         compared = sum(bool(one and other) for one, other in pairs)
         return {"step": done, "compared": compared, "seconds": time.perf_counter() - started}
 
-    def _compute(self, read: Callable[[], Batch], microbatch: int) -> Words | None:
+    def _compute(self, read: Callable[[], Batch], microbatch: int) -> NamedDigests | None:
         """Read and recompute a microbatch; return its digests, None if it cannot be read or replaces an image."""
         try:
             batch = read()
@@ -183,7 +182,9 @@ class GradientAudit:
         found = recompute(self._parts, self._plan, batch, step=self._step, microbatch=microbatch)
         return None if batch.replaced else _words(*found)
 
-    def _accusation(self, odd: Sequence[int], drawn: Draw, *, own: Words | None, again: Words | None) -> ReplicasDiffer:
+    def _name_faulty(
+        self, odd: Sequence[int], drawn: Draw, *, own: NamedDigests | None, again: NamedDigests | None
+    ) -> ReplicasDiffer:
         """Let third ranks recompute these ranks' microbatches; return an error naming the wrong ones. Collective."""
         communicator = self._parts.communicator
         rank, host_of, uuid = communicator.rank, communicator.control.host_of, gpu_uuid(communicator.device)
@@ -233,11 +234,11 @@ def verdict(told_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tupl
     return frozenset([wrong]), f"{device_of[wrong]} computed other bits than ranks {first} and {second}: {what}"
 
 
-def _words(images: Sequence[int], rows: Sequence[Row]) -> Words:
+def _words(images: Sequence[int], rows: Sequence[Row]) -> NamedDigests:
     return {IMAGES: digest_in_order(images), **{name: found for phase, name, _, found in rows if phase == BEFORE_SUM}}
 
 
-def _number(words: Words | None) -> float:
+def _number(words: NamedDigests | None) -> float:
     """Return one digest of all words, above 0 and of about 48 bits, which fp64 holds exactly; 0 for None."""
     if words is None:
         return 0.0

@@ -22,7 +22,7 @@ class NoiseRecorder:
         """Observer that the training step calls before and after each step."""
         self._moments = Moments()
 
-    def go_on(self, rundir: RunDir, communicator: Communicator, *, timeout_seconds: float) -> None:
+    def restore(self, rundir: RunDir, communicator: Communicator, *, timeout_seconds: float) -> None:
         """Restore on all ranks the estimate from the measurements in rank 0's metrics file. Collective."""
         if not self._every_steps or not self._plan.first_step:
             return

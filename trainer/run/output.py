@@ -22,7 +22,7 @@ from bigbatch.trainer.run.checkpoint import (
     set_aside_after,
     set_damaged_aside,
 )
-from bigbatch.trainer.run.cost import spent_in_all
+from bigbatch.trainer.run.cost import total_spent
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
@@ -92,9 +92,9 @@ class RunOutput:
             damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
             abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)
         for path, why in damaged.items():
-            self.say(f"{why}: set aside as {path}, and the run goes on from {start.path}")
+            self.say(f"{why}: set aside as {path}, and the run continues from {start.path}")
         for path in abandoned:
-            self.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
+            self.say(f"set aside as {path}: the run continues from an older checkpoint")
         if self._plan.first_step < self._plan.num_steps:
             # a summary marks a finished run, and this one has steps left
             with writing(rundir.summary):
@@ -158,7 +158,7 @@ class RunOutput:
         if totals.stopped_by:
             where = "nothing is saved yet: the same command starts again"  # before the first step
             for newest in list_checkpoints(rundir.checkpoints)[-1:]:
-                where = f"saved {newest.path}; the same command goes on from there"
+                where = f"saved {newest.path}; the same command continues from there"
             self.say(f"stopped by {totals.stopped_by}; {where}")
             return None
         if totals.steps == 0 and rundir.summary.exists():
@@ -176,7 +176,7 @@ class RunOutput:
                 skipped=skipped,
                 seconds=seconds,
                 noise=noise,
-                spent=spent_in_all(read_records(rundir.metrics)),
+                spent=total_spent(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
         self._show(lambda reporter: reporter.finish(summary))

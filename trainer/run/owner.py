@@ -95,7 +95,7 @@ class Owner:
     def __init__(self, folder: Path, *, number: int, claim: Claim) -> None:
         self._folder, self.number, self._claim = folder, number, claim
         self._released = Event()
-        self._beating = Thread(target=self._beat, name="owner of the run folder", daemon=True)
+        self._beating = Thread(target=self._write_heartbeats, name="owner of the run folder", daemon=True)
         self._beating.start()
 
     def require(self) -> None:
@@ -104,7 +104,7 @@ class Owner:
         if numbers and numbers[-1] > self.number:
             other = _read(_path(self._folder, numbers[-1]))
             raise RunFolderError(
-                f"{self._folder} was taken over by {other or 'another job'}, as this one had not answered for "
+                f"{self._folder} was taken over by {other or 'another job'}, because this one had not answered for "
                 f"{STALE_SECONDS:g} s: it writes nothing more there"
             )
 
@@ -117,7 +117,7 @@ class Owner:
             if path.exists():
                 write_whole(path, replace(self._claim, has_ended=True, has_failed=has_failed).text())
 
-    def _beat(self) -> None:
+    def _write_heartbeats(self) -> None:
         path = _path(self._folder, self.number)
         while not self._released.wait(BEAT_SECONDS):
             with suppress(OSError):  # storage may answer again at the next heartbeat
@@ -190,14 +190,11 @@ def has_failed(folder: Path, *, start: str) -> bool:
         return False
     if owner.has_ended:
         return owner.has_failed
-    return _lives(owner, replace(own_claim(), folder=owner.folder)) is False
+    return _is_alive(owner, replace(own_claim(), folder=owner.folder)) is False
 
 
 def _wait_until_gone(folder: Path, number: int, claim: Claim) -> None:
-    """Wait until the owner of that number has ended or been replaced.
-
-    Raises: RunFolderError if it lives.
-    """
+    """Wait until the owner of that number has ended or been replaced. Raises: RunFolderError if it lives."""
     path = _path(folder, number)
     started = moved = time.monotonic()
     beat, has_moved = _beat_of(path), False
@@ -207,7 +204,7 @@ def _wait_until_gone(folder: Path, number: int, claim: Claim) -> None:
         beat = _beat_of(path)
         if beat != last:
             moved, has_moved = now, True
-        lives = None if owner is None else _lives(owner, claim)
+        lives = None if owner is None else _is_alive(owner, claim)
         if lives is False or (lives is None and now - moved >= STALE_SECONDS):
             return
         if now - started >= PATIENCE_SECONDS and (lives or (has_moved and now - moved < 2 * BEAT_SECONDS)):
@@ -219,7 +216,7 @@ def _wait_until_gone(folder: Path, number: int, claim: Claim) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _lives(owner: Claim, claim: Claim) -> bool | None:
+def _is_alive(owner: Claim, claim: Claim) -> bool | None:
     """Return whether an owner lives; None if only its heartbeats can show it."""
     if owner.has_ended or (owner.job and owner.job == claim.job and owner.restart < claim.restart):
         return False

@@ -20,11 +20,11 @@ from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.weights import require_same_model
 from bigbatch.trainer.step.plan import Parts
 
-ALIKE = {"lamb", "adamw"}
+SAME_STATE = {"lamb", "adamw"}
 """Optimizers with the same state: one can resume from the other's."""
 
 OTHER_CLASSES = (
-    "Bring the classes back, or begin again from its weights, with model.weights, model.new_head=true and another "
+    "Bring the classes back, or start again from its weights, with model.weights, model.new_head=true and another "
     "run.directory"
 )
 
@@ -58,12 +58,7 @@ class Start:
 
 
 def find_start(
-    config: Config,
-    rundir: RunDir,
-    *,
-    samples: str | None,
-    control: Control,
-    classes: Sequence[str] | None = None,
+    config: Config, rundir: RunDir, *, samples: str | None, control: Control, classes: Sequence[str] | None = None
 ) -> tuple[Start, dict[str, Any]]:
     """Return where to start, and the state to restore (empty for a new run). Collective.
 
@@ -134,7 +129,7 @@ def _find_state(
     elif held := list_checkpoints(rundir.checkpoints):
         raise CheckpointError(
             f"{rundir.path} holds a run already (step {held[-1].step}): choose another run.directory, or set "
-            "run.resume to auto to go on"
+            "run.resume to auto to continue"
         )
     return path, state, damaged
 
@@ -208,10 +203,10 @@ def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
 def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
     """Raise CheckpointError if the optimizer cannot use another optimizer's state."""
     there = read_dumped(old)["optimizer.name"]
-    if there != name and {there, name} != ALIKE:
+    if there != name and {there, name} != SAME_STATE:
         raise CheckpointError(
             f"checkpoint {path} holds the state of optimizer.name={there}, which is not that of {name}: set it to "
-            f"{there}, or begin again from its weights, with model.weights and another run.directory"
+            f"{there}, or start again from its weights, with model.weights and another run.directory"
         )
 
 
@@ -223,7 +218,7 @@ def require_same_objective(old: str, config: Config, *, path: Path) -> None:
         if (there or None) != (here or None):
             raise CheckpointError(
                 f"checkpoint {path} is of a run with {key}={as_yaml(there)}, and it is {as_yaml(here)} here: set it as "
-                "it was, or begin again from its weights, with model.weights and another run.directory"
+                "it was, or start again from its weights, with model.weights and another run.directory"
             )
 
 

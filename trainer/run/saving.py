@@ -116,7 +116,7 @@ class BackgroundWrite:
         return self._is_wanted and self._thread.is_alive()
 
 
-WORD_SECONDS = 5.0
+REPLY_SECONDS = 5.0
 """Time after a checkpoint's time limit within which rank 0 must report that it has passed."""
 LEAVE_SECONDS = 10.0
 """Time that rank 0 waits for an unfinished checkpoint when the run fails."""
@@ -198,12 +198,12 @@ class CheckpointSaver:
                 "gradients overflowed; lower schedule.base_lr, lengthen schedule.warmup_epochs, or set "
                 "optimizer.clip_norm"
             )
-        with parts.showing() as in_training:
+        with parts.evaluation_weights() as in_training:
             yield self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
 
     def copy_state(self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]) -> dict[str, Any]:
         """Return a copy of the state after so many steps, in host memory. Collective only if the update is sharded."""
-        with self._parts.showing() as in_training:
+        with self._parts.evaluation_weights() as in_training:
             state = self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
             copied: dict[str, Any] = copy_to_host(state)
         return copied
@@ -241,7 +241,7 @@ class CheckpointSaver:
             lambda: self._say(wait=wait),
             self._parts.communicator.control,
             what=f"checkpoint of step {step}",
-            timeout_seconds=self._config.run.checkpoint_timeout_seconds + WORD_SECONDS,
+            timeout_seconds=self._config.run.checkpoint_timeout_seconds + REPLY_SECONDS,
         )
         if not told:
             return None

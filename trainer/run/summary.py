@@ -1,7 +1,9 @@
 """A run's introduction, its summary, and hints for a faster run."""
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.models.exchange import head_of
 from bigbatch.trainer.run.checkpoint import Checkpoint
 from bigbatch.trainer.run.cost import Spent
-from bigbatch.trainer.run.rank_memory import sharded_notes
+from bigbatch.trainer.run.folder import RunDir, read_curves
+from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes, sharded_notes
 from bigbatch.trainer.run.sums import summing_algorithms
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
@@ -37,7 +40,7 @@ def introduction(
     if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
         is_of_table = communicator.calibration and not config.run.reproducible
         more = "; another table may change the last bits of a run" if is_of_table else ""
-        yield f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {communicator.why}{more}"
+        yield f"all-reduce {communicator.algorithm}, chosen by comm.algorithm=auto: {communicator.why}{more}"
     yield f"{num_train} training and {num_val} validation images; loader {config.data.loader}"
     spread = f" over {division.ranks_per_ghost} ranks" if division.ranks_per_ghost > 1 else ""
     yield (
@@ -64,11 +67,29 @@ def introduction(
             who = "this rank computes a microbatch twice, which shows single flips only"
         yield f"audits: every {count(every, 'step')} and before each checkpoint {who}"
     if not parts.execution.measures_waits:
-        yield "steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"
+        yield "steps are replayed as CUDA graphs: the waits of ranks for each other are not measured"
     yield from placement
     if notice := precision_notice(optimizer.precision, capability=compute_capability(communicator.device)):
         yield notice
     yield from _notes_on_weights(config, plan, parts.model)
+
+
+def dry_run_lines(config: Config, parts: Parts, *, plan: Plan) -> Iterator[str]:
+    """Yield the lines about a run that a dry run describes."""
+    rundir, steps = RunDir(Path(config.run.directory)), range(plan.first_step + 1, plan.num_steps + 1)
+    yield (
+        f"dry run: {len(steps)} steps, {plan.steps_per_epoch} in an epoch, with "
+        f"{sum(map(plan.is_evaluation, steps))} evaluations, would go to {rundir.path}; nothing is trained, staged or "
+        "written"
+    )
+    yield (
+        f"memory of a rank: {rank_bytes(config, parts) / 1e6:.3g} MB of weights, gradients and optimizer state, and "
+        f"activations; of a checkpoint: {checkpoint_bytes(config, parts) / 1e6:.3g} MB"
+    )
+    rates = [r["images_per_second"] for r in read_curves(rundir.metrics) if r["kind"] == "train"]
+    per_epoch = plan.steps_per_epoch * plan.global_batch_size
+    known = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else "not known yet"
+    yield f"time of an epoch's steps: {known}"
 
 
 def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_val: int) -> dict[str, Any]:

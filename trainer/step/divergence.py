@@ -39,7 +39,7 @@ def require_on_grid(num_beyond: int, *, done: int, largest: float) -> None:
     if num_beyond:
         raise TrainingDiverged(
             f"{num_beyond} numbers of microbatches' gradients were larger than {largest:g}, or not finite, by step "
-            f"{done}: run.reproducible sums none that are; {REMEDY}"
+            f"{done}: run.reproducible cannot sum such numbers; {REMEDY}"
         )
 
 
@@ -48,7 +48,7 @@ def require_statistics(num_beyond: int, *, done: int) -> None:
     if num_beyond:
         raise TrainingDiverged(
             f"{num_beyond} means or variances of microbatches were too large, or of a batch norm that a microbatch "
-            f"skipped, by step {done}: run.reproducible sums none of these; normalise what goes in, let each forward "
+            f"skipped, by step {done}: run.reproducible cannot sum these; normalise the images, let each forward "
             "go through each batch norm once, or set it to false"
         )
 
@@ -86,8 +86,8 @@ class GuessWatch:
         if num_steps >= self._steps and min(mean, later) >= (1 - MARGIN) * self._guess:
             raise TrainingDiverged(
                 f"the training loss was {mean:.3f} in the mean of steps {record['step'] - num_steps + 1} to "
-                f"{record['step']}, and a guess has {self._guess:.3f}: {REMEDY}, or set run.divergence_steps to null "
-                "to go on"
+                f"{record['step']}, and that of a guess is {self._guess:.3f}: {REMEDY}, or set run.divergence_steps to "
+                "null to continue"
             )
 
     def _newest(self, at_least: float) -> tuple[int, float]:

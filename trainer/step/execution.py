@@ -111,11 +111,7 @@ class CudaGraphExecution:
     measures_waits = False
 
     def __init__(
-        self,
-        capture: CudaCapture,
-        *,
-        optimizer: torch.optim.Optimizer,
-        watch: Callable[[], object] = lambda: None,
+        self, capture: CudaCapture, *, optimizer: torch.optim.Optimizer, watch: Callable[[], object] = lambda: None
     ) -> None:
         self._capture = capture
         self._optimizer = optimizer

@@ -40,7 +40,7 @@ class TrainStep:
         # outside the captured work, so that it is the same for all microbatches but the last
         self.parts.reducer.zero_grad()
         self.parts.accumulation.start_over()
-        has_failed_1 = self.parts.execution(self.learn_from, self.draw(step, stream))
+        has_failed_1 = self.parts.execution(self.train_on, self.draw(step, stream))
         self.parts.average.update_(step + 1, skip_1=has_failed_1)
         self.is_whole = True
         self.window.steps += 1
@@ -58,7 +58,7 @@ class TrainStep:
         # for the optimizer, whose random numbers depend on the step alone: no ghost batch has this number
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 
-    def learn_from(self, microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
+    def train_on(self, microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
         """Update the weights; return whether (bool, one element) a rank had no images, so that nothing changed.
 
         A CUDA graph captures this. So values that change between steps, or between microbatches before the last, are

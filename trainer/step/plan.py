@@ -52,7 +52,7 @@ class Plan:
         """Return whether a report is due after so many steps; a stop reports even if none is due."""
         return self.is_evaluation(done) or self.is_checkpoint(done) or done % self.log_every_steps == 0
 
-    def ending_at_once(self) -> "Plan":
+    def without_steps(self) -> "Plan":
         """Return the plan without steps, for a run that its earlier evaluations have ended."""
         return replace(self, num_steps=self.first_step)
 
@@ -92,7 +92,7 @@ class Parts:
             if self.momentum is not None:
                 group["momentum"] = self.momentum(step)
 
-    def showing(self) -> AbstractContextManager[list[Tensor]]:
+    def evaluation_weights(self) -> AbstractContextManager[list[Tensor]]:
         """Swap in evaluation weights (Schedule-Free), as eval_mode does."""
         return eval_mode(self.optimizer, on_change=self.precision.write_half_)
 

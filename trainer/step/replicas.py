@@ -119,7 +119,7 @@ def _difference(
         what += ", and no majority tells which of them is wrong"
     return ReplicasDiffer(
         f"after step {done} {who} do not hold the same bits of {what}: a bit has flipped, or a processor or its "
-        "memory is faulty (processors of unlike kinds round unlike: run.compare_every_steps=0 lets them)"
+        "memory is faulty (processors of different kinds round differently: run.compare_every_steps=0 allows that)"
     )
 
 

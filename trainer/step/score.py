@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PerPicture: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+PerImage: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(logits_BK in fp32, targets: indices (B) or, after mixing, shares (B, K)) -> numbers per image."""
 
 
@@ -27,7 +27,7 @@ def to_grid(numbers: Tensor) -> Tensor:
 class Metric:
     """A metric of an evaluation, computed from sums over all images, each counted once."""
 
-    values: PerPicture
+    values: PerImage
     """Computes (B) or (B, M) from logits and labels (B)."""
     width: int
     """M, or 1."""
@@ -50,7 +50,7 @@ class Metric:
 class Score:
     """Loss and metrics of an evaluation, besides accuracy."""
 
-    losses: PerPicture = cross_entropies
+    losses: PerImage = cross_entropies
     """Computes the loss of each image (B)."""
     metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
     """Name -> metric."""

@@ -15,7 +15,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.exit_record import record_end
 from bigbatch.comm.rendezvous.limits import MOST_LOOKS_PER_SECOND
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.trainer.step.signals import STOP_SIGNALS, heeded_signals
+from bigbatch.trainer.step.signals import STOP_SIGNALS, handled_signals
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks whether another rank was asked to stop."""
@@ -76,7 +76,7 @@ class StopRequest:
         """The first stop signal of this rank, or another source of a request to stop."""
         self._is_asked = False
         self._departure: Departure | None = None
-        for number in heeded_signals() if takes_signals else ():
+        for number in handled_signals() if takes_signals else ():
             signal.signal(number, self._note)
         _leave_children_out()
 
@@ -100,11 +100,7 @@ class StopRequest:
 
     @contextmanager
     def watch(
-        self,
-        control: Control,
-        *,
-        acknowledge: Callable[[str], None],
-        wants_join: Callable[[], object] = lambda: False,
+        self, control: Control, *, acknowledge: Callable[[str], None], wants_join: Callable[[], object] = lambda: False
     ) -> Iterator[None]:
         """Agree with the other ranks, within the block, on the step at which to stop; pass acknowledge the source then.
 

@@ -24,7 +24,7 @@ from bigbatch.errors import ConfigError, TunedError, print_line
 from bigbatch.numbers import decimal
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.job import gather_tuned, join_job, stated_sizes, without_choices
+from bigbatch.trainer.build.job import fusion_sizes, gather_tuned, join_job, without_choices
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.parts import make_precision
 from bigbatch.trainer.build.score import make_loss
@@ -125,7 +125,7 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
     else:
         choice = choose_algorithm(communicator.backend, table=None).algorithm
         table = HybridTable((HybridRow(None, choice if algorithm in (AUTO, "hybrid") else algorithm),))
-    return StepCandidate(table, stated_sizes(config, tuned))
+    return StepCandidate(table, fusion_sizes(config, tuned))
 
 
 def _make_forward(

@@ -103,18 +103,13 @@ PLACED = {"places": "aaaaaaaabbbbbbbbccccccccdddddddd", "positions": [7, 5, 9, 2
 @pytest.mark.parametrize(
     ("places", "positions", "where", "cause"),
     [
-        (
-            "abdc",
-            [7, 5, 2, 9],
-            " at 2 of 4 places, first at place 2: images 9 and 2 of the split",
-            "another order of",
-        ),
+        ("abdc", [7, 5, 2, 9], " at 2 of 4 places, first at place 2: images 9 and 2 of the split", "another order of"),
         ("axcd", [7, 5, 9, 2], " at 1 of 4 places, first at place 1: image 5 of the split in both", "another way to"),
         (
             "abcx",
             [7, 5, 9, 3],
             " at 1 of 4 places, first at place 3: images 2 and 3 of the split",
-            "other images, as",
+            "other images: ",
         ),
         ("abcd", [7, 5, 9, 2], "", "other images, another order"),  # a digest of so few letters, and the same
         ("abc", [7, 5, 9], "", "other images, another order"),
@@ -124,7 +119,8 @@ def test_diff_names_the_first_place_of_the_batch_and_the_pictures_there(
     places: str, positions: list[int], where: str, cause: str, made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = {"places": "".join(letter * 8 for letter in places), "positions": positions}
-    assert main([made("a", step() | PLACED), made("b", step(pictures="q") | odd)]) == DIFFERENT
+    former = {{"images": "pictures"}.get(key, key): value for key, value in step("q").items()}  # of an earlier release
+    assert main([made("a", step() | PLACED), made("b", former | odd)]) == DIFFERENT
     found, why = capsys.readouterr().out.splitlines()
     assert found == f"step 1: the images of the global batch differ{where}"
     assert why.startswith(f"likely cause: {cause}")
@@ -160,7 +156,7 @@ def test_diff_refuses_values_that_are_none(kept: Any, made: Made) -> None:
     a, b = made("a", step(), step()), made("b", step(), step(gradients="xg"))
     for run in (a, b):
         path = keep_values(run, rank=0, gradients=kept)
-    with pytest.raises(CheckpointError, match="holds no values that bigbatch wrote"):
+    with pytest.raises(CheckpointError, match="holds no values of"):
         main([a, b])
     (path / "state.pt").write_bytes(b"no")
     (RunDir(Path(a)).values / "rank-0" / path.name / "state.pt").write_bytes(b"no")
@@ -168,9 +164,9 @@ def test_diff_refuses_values_that_are_none(kept: Any, made: Made) -> None:
         main([a, b])
 
 
-def step(pictures: str = "p", gradients: str = "gg", state: str = "ss") -> dict[str, Any]:
+def step(images: str = "p", gradients: str = "gg", state: str = "ss") -> dict[str, Any]:
     return {
-        "pictures": pictures,
+        "images": images,
         "gradients": dict(zip("ab", gradients, strict=False)),
         "weights and state": dict(zip("ab", state, strict=False)),
     }
@@ -179,7 +175,7 @@ def step(pictures: str = "p", gradients: str = "gg", state: str = "ss") -> dict[
 @pytest.mark.parametrize(
     ("odd", "lines"),
     [
-        (step(pictures="q", gradients="xx"), ["step 2: the images of the global batch differ", "another order"]),
+        (step(images="q", gradients="xx"), ["step 2: the images of the global batch differ", "another order"]),
         (step(gradients="xg"), ["step 2: images are equal; gradient of a is the first of 1 of 2 gradients", "a bit"]),
         (step(gradients="xy"), ["step 2: images are equal; gradient of a is the first of 2 of 2", "another kernel"]),
         (step(state="sx"), ["step 2: images, gradients are equal; b is the first of 1 of 2 weights", "a bit that"]),
@@ -188,7 +184,7 @@ def step(pictures: str = "p", gradients: str = "gg", state: str = "ss") -> dict[
 def test_diff_names_the_first_step_phase_and_tensor(
     odd: dict[str, Any], lines: list[str], made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = made("a", step(), step(), step()), made("b", step(), odd, step(pictures="z"))
+    a, b = made("a", step(), step(), step()), made("b", step(), odd, step(images="z"))
     assert main([a, b]) == DIFFERENT
     where, cause, *_ = capsys.readouterr().out.splitlines()
     assert where.startswith(lines[0])
@@ -223,7 +219,7 @@ SPREAD = spread(layers={"conv": "cccc", "fc": "ffff"})
             spread(layers={"conv": "cccc", "fc": "ffff"}, before="ggxg", gradients="xx"),
             "step 2: images, activations are equal; gradient of b is the first of 1 of 2 gradients before the sum "
             "that differ, in microbatch 2 of 0 to 3 (rank 1)",
-            "likely cause: rank 1 alone computes something else of the same images: a bit that flipped",
+            "likely cause: rank 1 computes other values from the same images: a bit that flipped",
         ),
         (
             spread(layers={"conv": "xxxx", "fc": "xxxx"}, ranks=(0, 0, 0, 0)),
@@ -256,10 +252,10 @@ def test_diff_names_layers_microbatches_and_ranks(
 def test_diff_says_what_only_one_run_recorded(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     a = made("a", SPREAD)
     for odd, line in (
-        (step(), f"not compared: gradients before the sum, which {a} alone recorded"),
-        (SPREAD | {"activations": {}}, f"not compared: activations, which {a} alone recorded"),
-        (spread(layers={"fc": "ffff"}), f"not compared: activations of conv, which {a} alone recorded"),
-        (SPREAD | {"gradients": {}}, f"not compared: gradients, which {a} alone recorded"),
+        (step(), f"not compared: gradients before the sum, which only {a} recorded"),
+        (SPREAD | {"activations": {}}, f"not compared: activations, which only {a} recorded"),
+        (spread(layers={"fc": "ffff"}), f"not compared: activations of conv, which only {a} recorded"),
+        (SPREAD | {"gradients": {}}, f"not compared: gradients, which only {a} recorded"),
     ):
         assert main([a, made("b", odd)]) == 0
         *lines, end = capsys.readouterr().out.splitlines()
@@ -267,7 +263,7 @@ def test_diff_says_what_only_one_run_recorded(made: Made, capsys: pytest.Capture
         assert end == "the 1 steps that both recorded are equal, the last is 1"
     half = {"activations": {}, "gradients before the sum": {"a": ["x", "x"]}, "ranks": [0, 0]}
     assert main([a, made("c", step() | half)]) == 0
-    expected = f"not compared: gradients before the sum, as a step has 4 microbatches in {a}, 2 in {a[:-1]}c"
+    expected = f"not compared: gradients before the sum, because a step has 4 microbatches in {a}, 2 in {a[:-1]}c"
     assert expected in capsys.readouterr().out.splitlines()
 
 
@@ -328,7 +324,7 @@ def test_diff_of_checkpoints_sees_numbers_and_what_only_one_has(made: Made, caps
 
 def test_diff_of_hostile_folders_obeys_nothing_in_them(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     name = "\x1b]0;owned\x07"
-    odd = {"pictures": "p", "gradients": {name: "1"}, "weights and state": {}}
+    odd = {"images": "p", "gradients": {name: "1"}, "weights and state": {}}
     a, b = made("a", odd), made("b", odd | {"gradients": {name: "2"}})
     assert main([a, b]) == DIFFERENT
     assert "\x1b" not in capsys.readouterr().out
@@ -347,7 +343,7 @@ def test_diff_refuses_what_cannot_be_compared(made: Made, tmp_path: Path) -> Non
     with pytest.raises(RunFolderError, match=naming("other models", "only one has b")):
         main([a, made("c", step(gradients="g"))])
     for odd in (
-        {"pictures": 1, "gradients": "no", "weights and state": None},
+        {"images": 1, "gradients": "no", "weights and state": None},
         SPREAD | {"ranks": 4},
         SPREAD | {"ranks": ["0"] * 4},
         SPREAD | {"activations": ["c"]},

@@ -28,7 +28,7 @@ from bigbatch.comm.measure.sizes import make_table, sizes_below
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
-from bigbatch.trainer.build.job import stated_sizes
+from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.config.file import load_config
 
 SLOW, FAST = MeasuredTimes((2.0, 2.0)), MeasuredTimes((1.0, 1.0))
@@ -276,7 +276,7 @@ def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
 
     now = play(monkeypatch, seconds_of, gather=0.2)
     config = load_config(["--config", "imagenet/resnet50_8k"])
-    found = calibrate(alone(), folder=tmp_path, buffer_bytes=stated_sizes(config).buffer_bytes)
+    found = calibrate(alone(), folder=tmp_path, buffer_bytes=fusion_sizes(config).buffer_bytes)
     assert now[0] <= SECONDS
     measured = {int(size): set(at) for size, at in json.loads(found.text)["all_reduce_seconds"].items()}
     buffers = [buffer.num_bytes for buffer in plan_of("imagenet/resnet50_8k")]
@@ -284,7 +284,7 @@ def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
     covered = [size for size in buffers if min(measured) <= size <= max(measured)]
     assert sum(covered) >= 0.99 * sum(buffers)
     one = alone()
-    swept = [size for size in sizes_below(stated_sizes(config).buffer_bytes) if size in measured]
+    swept = [size for size in sizes_below(fusion_sizes(config).buffer_bytes) if size in measured]
     assert all(measured[size] == set(one.algorithms) for size in swept)
     for size in covered:  # the closed forms say which is the fastest there
         best = min(seconds_of(name, size) for name in MODELS)

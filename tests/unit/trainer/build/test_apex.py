@@ -100,10 +100,7 @@ def test_apex_without_its_kernels_is_one_line(apex: Any, error: type[Exception])
     apex.FusedLAMB = type("FusedLAMB", (torch.optim.Optimizer,), {"__init__": make_none})
     with pytest.raises(ConfigError, match=naming("apex.optimizers.FusedLAMB", "requires cuda extensions")):
         make_optimizer(
-            settings_of("apex.optimizers.FusedLAMB"),
-            model := nn.Linear(2, 2),
-            dict(model.named_parameters()),
-            lr=LR,
+            settings_of("apex.optimizers.FusedLAMB"), model := nn.Linear(2, 2), dict(model.named_parameters()), lr=LR
         )
 
 

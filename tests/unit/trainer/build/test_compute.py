@@ -181,10 +181,7 @@ def cxx_failure() -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_blocks", "dtype"),
-    [
-        pytest.param("resnet18", 3, torch.bfloat16, marks=pytest.mark.long),
-        ("resnet9", 2, torch.float32),
-    ],
+    [pytest.param("resnet18", 3, torch.bfloat16, marks=pytest.mark.long), ("resnet9", 2, torch.float32)],
 )
 def test_recomputed_blocks_change_no_bit_and_keep_less(name: str, num_blocks: int, dtype: torch.dtype) -> None:
     results, kept = [], []

@@ -10,11 +10,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.config.file import load_config
 
-CYCLIC = (
-    "--schedule.name=cyclic",
-    "--schedule.warmup_epochs=0",
-    "--schedule.base_lr=4",
-)
+CYCLIC = ("--schedule.name=cyclic", "--schedule.warmup_epochs=0", "--schedule.base_lr=4")
 PLAN_OF_FOUR: Any = replace(PLAN, steps_per_epoch=4, num_steps=48)
 
 

@@ -114,7 +114,7 @@ def test_digests_are_of_classes_and_labels_and_ranks_agree_on_sizes_too(
     for folder in tmp_path.iterdir():
         images = build_input.list_images(cifar10(folder), one_rank())
         assert images is not None
-        digests[folder.name] = build_input.samples_digest(build_input.Split(6, unused, images[0]))
+        digests[folder.name] = build_input.Split(6, unused, images[0]).digest
         texts[folder.name] = said[-1]
     assert len({digests[name] for name in ("set", "packed", "smaller", "renamed image", "relabelled")}) == 1
     assert len(set(digests.values())) == 5
@@ -223,7 +223,7 @@ def test_images_of_the_former_run_are_not_listed_again(tmp_path: Path) -> None:
     config = cifar10(tmp_path)
     former = build_input.list_images(config, one_rank())
     shutil.copy(tmp_path / "train/a/0.png", tmp_path / "train/a/9.png")
-    assert build_input.images_of(build_input.make_splits(config, one_rank(), listed=former)) == former
+    assert build_input.make_splits(config, one_rank(), listed=former).images == former
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
@@ -252,7 +252,7 @@ def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> 
 
 def test_generated_samples_have_no_digest() -> None:
     config = quickstart("data.loader=synthetic", "data.num_synthetic_samples=1024")
-    assert build_input.samples_digest(build_input.make_splits(config, one_rank())[0]) is None
+    assert build_input.make_splits(config, one_rank()).train.digest is None
 
 
 def test_momentum_of_a_run_mirrors_its_rate_where_the_config_says_so() -> None:

@@ -126,7 +126,7 @@ def test_loss_is_tried_without_a_draw_from_the_run() -> None:
         (f"{HERE}.WithWeights", "{wide: 2}", ("wide", "options")),
         (f"{HERE}.NotCalled", "null", ("cannot be called",)),
         (f"{HERE}.breaks", "null", ("(4, 10)", "(4,)", "KeyError")),
-        (f"{HERE}.depends_on_others", "null", ("beside other images", "division")),
+        (f"{HERE}.depends_on_others", "null", ("in a batch with other images", "division")),
         (f"{HERE}.without_gradient", "null", ("no gradient",)),
         (f"{HERE}.per_class", "null", ("shape (4, 10)", "one number for each image")),
         ("torch.nn.CrossEntropyLoss", "null", ("shape ()", "reduction: none")),
@@ -173,7 +173,7 @@ def test_metrics_leave_out_what_does_not_count() -> None:
         (f"{HERE}.per_class", ("shape (4, 10)", "result")),
         (f"{HERE}.BrokenShare", ("result fails", "(2,)", "IndexError")),
         (f"{HERE}.breaks", ("KeyError",)),
-        (f"{HERE}.depends_on_others", ("beside other images",)),
+        (f"{HERE}.depends_on_others", ("in a batch with other images",)),
     ],
 )
 def test_metric_that_does_not_fit_is_named_in_one_line(name: str, named: tuple[str, ...]) -> None:

@@ -91,13 +91,7 @@ def command(
     return ["--config", "quickstart", "--weights", str(weights), *words(settings)]
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "flip"),
-    [
-        ("resnet9", 40, True),
-        ("resnet9", 57, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "size", "flip"), [("resnet9", 40, True), ("resnet9", 57, False)])
 def test_evaluate_any_resolution_and_crop(
     name: str, size: int, flip: bool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

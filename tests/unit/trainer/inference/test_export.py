@@ -30,10 +30,7 @@ SIZE = 32
 SMALL = ["--data.root=none", "--data.image_size=32"]
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "resnet9": ({"width": 2}, ["--model.options.width=2"]),
-    "resnet18": (
-        {},
-        ["--model.name=resnet18", "--model.options.zero_gamma=true", "--model.options.blurpool=false"],
-    ),
+    "resnet18": ({}, ["--model.name=resnet18", "--model.options.zero_gamma=true", "--model.options.blurpool=false"]),
     "bag of tricks": (
         {"width": 2, "celu_alpha": 0.3, "norm_scale": 1.0, "is_whitened": True},
         [

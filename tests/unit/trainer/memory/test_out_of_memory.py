@@ -191,10 +191,10 @@ def test_out_of_memory_proposals_by_hand(
 @pytest.mark.parametrize(
     ("limit", "reason", "words"),
     [
-        (96, OF_GPU, r"1.17 GiB of 79.11 GiB were free\): at least 96 does; with --batch.micro.* 64 "),
-        (96, OF_CPU, r"\(67108864 bytes more were wanted\): at least 96 does; with "),
-        (1, "could not create a primitive", r"fit on cpu: at least 1 does; with .* --batch.bn_span 1 "),
-        (0, OF_CPU, r"nor does any smaller one; choose a smaller model.name"),
+        (96, OF_GPU, r"1.17 GiB of 79.11 GiB were free\): at least 96 fits; with --batch.micro.* 64 "),
+        (96, OF_CPU, r"\(67108864 bytes more were wanted\): at least 96 fits; with "),
+        (1, "could not create a primitive", r"fit on cpu: at least 1 fits; with .* --batch.bn_span 1 "),
+        (0, OF_CPU, r"no smaller one fits; choose a smaller model.name"),
         (None, OF_CPU, r": there was no time to try smaller ones; halve it and batch.bn_span$"),
     ],
 )
@@ -235,7 +235,7 @@ def test_out_of_memory_trials_are_captured_as_the_run_but_not_compiled(
         "--compute.compile_fallback=true",
     )
     line = explain(quickstart(256, 256, 32, *words), OF_GPU, world_size=1, device=CPU)
-    assert "at least 96 does; with --batch.microbatch_size 64 (4 accumulation steps)" in line
+    assert "at least 96 fits; with --batch.microbatch_size 64 (4 accumulation steps)" in line
 
 
 # --- with a real limit ---
@@ -295,7 +295,7 @@ def test_out_of_memory_a_run_without_memory_ends_in_one_line_and_loses_nothing(t
     lines = [line for line in text.splitlines() if line.startswith("bigbatch: ")]
     assert len(lines) == 1, text
     match = re.match(
-        r"bigbatch: out of memory: batch.microbatch_size=512 does not fit on cpu.*: at least (\d+) does[;,]", lines[0]
+        r"bigbatch: out of memory: batch.microbatch_size=512 does not fit on cpu.*: at least (\d+) fits[;,]", lines[0]
     )
     assert match, lines[0]
     assert 1 <= int(match[1]) < 512

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.models import MODELS, build_model
-from bigbatch.trainer.models.alexnet import PoolUnlessPooled, alexnet_bn
+from bigbatch.trainer.models.alexnet import PoolIfLarger, alexnet_bn
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet9 import ConvBlock, resnet9
 
@@ -158,7 +158,7 @@ def test_alexnet_bn_pools_adaptively_only_where_features_are_not_6_by_6(size: in
 
 def test_alexnet_bn_features_of_6_by_6_are_what_the_pool_leaves_as_they_are() -> None:
     features_BCHW = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(PoolUnlessPooled(6)(features_BCHW), nn.AdaptiveAvgPool2d(6)(features_BCHW))
+    assert torch.equal(PoolIfLarger(6)(features_BCHW), nn.AdaptiveAvgPool2d(6)(features_BCHW))
 
 
 def test_alexnet_bn_norms_follow_every_convolution_and_pool5() -> None:

@@ -63,12 +63,7 @@ def oracle(inputs: np.ndarray, grads: np.ndarray, *, scale: np.ndarray, shift: n
 def make_norm(ghosts_per_step: int, *, momentum: float = MOMENTUM) -> GhostBatchNorm2d:
     """A float64 layer without default parameters or statistics."""
     norm = GhostBatchNorm2d(C, bn_span=SPAN, ghosts_per_step=ghosts_per_step, eps=EPS, momentum=momentum)
-    for value, start in (
-        (norm.weight, 0.5),
-        (norm.bias, -1.0),
-        (norm.running_mean, 2.0),
-        (norm.running_var, 3.0),
-    ):
+    for value, start in ((norm.weight, 0.5), (norm.bias, -1.0), (norm.running_mean, 2.0), (norm.running_var, 3.0)):
         value.data = torch.arange(C, dtype=torch.float64) + start
     return norm
 

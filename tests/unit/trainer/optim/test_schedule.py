@@ -39,9 +39,7 @@ def warmup(base_lr, warmup_steps):
 
 
 def test_polynomial_with_mlperfs_defaults():
-    expected = np.concatenate(
-        [warmup(24.7, 30), 1e-4 + (24.7 - 1e-4) * (np.arange(69, -1, -1) / 70) ** 2],
-    )
+    expected = np.concatenate([warmup(24.7, 30), 1e-4 + (24.7 - 1e-4) * (np.arange(69, -1, -1) / 70) ** 2])
     actual = series(polynomial(base_lr=24.7, warmup_steps=30, total_steps=100), 100)
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
     assert actual.argmax() == 29
@@ -55,9 +53,7 @@ def test_polynomial_follows_mlperfs_reference_one_update_later():
     global_steps = np.arange(1, total + 1)
     decay = np.maximum(1, global_steps - num_warmup) / (total - num_warmup + 1)
     reference = np.where(
-        global_steps <= num_warmup,
-        base_lr * global_steps / num_warmup,
-        (base_lr - end_lr) * (1 - decay) ** 2 + end_lr,
+        global_steps <= num_warmup, base_lr * global_steps / num_warmup, (base_lr - end_lr) * (1 - decay) ** 2 + end_lr
     )
     actual = series(polynomial(base_lr=base_lr, warmup_steps=num_warmup, total_steps=total), total)
     np.testing.assert_allclose(actual[:num_warmup], reference[:num_warmup], rtol=1e-12)

@@ -171,11 +171,7 @@ def test_shampoo_asks_the_device_only_where_roots_are_due(monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [
-        ((8, 9), [(4, 5), (4, 4), (4, 5), (4, 4)]),
-        ((3, 2, 2, 1), [(3, 4)]),
-        ((6, 1), [(3, 1), (3, 1)]),
-    ],
+    [((8, 9), [(4, 5), (4, 4), (4, 5), (4, 4)]), ((3, 2, 2, 1), [(3, 4)]), ((6, 1), [(3, 1), (3, 1)])],
 )
 def test_block_shapes_are_as_equal_as_they_can_be(shape, expected):
     assert block_shapes(shape, block_size=5) == expected

@@ -167,7 +167,7 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, *, die_before: int | None) -> l
 
     torch_save = torch.save
     monkeypatch.setattr(module.torch, "save", save_in_pieces)
-    monkeypatch.setattr(module, "open_anew", stepping("create", module.open_anew))
+    monkeypatch.setattr(module, "create_file", stepping("create", module.create_file))
     for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
         counted = stepping(name, getattr(os, name))
         monkeypatch.setattr(os, name, counted)

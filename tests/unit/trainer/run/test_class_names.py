@@ -164,10 +164,7 @@ def test_class_names_are_agreed_on_by_all_ranks(run: Path, tmp_path: Path, monke
 @pytest.mark.slow
 def test_class_names_of_weights_bind_the_last_layer_alone(run: Path, shapes: Path, tmp_path: Path) -> None:
     weights = newest(run)
-    more = {
-        "data.root": renamed(shapes, tmp_path / "other"),
-        "model.weights": weights,
-    }
+    more = {"data.root": renamed(shapes, tmp_path / "other"), "model.weights": weights}
 
     def tune(name: str, **keys: object) -> Path:
         train(run, {**more, "run.directory": tmp_path / name, **keys}, quiet=True)

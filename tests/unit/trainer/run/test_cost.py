@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bigbatch.trainer.run.cost import Spent, durations, spent_in_all
+from bigbatch.trainer.run.cost import Spent, durations, total_spent
 
 HOUR = 3600.0
 
@@ -42,7 +42,7 @@ def passed(hour: float, joules: float | None) -> dict[str, Any]:
     ],
 )
 def test_cost_starts_add_up(records: list[dict[str, Any]], spent: Spent) -> None:
-    assert spent_in_all(records) == spent
+    assert total_spent(records) == spent
 
 
 @pytest.mark.parametrize("time", ["x", True, math.nan, 10**400])

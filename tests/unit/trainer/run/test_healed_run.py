@@ -4,16 +4,20 @@ import os
 import signal
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from thread_controls import alone
 
 from bigbatch.errors import PeerLostError
-from bigbatch.trainer import train
+from bigbatch.trainer import training_job
+from bigbatch.trainer.build_run import Inherited
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.joined_rank import why_not_healing
 from bigbatch.trainer.step.stop_request import StopRequest
-from bigbatch.trainer.training_run import why_not_healing
+from bigbatch.trainer.training_job import TrainingJob
+from bigbatch.trainer.training_loop import TrainingHooks
 
 
 def job_of(world_size: int) -> Any:
@@ -28,20 +32,20 @@ done: list[str] = []
 class Run:
     """A run that loses a rank, and its successor, which records what asked it to stop."""
 
-    def __init__(self, *arguments: Any, kept: Any, stop: StopRequest | None = None, **settings: Any) -> None:
-        self._kept, self.parts = kept, SimpleNamespace(stop=stop or StopRequest())
-        self.listed = None
+    def __init__(self, *arguments: Any, inherited: Inherited, **settings: Any) -> None:
+        self._kept, self.parts = inherited.state, SimpleNamespace(stop=inherited.stop or StopRequest())
+        self.splits = SimpleNamespace(images=None)
         self.loop = SimpleNamespace(copy_state=lambda: {"step": 3})
         done.append("made")
 
-    def run(self, *, came_back: str, since: float | None, wants_join: Any) -> Any:
+    def run(self, *, message: str, since: float | None, wants_join: Any) -> Any:
         if self._kept is None:
             raise PeerLostError("rank 1 on n1 was lost")
         return {"asked by": self.parts.stop.signal_name}
 
 
 def test_run_that_cannot_heal_says_what_prevents_it() -> None:
-    assert "nccl cannot go on without a rank" in why_not_healing("nccl")
+    assert "nccl cannot continue without a rank" in why_not_healing("nccl")
     assert "process group of the script's own" in why_not_healing("tcp")
 
 
@@ -49,16 +53,16 @@ def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.Monke
     def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
         done.append("healed")
         os.kill(os.getpid(), signal.SIGINT)
-        return SimpleNamespace(job=job_of(1), state=kept, told="lost: rank 1 on n1", since=None)
+        return SimpleNamespace(job=job_of(1), state=kept, message="lost: rank 1 on n1", since=None)
 
     done.clear()
-    monkeypatch.setattr(train, "heal", heal)
-    ownership: Any = SimpleNamespace(owner=None)
-    config, job = load_config(["--config", "quickstart"]), job_of(2)
-    groups = [job.communicator]
-    found = train._run_agreed(Run, config, job, ownership, groups=groups, listed=None)  # type: ignore[arg-type]
+    for name, stub in {"heal": heal, "build_run": Run, "Ownership": lambda config: MagicMock(owner=None)}.items():
+        monkeypatch.setattr(training_job, name, stub)
+    monkeypatch.setattr(TrainingJob, "_prepare", lambda self, *, is_dry_run: None)
+    config = load_config(["--config", "quickstart"])
+    training = TrainingJob(config, job_of(2), hooks=TrainingHooks(), is_quiet=True)
+    assert training.train() == {"asked by": "SIGINT"}
     assert done == ["made", "healed", "made"]
-    assert [group.world_size for group in groups] == [2, 1], "by which running out of memory is explained"
-    assert found == {"asked by": "SIGINT"}
+    assert training.job.communicator.world_size == 1, "by which running out of memory is explained"
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)

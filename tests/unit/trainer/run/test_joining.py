@@ -17,6 +17,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError, ConfigError, PeerLostError
 from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.trainer import joining
+from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.owner import own_claim, take
@@ -27,7 +28,7 @@ ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins_file=Path("no such f
 @pytest.mark.parametrize(
     ("words", "error", "said"),
     [
-        (["--comm.backend", "nccl"], CommError, ["rank 2 on n1 cannot join", "nccl cannot go on without a rank"]),
+        (["--comm.backend", "nccl"], CommError, ["rank 2 on n1 cannot join", "nccl cannot continue without a rank"]),
         (["--optimizer.sharded", "true"], ConfigError, ["rank 2 on n1 cannot join", "optimizer.sharded=true"]),
     ],
 )
@@ -54,7 +55,7 @@ def config_of(folder: Path) -> Config:
 
 def test_rank_whose_job_has_ended_ends(job: Any, tmp_path: Path) -> None:
     take(tmp_path, own_claim(store=("127.0.0.1", 1))).release()
-    with pytest.raises(PeerLostError, match=naming("rank 2 on n1", "the job that it was to join has ended")):
+    with pytest.raises(PeerLostError, match=naming("rank 2 on n1", "the job to join has ended")):
         joining._ask(config_of(tmp_path), job, {})
 
 
@@ -70,7 +71,7 @@ def test_rank_that_reaches_no_other_ends(
 
     monkeypatch.setattr(joining, "ask_to_join", refuse)
     owner = take(tmp_path, own_claim(store=("127.0.0.1", 1))) if claim else None
-    with pytest.raises(PeerLostError, match=naming("rank 2 on n1 reaches no rank of its job", said)):
+    with pytest.raises(PeerLostError, match=naming("rank 2 on n1 cannot reach a rank of its job", said)):
         joining._ask(config_of(tmp_path), job, {})
     if owner:
         owner.release()
@@ -124,30 +125,30 @@ def test_return_to_a_checkpoint_makes_no_other_config() -> None:
 
 
 class Calls:
-    """take_in() of rank 1 of two, in which the calls of these names fail; went_on: its calls of heal()."""
+    """admit_ranks() of rank 1 of two, in which the calls of these names fail; went_on: its calls of heal()."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
         self.went_on: list[tuple[Any, dict[str, Any]]] = []
         self.closed: list[str] = []
         group = SimpleNamespace(control="of the new group", endpoints=SimpleNamespace(all="012"))
         told = SimpleNamespace(group=group, told={"joined": "rank 2 on n1"})
-        results = {"admit": told, "enter": "entered", "leave_former_group": None, "abort_connection": None}
+        results = {"admit": told, "connect_group": "connected", "leave_former_group": None, "abort_connection": None}
         for name, result in results.items():
             play = MagicMock(return_value=result, side_effect=errors.get(name))
             monkeypatch.setattr(joining, name, play)
         monkeypatch.setattr(joining, "former_ranks", lambda former, group, ranks: ranks - {2})
-        self.find_waiting = MagicMock(return_value=[])
-        monkeypatch.setattr(joining, "find_waiting", self.find_waiting)
+        self.find_join_requests = MagicMock(return_value=[])
+        monkeypatch.setattr(joining, "find_join_requests", self.find_join_requests)
         monkeypatch.setattr(joining, "heal", lambda config, job, error=None, **how: self.went_on.append((error, how)))
         self.control = alone()
 
-    def take_in(self) -> None:
+    def admit_ranks(self) -> None:
         communicator = SimpleNamespace(rank=1, env=ENV, control=self.control, endpoints=(), device=torch.device("cpu"))
         job: Any = SimpleNamespace(communicator=communicator)
         ownership: Any = SimpleNamespace(number=3)
         close = lambda: self.closed.append("closed")  # noqa: E731
         options: Any = {"kept": {"step": 3}, "facts": dict, "since": 0.0, "ownership": ownership, "close": close}
-        joining.take_in(QUICKSTART, job, back_at=None, **options)
+        joining.admit_ranks(QUICKSTART, job, back_at=None, **options)
 
 
 def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:
@@ -158,10 +159,10 @@ def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:
 
 def test_rank_joins_once_all_have_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-    calls.take_in()
+    calls.admit_ranks()
     ((_, given),) = calls.went_on
-    assert (given["group"].control, given["entered"]) == ("of the new group", "entered")
-    assert given["told"] == "joined: rank 2 on n1; "
+    assert (given["group"].control, given["connected"]) == ("of the new group", "connected")
+    assert given["message"] == "joined: rank 2 on n1; "
 
 
 @pytest.mark.parametrize(("joins", "closed"), [(1, ["closed"]), (3, [])])
@@ -170,8 +171,8 @@ def test_first_rank_ends_its_records_only_before_another_one_takes_the_run_folde
 ) -> None:
     """Loggers may send for a minute, in which all other ranks wait. The first rank is 2 by the launcher."""
     calls = Calls(monkeypatch)
-    calls.find_waiting.return_value = [SimpleNamespace(endpoint=SimpleNamespace(rank=joins, host="n1"))]
-    calls.take_in()
+    calls.find_join_requests.return_value = [SimpleNamespace(endpoint=SimpleNamespace(rank=joins, host="n1"))]
+    calls.admit_ranks()
     assert calls.closed == closed
 
 
@@ -179,10 +180,10 @@ def test_first_rank_ends_its_records_only_before_another_one_takes_the_run_folde
     ("failing", "error", "others", "told"),
     [
         ("admit", lost(0), {0}, None),
-        ("enter", lost(2), set(), "did not join: rank 2 on n1; "),
-        ("enter", lost(2, exit_code=FAILED), set(), "did not join: rank 2 on n1; "),
-        ("enter", lost(), set(), "did not join: rank 2 on n1; "),
-        ("enter", CommError("two ranks share a GPU"), set(), "did not join: rank 2 on n1; "),
+        ("connect_group", lost(2), set(), "did not join: rank 2 on n1; "),
+        ("connect_group", lost(2, exit_code=FAILED), set(), "did not join: rank 2 on n1; "),
+        ("connect_group", lost(), set(), "did not join: rank 2 on n1; "),
+        ("connect_group", CommError("two ranks share a GPU"), set(), "did not join: rank 2 on n1; "),
         ("leave_former_group", lost(0, 2), {0}, "did not join: rank 2 on n1; "),
     ],
 )
@@ -190,29 +191,30 @@ def test_former_group_goes_on_after_a_loss_before_all_have_the_state(
     failing: str, error: Any, others: set[int], told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls(monkeypatch, **{failing: error})
-    calls.take_in()
+    calls.admit_ranks()
     ((loss, given),) = calls.went_on
-    assert (given.get("group"), loss.lost_ranks, given.get("told")) == (None, others, told)
+    assert (given.get("group"), loss.lost_ranks, given.get("message")) == (None, others, told)
     assert not given.get("since")
 
 
 @pytest.mark.parametrize(
-    ("failing", "error"), [("admit", lost()), ("admit", lost(0, exit_code=FAILED)), ("enter", lost(0, exit_code=1))]
+    ("failing", "error"),
+    [("admit", lost()), ("admit", lost(0, exit_code=FAILED)), ("connect_group", lost(0, exit_code=1))],
 )
 def test_loss_after_which_none_may_go_on_ends_a_join(
     failing: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls(monkeypatch, **{failing: error})
     with pytest.raises(PeerLostError, match="ranks were lost"):
-        calls.take_in()
+        calls.admit_ranks()
     assert not calls.went_on
 
 
 def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-    calls.find_waiting.side_effect = RuntimeError("the store has ended")
+    calls.find_join_requests.side_effect = RuntimeError("the store has ended")
     monkeypatch.setattr(calls.control.detector, "explain", lambda what, seconds, error: lost(0))
-    calls.take_in()
+    calls.admit_ranks()
     ((loss, given),) = calls.went_on
     assert (given.get("group"), loss.lost_ranks) == (None, {0})
 
@@ -222,17 +224,17 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
     num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = list[str]()
-    splits = (SimpleNamespace(index=None),) * 2
+    splits = Splits(*[SimpleNamespace(index=None)] * 2)  # type: ignore[arg-type]
     told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
     admitted = SimpleNamespace(group=SimpleNamespace(control=None), told=told, leave=lambda: left.append("left"))
     for name, value in {
-        "enter": MagicMock(side_effect=[*[lost(0)] * num_losses, "entered"]),
+        "connect_group": MagicMock(side_effect=[*[lost(0)] * num_losses, "connected"]),
         "leave_former_group": lambda group: None,
         "_ask": lambda *arguments: admitted,
         "stage_data": lambda config, alone: (config, None),
         "make_splits": lambda config, alone: splits,
         "abort_connection": lambda control: None,
-        "heal": lambda *arguments, **options: options["entered"],
+        "heal": lambda *arguments, **options: options["connected"],
     }.items():
         monkeypatch.setattr(joining, name, value)
     communicator: Any = nullcontext()
@@ -241,14 +243,14 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
     path.touch()
     job: Any = SimpleNamespace(env=replace(ENV, joins_file=path), communicator=communicator)
     ownership: Any = SimpleNamespace(number=0)
-    arrive = partial(joining.arrive, QUICKSTART, job, ownership=ownership)
+    join = partial(joining.join_running_job, QUICKSTART, job, ownership=ownership)
     if num_losses == joining.MOST_ATTEMPTS:
         with pytest.raises(PeerLostError, match="ranks were lost"):
-            arrive()
+            join()
     else:
-        arrived = arrive()
-        assert (arrived.healed, arrived.back_at, ownership.number) == ("entered", 9, 5)
-        assert arrived.splits is splits, "its first run makes no others"
+        arrival = join()
+        assert (arrival.healed, arrival.back_at, ownership.number) == ("connected", 9, 5)
+        assert arrival.splits is splits, "its first run makes no others"
     assert left == ["left"] * num_losses
     assert path.exists() == (num_losses == joining.MOST_ATTEMPTS), "the launcher knows whether it has joined"
 
@@ -256,6 +258,6 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
 def test_rank_that_fails_before_it_has_joined_ends_as_a_lost_one() -> None:
     """By another code the launcher would end the others."""
     for path, code in ((Path("joins"), LOST), (None, FAILED)):
-        with pytest.raises(CommError) as caught, joining.failing_alone(replace(ENV, joins_file=path)):
+        with pytest.raises(CommError) as caught, joining.failing_as_lost_rank(replace(ENV, joins_file=path)):
             raise CommError("refused")
         assert caught.value.exit_code == code

@@ -17,7 +17,7 @@ from bigbatch.trainer.run import output as output_module
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.loggers import (
     BackgroundLogger,
-    Guarded,
+    GuardedLogger,
     TensorBoard,
     log_to_mlflow,
     log_to_wandb,
@@ -81,7 +81,7 @@ def send(rundir: RunDir, *, from_step: int = 0) -> list[str]:
     def make(say: Callable[[str], None]) -> BackgroundLogger:
         return log_to_wandb(rundir, stated={"run": {"seed": 3}}, from_step=from_step, say=say)
 
-    guarded = Guarded("wandb", make, say=said.append)
+    guarded = GuardedLogger("wandb", make, say=said.append)
     guarded.write("train", from_step + 1, {"loss": 2.5})
     guarded.write("eval", from_step + 1, {"top1": 0.5})
     guarded.close()
@@ -107,7 +107,9 @@ def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread
     monkeypatch.setattr(threading, "excepthook", reported.append)
     said: list[str] = []
     for _ in range(2):
-        guarded = Guarded("tensorboard", lambda _: TensorBoard(RunDir(tmp_path / "gone"), from_step=0), say=said.append)
+        guarded = GuardedLogger(
+            "tensorboard", lambda _: TensorBoard(RunDir(tmp_path / "gone"), from_step=0), say=said.append
+        )
         (tmp_path / "gone").rename(tmp_path / f"moved to {len(said)}")  # in one step: its thread writes meanwhile
         deadline = time.monotonic() + 60
         while any(type(thread).__module__.startswith("tensorboard") for thread in threading.enumerate()):
@@ -135,7 +137,7 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
         made.append(say)
         return SimpleNamespace(write=lambda kind, step, figures: say(f"step {step}"), close=lambda: say("closed"))
 
-    monkeypatch.setattr(output_module, "open_loggers", lambda *_, say, **__: [Guarded("first", make, say=say)])
+    monkeypatch.setattr(output_module, "open_loggers", lambda *_, say, **__: [GuardedLogger("first", make, say=say)])
     monkeypatch.setattr(RunOutput, "say", lambda output, text: said.append((output._plan.first_step, text)))
     said: list[tuple[int, str]] = []
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--run.reproducible=true"])
@@ -171,15 +173,15 @@ def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) ->
     log = MetricsLog(rundir)
     log.begin(from_step=0)
     log.loggers = [
-        Guarded("first", refuse, say=said.append),
-        Guarded("second", lambda _: broken, say=said.append),  # type: ignore[arg-type, return-value]
-        Guarded("third", lambda _: good, say=said.append),  # type: ignore[arg-type, return-value]
+        GuardedLogger("first", refuse, say=said.append),
+        GuardedLogger("second", lambda _: broken, say=said.append),  # type: ignore[arg-type, return-value]
+        GuardedLogger("third", lambda _: good, say=said.append),  # type: ignore[arg-type, return-value]
     ]
     for step in (1, 2):
         log.write("train", {"step": step, "loss": 1.0})
     log.close()
     assert [text.partition(": ")[2].split(" failed (")[0] for text in said] == ["first", "second"]
-    assert all("the run goes on without it" in text for text in said)
+    assert all("the run continues without it" in text for text in said)
     assert kept == [("train", step, {"loss": 1.0}) for step in (1, 2)]
     assert len(list(read_records(rundir.metrics))) == 2
 
@@ -217,7 +219,7 @@ def test_loggers_wandb_without_network_is_logged_offline_and_said_once(
     assert [call.get("mode") for call in played.inits] == [None, "offline"]
     assert len({call["id"] for call in played.inits}) == 2, "wandb takes the first for in use"
     assert len(said) == 2, "what happened, and where the records are"
-    assert naming_all(said[0], "no route to host", "the run goes on")
+    assert naming_all(said[0], "no route to host", "the run continues")
     assert "detail" not in said[0]
     assert len(played.logged) == 2
     play(monkeypatch, PlayedWandb(disabled=True))
@@ -240,7 +242,7 @@ def test_loggers_wandb_that_fails_is_said_once(
     monkeypatch.setenv("WANDB_MODE", mode)
     failures = [text for text in send(RunDir(tmp_path)) if "failed" in text]
     assert len(failures) == 1
-    assert naming_all(failures[0], "run.loggers", "wandb", named, "goes on without it")
+    assert naming_all(failures[0], "run.loggers", "wandb", named, "continues without it")
 
 
 def test_loggers_wandb_that_hangs_holds_neither_steps_nor_the_end_up(
@@ -273,7 +275,7 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
     log.loggers = open_loggers(config, rundir, from_step=0, say=said.append)
     (told,) = said
     assert naming_all(told, "run.loggers: wandb failed", "cannot be imported", "pip install 'bigbatch[wandb]'")
-    assert "the run goes on without it" in told
+    assert "the run continues without it" in told
     for step in (1, 2):
         log.write("train", {"step": step, "loss": 2.0})
     log.close()
@@ -285,10 +287,8 @@ def send_to_mlflow(rundir: RunDir, *, from_step: int = 0) -> list[str]:
     """Open MLflow as a run does, send a report and an evaluation, and close it; what was said."""
     said: list[str] = []
     stated = {"run": {"seed": 3, "metrics": {}}, "model": {"name": "resnet9"}}
-    guarded = Guarded(
-        "mlflow",
-        lambda say: log_to_mlflow(rundir, stated=stated, from_step=from_step, say=say),
-        say=said.append,
+    guarded = GuardedLogger(
+        "mlflow", lambda say: log_to_mlflow(rundir, stated=stated, from_step=from_step, say=say), say=said.append
     )
     guarded.write("train", from_step + 1, {"loss": 2.5, "rate": math.nan})
     guarded.write("eval", from_step + 1, {"top1": 0.5})
@@ -351,11 +351,7 @@ def test_loggers_mlflow_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
     uri, made, params, train, evaluation, ended, *resumed = played.calls
     assert (uri, made) == ("https://mlflow.invalid", ("of night", "fast"))
     assert params == ("run7", ("run.seed", "3"), ("run.metrics", "{}"), ("model.name", "resnet9"))
-    assert (train[1], evaluation, ended) == (
-        ("train/loss", 2.5, 1),
-        ("run7", ("eval/top1", 0.5, 1)),
-        ("run7", "ended"),
-    )
+    assert (train[1], evaluation, ended) == (("train/loss", 2.5, 1), ("run7", ("eval/top1", 0.5, 1)), ("run7", "ended"))
     assert resumed[:2] == ["https://mlflow.invalid", ("run7", "RUNNING")]
     assert resumed[-2] == ("run7", ("eval/top1", 0.5, 5))
 
@@ -364,4 +360,4 @@ def test_loggers_without_mlflow_say_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.invalid")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     (told,) = send_to_mlflow(RunDir(tmp_path))
-    assert naming_all(told, "run.loggers: mlflow failed", "pip install 'bigbatch[mlflow]'", "goes on without it")
+    assert naming_all(told, "run.loggers: mlflow failed", "pip install 'bigbatch[mlflow]'", "continues without it")

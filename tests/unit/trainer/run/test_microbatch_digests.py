@@ -12,7 +12,7 @@ from bigbatch.trainer.run.digests import (
     MicrobatchDigests,
     chosen_layers,
     chosen_values,
-    word,
+    hex_digest,
 )
 from bigbatch.trainer.step.replicas import digest
 
@@ -46,7 +46,7 @@ def model() -> Small:
 
 
 def word_of(tensor: torch.Tensor) -> str:
-    return word(int(digest([tensor])[0]))
+    return hex_digest(int(digest([tensor])[0]))
 
 
 def test_each_microbatch_has_its_own_gradients_and_activations(model: Small) -> None:

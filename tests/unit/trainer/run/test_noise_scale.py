@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_with_what_it_measured_before(tmp_path: Path) -> N
         recorder = make_recorder()
         communicator: Any = SimpleNamespace(rank=rank, control=control)
         # another rank may not see the folder
-        recorder.go_on(rundir if rank == 0 else RunDir(tmp_path / "none"), communicator, timeout_seconds=1.0)
+        recorder.restore(rundir if rank == 0 else RunDir(tmp_path / "none"), communicator, timeout_seconds=1.0)
         found.append(recorder.figures())
     expected = running(record for record in records if record["kind"] == KIND).noise_scale(
         global_batch_size=PLAN.global_batch_size
@@ -169,6 +169,6 @@ def test_without_measurements_there_are_no_figures(tmp_path: Path) -> None:
     assert make_recorder(every_steps=0).figures() == {}
     nothing: Any = None
     for recorder in (make_recorder(every_steps=0), make_recorder(first_step=0)):
-        recorder.go_on(RunDir(tmp_path), nothing, timeout_seconds=1.0)  # and no exchange
+        recorder.restore(RunDir(tmp_path), nothing, timeout_seconds=1.0)  # and no exchange
     assert set(make_recorder().figures().values()) == {None}
     assert make_recorder().take() == []

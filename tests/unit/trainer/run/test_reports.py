@@ -27,7 +27,7 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.run import folder, metrics, summary
-from bigbatch.trainer.run.cost import Spent, spent_in_all
+from bigbatch.trainer.run.cost import Spent, total_spent
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
 from bigbatch.trainer.run.progress import Bar, Cell, Lines, describe, describe_evaluation, make_reporter, rows
@@ -62,7 +62,7 @@ def test_report_durations_do_not_follow_a_time_of_day_that_is_set(
     log.write("train", TRAIN_RECORD)
     log.write("train", TRAIN_RECORD)
     log.close()
-    spent = spent_in_all(read_records(RunDir(tmp_path).metrics))
+    spent = total_spent(read_records(RunDir(tmp_path).metrics))
     assert (3600 * spent.hours, 3600 * spent.rank_hours) == pytest.approx((14, 28))
 
 
@@ -92,7 +92,7 @@ def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path
         log.write("input", {"step": from_step})
         for step in (from_step + 1, from_step + 2):
             log.write("train", {**TRAIN_RECORD, "step": step})
-        log.write("skipped", {"step": from_step + 2, "pictures": {}})
+        log.write("skipped", {"step": from_step + 2, "images": {}})
         log.write("hint", {"step": from_step + 2, "hint": "x"})
         log.close()
     records = list(read_records(rundir.metrics))
@@ -129,7 +129,7 @@ def test_report_a_resumed_run_drops_records_that_it_cannot_have_written(tmp_path
     rundir.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     MetricsLog(rundir).begin(from_step=1)
     assert list(read_records(rundir.metrics)) == [whole]
-    assert spent_in_all(read_records(rundir.metrics)) == Spent()
+    assert total_spent(read_records(rundir.metrics)) == Spent()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
@@ -184,7 +184,6 @@ class Ranks:
             reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed), grid=None),
             statistics=SimpleNamespace(take_beyond=lambda: 0),
             energy=SimpleNamespace(take_joules=lambda: joules),
-            stop=SimpleNamespace(is_set=False),
             schedule=lambda step: 0.1,
             execution=SimpleNamespace(measures_waits=True),
             precision=SimpleNamespace(figures=dict),

@@ -25,13 +25,7 @@ from bigbatch.trainer.run.resume import (
     require_same_optimizer,
     start_in_memory,
 )
-from tests.unit.trainer.run.test_checkpoint import (
-    damage_bytes,
-    damage_manifest,
-    damage_size,
-    lose_manifest,
-    lose_state,
-)
+from tests.unit.trainer.run.test_checkpoint import damage_bytes, damage_manifest, damage_size, lose_manifest, lose_state
 
 BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff.JPEG: is empty"}
 

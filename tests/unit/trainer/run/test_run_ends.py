@@ -17,7 +17,7 @@ from error_texts import naming
 from owned_folder import owning
 
 from bigbatch.errors import CheckpointError, ConfigError, RunFolderError, TrainingDiverged
-from bigbatch.trainer import train, training_run
+from bigbatch.trainer import build_run, train
 from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -250,7 +250,7 @@ def test_run_with_a_metric_that_is_none_says_so_before_it_builds_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor has a progress bar taken the terminal by then."""
-    monkeypatch.setattr(training_run, "make_parts", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr(build_run, "make_parts", lambda *_, **__: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match=naming("run.metrics", "bad", "os.getcwd")):
         start(tmp_path / "run", {"run.metrics": "{bad: os.getcwd}"})
 

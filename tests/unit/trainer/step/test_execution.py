@@ -40,11 +40,7 @@ CASES: dict[str, dict[str, str]] = {
     "lamb bf16": {"name": "lamb", "precision": "bf16", "clip_norm": "0.5"},
     "adamw fp32": {"name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
     "lion fp16": {"name": "lion", **FP16},
-    "muon bf16": {
-        "name": "muon",
-        "options.newton_schulz_precision": "bf16",
-        "precision": "bf16",
-    },
+    "muon bf16": {"name": "muon", "options.newton_schulz_precision": "bf16", "precision": "bf16"},
 }
 
 

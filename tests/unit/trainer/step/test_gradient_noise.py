@@ -138,10 +138,7 @@ def test_both_parts_of_the_noise_scale_are_those_of_the_closed_form() -> None:
     pairs = np.array(
         [
             unbiased(
-                norms.microbatch,
-                norms.global_batch,
-                small_batch=MICROBATCH,
-                large_batch=accumulation * MICROBATCH,
+                norms.microbatch, norms.global_batch, small_batch=MICROBATCH, large_batch=accumulation * MICROBATCH
             )
             for norms in found
         ]

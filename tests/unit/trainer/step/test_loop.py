@@ -122,8 +122,7 @@ def test_train_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "offset", "expected"),
-    [(3, 0, [3, 4]), (2, 1, [1, 3, 4]), (3, 1, [1, 4]), (3, 2, [2, 4]), (4, 3, [3, 4])],
+    ("every", "offset", "expected"), [(3, 0, [3, 4]), (2, 1, [1, 3, 4]), (3, 1, [1, 4]), (3, 2, [2, 4]), (4, 3, [3, 4])]
 )
 def test_plan_evaluates_from_its_offset_and_after_the_last_step(every: int, offset: int, expected: list[int]) -> None:
     plan = replace(PLAN, eval_every_steps=every, eval_offset_steps=offset)

@@ -144,11 +144,7 @@ def shampoo(weights: list[nn.Parameter]) -> Shampoo:
     return Shampoo([{"params": some, "adapt": some[0].dim() > 1} for some in groups], lr=0.1)
 
 
-OPTIMIZERS = [
-    partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
-    partial(LAMB, lr=0.1),
-    shampoo,
-]
+OPTIMIZERS = [partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True), partial(LAMB, lr=0.1), shampoo]
 
 
 def same(ours: object, theirs: object) -> bool:

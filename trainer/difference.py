@@ -4,26 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.trainer.run.digests import ACTIVATIONS, BEFORE_SUM, PLACE_LETTERS, SUMMED
+from bigbatch.trainer.run.digests import ACTIVATIONS, BEFORE_SUM, IMAGES, PLACE_LETTERS, STATE, SUMMED
 
 OTHER_ORDER = "another order of the same images"
 OTHER_CONTENT = "another way to decode, crop or change the same images, or other files under their names"
-OTHER_PICTURES = "other images, as of another set of them or another order over the epoch"
+OTHER_IMAGES = "other images: another set of them, or another order over the epoch"
 CAUSES = {
-    "pictures": "other images, another order of them, or another way to decode, crop or change them",
+    IMAGES: "other images, another order of them, or another way to decode, crop or change them",
     ACTIVATIONS: "another kernel in this layer or before it, or another number of threads",
     BEFORE_SUM: "another kernel, another number of threads, or another loss",
-    "gradients": "another kernel, another number of threads, or another order of the sums over ranks",
-    "weights and state": "another update of the same gradients: the optimizer, its rate, or a bit that flipped",
+    SUMMED: "another kernel, another number of threads, or another order of the sums over ranks",
+    STATE: "another update of the same gradients: the optimizer, its rate, or a bit that flipped",
 }
-OF_SUMS = "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
+CAUSE_IN_SUMS = (
+    "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
+)
 """Likely cause if gradients are equal before their sum but not after it."""
 MOST_NAMED = 4
 """Largest number of layers, microbatches or ranks to list."""
 
 
 @dataclass(frozen=True)
-class Parting:
+class Difference:
     """First difference of two runs: step, phase, and the tensors of that phase (num_tensors in all) that differ."""
 
     step: int
@@ -42,7 +44,7 @@ class Parting:
 
     def __str__(self) -> str:
         equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
-        if self.phase == "pictures":
+        if self.phase == IMAGES:
             return f"step {self.step}: the images of the global batch differ{self.places or ''}"
         return (
             f"step {self.step}: {equal}{self.named(self.names[0])} is the first of {len(self.names)} of "
@@ -95,7 +97,7 @@ class Places:
         ours, theirs = self.positions
         if all(ours[place] == theirs[place] for place in self.odd):
             return OTHER_CONTENT
-        return OTHER_ORDER if sorted(ours) == sorted(theirs) else OTHER_PICTURES
+        return OTHER_ORDER if sorted(ours) == sorted(theirs) else OTHER_IMAGES
 
 
 def listed(things: Sequence[object]) -> str:
@@ -118,24 +120,26 @@ def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | 
     return Places(odd, count, positions) if odd else None
 
 
-def likely_cause(parting: Parting, differing: Sequence[str], *, is_step_before_equal: bool) -> str:
+def likely_cause(difference: Difference, differing: Sequence[str], *, is_step_before_equal: bool) -> str:
     """Return the likely cause of the difference. differing: config keys and job facts that differ between the runs."""
-    cause = parting.places.cause if parting.places else CAUSES[parting.phase]
-    if parting.phase == "gradients" and BEFORE_SUM in parting.equal:
-        cause = OF_SUMS
-    elif parting.phase not in ("pictures", "weights and state") and not is_step_before_equal:
+    cause = difference.places.cause if difference.places else CAUSES[difference.phase]
+    if difference.phase == SUMMED and BEFORE_SUM in difference.equal:
+        cause = CAUSE_IN_SUMS
+    elif difference.phase not in (IMAGES, STATE) and not is_step_before_equal:
         before = (
-            f"before it, as nothing is compared of step {parting.step - 1}" if parting.step > 1 else "to begin with"
+            f"before it, because nothing is compared of step {difference.step - 1}"
+            if difference.step > 1
+            else "to begin with"
         )
         cause += f", or other weights {before}"
-    if parting.odd_rank is not None:
+    if difference.odd_rank is not None:
         cause = (
-            f"rank {parting.odd_rank} alone computes something else of the same images: a bit that flipped in its "
+            f"rank {difference.odd_rank} computes other values from the same images: a bit that flipped in its "
             f"weights, its processor, its memory; else {cause}"
         )
     if differing:
-        return f"{cause}; what differs is said above: {', '.join(differing)}"
-    is_told_by_one = parting.phase != ACTIVATIONS and parting.odd_rank is None  # the last layer may differ alone
-    if is_told_by_one and len(parting.names) == 1 and parting.num_tensors > 1:
-        return f"a bit that flipped, as one tensor alone differs, and config and job are the same; else {cause}"
-    return f"{cause}; config and job are the same, so it may differ from run to run, or between machines"
+        return f"{cause}; the differences are listed above: {', '.join(differing)}"
+    is_told_by_one = difference.phase != ACTIVATIONS and difference.odd_rank is None  # the last layer may differ alone
+    if is_told_by_one and len(difference.names) == 1 and difference.num_tensors > 1:
+        return f"a bit that flipped, because only one tensor differs, and config and job are the same; else {cause}"
+    return f"{cause}; config and job are the same, so the result may change from run to run, or between machines"

@@ -1,0 +1,116 @@
+"""Build one run of a job: where it starts, its parts with their state, and the loop of its steps."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.build.input import Images, Splits, make_splits, read_microbatch
+from bigbatch.trainer.build.optimizer import stated_settings
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
+from bigbatch.trainer.build.score import make_score
+from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.evaluator import Evaluator, reason_to_end
+from bigbatch.trainer.joined_rank import JoinedRank
+from bigbatch.trainer.run.digests import DigestRecorder
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.gradient_audit import GradientAudit
+from bigbatch.trainer.run.metrics import MetricsLog
+from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.run.owner import Owner
+from bigbatch.trainer.run.resume import Start, find_start, restore_, start_in_memory
+from bigbatch.trainer.run.saving import CheckpointSaver
+from bigbatch.trainer.step.plan import Plan
+from bigbatch.trainer.step.stop_request import StopRequest
+from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
+from bigbatch.trainer.training_run import TrainingRun
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What a run takes over from an earlier run of its job, or from the work before the first one."""
+
+    state: dict[str, Any] | None = None
+    """State in memory, equal on all ranks, from which the run continues."""
+    images: Images | None = None
+    """Images of both splits, if already listed; staged data is."""
+    splits: Splits | None = None
+    stop: StopRequest | None = None
+    log: MetricsLog | None = None
+
+
+def build_run(
+    config: Config, job: JoinedRank, *, owner: Owner | None, hooks: TrainingHooks, is_quiet: bool, inherited: Inherited
+) -> TrainingRun:
+    """Return a run that is ready to train. owner: of the run folder, on rank 0. Collective. Raises: UserError."""
+    communicator = job.communicator
+    splits = inherited.splits or make_splits(config, communicator, listed=inherited.images)
+    train = splits.train
+    start, state = _find_start(config, communicator, splits, inherited.state)
+    place = job.describe_place(config, splits, start)
+    plan = _plan_from(start, config, communicator, num_samples=train.num_samples)
+    score = make_score(config, communicator.device)  # before the model: an error in it ends the run early
+    parts = make_parts(
+        config,
+        communicator,
+        plan=plan,
+        tuned=job.tuned,
+        gradient_order=start.gradient_order,
+        classes=train.classes,
+        stop=inherited.stop,
+    )
+    if state:
+        path = start.path or Path("in memory")
+        restore_(parts, state, path=path, stated=stated_settings(config.optimizer))
+    else:  # restored weights include their whitening
+        fit_whitening_(parts.model, train, config=config, communicator=communicator)
+    saver = CheckpointSaver(config, parts, owner=owner, samples=train.digest, classes=train.classes)
+    saver.compare(done=plan.first_step)
+    loop = TrainingLoop(
+        config,
+        plan,
+        parts,
+        evaluator=Evaluator(config, parts, splits.val, score=score, evaluations=start.evaluations),
+        saver=saver,
+        digests=DigestRecorder(config, plan, parts),  # before the progress bar: it may refuse a pattern
+        audit=GradientAudit(config, plan, parts, read=partial(read_microbatch, config, train, plan)),
+        output=RunOutput(
+            config,
+            communicator,
+            plan=plan,
+            env=job.env,
+            ask_to_stop=parts.stop.ask,
+            log=inherited.log or MetricsLog(RunDir(Path(config.run.directory))),
+            mode_record=job.mode_record,
+            is_quiet=is_quiet,
+        ),
+        hooks=hooks,
+        notice_seconds=job.env.notice_seconds,
+        skipped=dict(start.skipped),
+    )
+    # the state is not kept: it is as large as the model and its momentum
+    return TrainingRun(config, loop, splits=splits, start=start, place=place, is_healed=inherited.state is not None)
+
+
+def _find_start(
+    config: Config, communicator: Communicator, splits: Splits, kept: dict[str, Any] | None
+) -> tuple[Start, dict[str, Any]]:
+    """Return where all ranks start, and the state to restore. Collective. Raises: CheckpointError."""
+    train = splits.train
+    if kept is None:
+        rundir, control = RunDir(Path(config.run.directory)), communicator.control
+        start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
+    else:
+        start, state = start_in_memory(kept, samples=train.digest, root=config.data.root), kept
+    communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
+    return start, state
+
+
+def _plan_from(start: Start, config: Config, communicator: Communicator, *, num_samples: int) -> Plan:
+    """Return the plan from this start; without steps if the run's evaluations have ended it. Raises: ConfigError."""
+    plan = make_plan(config, communicator, num_samples=num_samples, first_step=start.step)
+    is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
+    return plan.without_steps() if is_finished else plan
