@@ -14,7 +14,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import on_device
 from bigbatch.trainer.input.stream import gather_replaced
-from bigbatch.trainer.step.score import PerPicture, Score, cross_entropies, to_grid
+from bigbatch.trainer.step.score import PerImage, Score, cross_entropies, to_grid
 
 BATCHES_BETWEEN_EXCHANGES = 8
 """Batches between two exchanges: the longest wait of a rank after an input failure or a stop signal."""
@@ -48,25 +48,22 @@ def evaluate(
     device = communicator.device
     model.eval()
     score = score or Score()
-    sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
-    metric_sums = {
-        name: torch.zeros(metric.width, dtype=torch.float64, device=device) for name, metric in score.metrics.items()
-    }
+    widths = [metric.width for metric in score.metrics.values()]
+    # those of count_batch, the number of skipped images, those of the metrics
+    sums_N = torch.zeros(5 + sum(widths), dtype=torch.float64, device=device)
     replaced: dict[int, str] = {}
-    for batch in in_touch(batches, communicator, met=between_batches):
+    for batch in exchanging_failures(batches, communicator, met=between_batches):
         labels_B, valid_B = on_device(batch.labels_B, device), on_device(batch.valid_B, device)
         with forward():
             logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
         # stays on the device: the host reads it once, after the last batch
-        sums_4 += count_batch(logits_BK, labels_B, valid_B, losses=score.losses)
-        for name, metric in score.metrics.items():
-            metric_sums[name] += metric.sums(logits_BK, labels_B, valid_B)
+        sums_N[:4] += count_batch(logits_BK, labels_B, valid_B, losses=score.losses)
+        for sums_M, metric in zip(sums_N[5:].split(widths), score.metrics.values(), strict=True):
+            sums_M += metric.sums(logits_BK, labels_B, valid_B)
         replaced |= {image.position: image.reason for image in batch.replaced}
-    skipped_1 = torch.tensor([len(replaced)], dtype=torch.float64, device=device)
-    all_sums = [sums_4, skipped_1, *metric_sums.values()]
-    summed_N = communicator.sum_(torch.cat(all_sums), label="sums of the evaluation").cpu()
-    summed = summed_N.split([len(sums) for sums in all_sums])
-    (top1, top5, loss, count), (num_skipped,) = summed[0].tolist(), summed[1].tolist()
+    sums_N[4] = len(replaced)
+    summed_N = communicator.sum_(sums_N, label="sums of the evaluation").cpu()
+    top1, top5, loss, count, num_skipped = summed_N[:5].tolist()
     if num_skipped:
         replaced = gather_replaced(communicator, replaced)
         skipped(replaced)
@@ -74,7 +71,7 @@ def evaluate(
         raise DataError(f"evaluation counted {int(count)} images of {num_samples}; the loader is broken")
     figures = {
         name: metric.figure(sums_M, count=int(count))
-        for (name, metric), sums_M in zip(score.metrics.items(), summed[2:], strict=True)
+        for (name, metric), sums_M in zip(score.metrics.items(), summed_N[5:].split(widths), strict=True)
     }
     return {
         "top1": top1 / count,
@@ -86,7 +83,9 @@ def evaluate(
     }
 
 
-def in_touch(batches: Iterator[Batch], communicator: Communicator, *, met: Callable[[], None]) -> Iterator[Batch]:
+def exchanging_failures(
+    batches: Iterator[Batch], communicator: Communicator, *, met: Callable[[], None]
+) -> Iterator[Batch]:
     """Yield the batches; at intervals and at the end, all ranks exchange whether their input still works. Collective.
 
     A rank with a failed input enters the next exchange at once, which raises on all ranks or none. met is called after
@@ -116,9 +115,7 @@ def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
     return (logits_BK + model(images_BCHW.flip(3)).float()) / 2 if flip else logits_BK
 
 
-def count_batch(
-    logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor, *, losses: PerPicture = cross_entropies
-) -> Tensor:
+def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor, *, losses: PerImage = cross_entropies) -> Tensor:
     """Return sums over the valid samples of a batch, (4) float64: top-1 and top-5 correct, loss, samples."""
     ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
     # a row has at most one hit: the first column counts top-1, all columns top-5
