@@ -28,7 +28,7 @@ def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bo
     Raises: OSError.
     """
     aside = path.parent / f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}"
-    file = open_anew(aside)
+    file = create_file(aside)
     try:
         with file:
             yield file
@@ -72,7 +72,7 @@ def write_new(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def open_anew(path: Path) -> BinaryIO:
+def create_file(path: Path) -> BinaryIO:
     """Open a new file, in place of an older file or link of its name. Raises: OSError."""
     try:
         return open(path, "xb")
@@ -145,7 +145,7 @@ def write_named(path: Path, data: bytes) -> None:
 
 def open_named(path: Path) -> BinaryIO:
     """Open a file that the user named, to write over a longer time: a stream, or a new file. Raises: OSError."""
-    return open(path, "wb") if is_stream(path) else open_anew(path)
+    return open(path, "wb") if is_stream(path) else create_file(path)
 
 
 def flush(path: Path) -> None:

@@ -48,7 +48,7 @@ from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.step.signals import handling_stops, heeded_signals
+from bigbatch.trainer.step.signals import handled_signals, handling_stops
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
@@ -267,7 +267,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore_stops() -> None:
-    for number in heeded_signals():
+    for number in handled_signals():
         signal.signal(number, signal.SIG_IGN)
 
 

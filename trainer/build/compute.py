@@ -48,7 +48,7 @@ def set_up_compute_(
         if failure and not config.compute.compile_fallback:
             raise ComputeError(
                 f"compute.compile={config.compute.compile}: {failure}; set compute.compile=null, or "
-                "compute.compile_fallback=true to go on without"
+                "compute.compile_fallback=true to continue without it"
             )
         if failure:
             restore_regions_(model)
@@ -65,8 +65,8 @@ def require_capturable(communicator: Communicator) -> None:
         raise ConfigError(f"compute.cuda_graph=True needs a GPU, and this rank has none: {remedy}")
     if communicator.backend.name not in ("single", "nccl"):
         raise ConfigError(
-            f"compute.cuda_graph=True cannot capture the sums of {communicator.backend.name}, which the host takes "
-            f"part in: {remedy}, or comm.backend to nccl"
+            f"compute.cuda_graph=True cannot capture the sums of {communicator.backend.name}, because the host takes "
+            f"part in them: {remedy}, or comm.backend to nccl"
         )
 
 

@@ -13,11 +13,11 @@ from bigbatch.errors import ConfigError, or_nearest
 from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropies
+from bigbatch.trainer.step.score import Metric, PerImage, Score, cross_entropies
 
-FUNCTIONS = ("torch.nn.functional", "torchvision.ops")
+FUNCTION_MODULES = ("torch.nn.functional", "torchvision.ops")
 """Modules of torch and torchvision that define losses as functions."""
-NUM_TRIED = 4
+NUM_TEST_IMAGES = 4
 """Number of test images; even, because halves are tested too."""
 
 
@@ -26,21 +26,21 @@ def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor]
     optimizer = config.optimizer
     if optimizer.loss == CROSS_ENTROPY:
         return partial(F.cross_entropy, label_smoothing=optimizer.label_smoothing, reduction="sum")
-    own = _own_loss(config, device)
+    own = _user_loss(config, device)
     return lambda logits_BK, targets: own(logits_BK, targets).sum()
 
 
 def make_score(config: Config, device: torch.device) -> Score:
     """Return loss and metrics of an evaluation. Raises: ConfigError for an unfit loss or metric."""
-    losses = cross_entropies if config.optimizer.loss == CROSS_ENTROPY else _own_loss(config, device)
+    losses = cross_entropies if config.optimizer.loss == CROSS_ENTROPY else _user_loss(config, device)
     metrics = {
-        name: _own_metric(dotted, options, key=f"run.metrics: {name}={dotted}", config=config, device=device)
+        name: _user_metric(dotted, options, key=f"run.metrics: {name}={dotted}", config=config, device=device)
         for name, dotted, options in metric_entries(config.run.metrics)
     }
     return Score(losses, metrics)
 
 
-def _own_loss(config: Config, device: torch.device) -> PerPicture:
+def _user_loss(config: Config, device: torch.device) -> PerImage:
     optimizer, augment = config.optimizer, config.augment
     key = f"optimizer.loss={optimizer.loss}"
     own = _make(optimizer.loss, optimizer.loss_options or {}, key=key, device=device)
@@ -56,26 +56,26 @@ def _own_loss(config: Config, device: torch.device) -> PerPicture:
     return own
 
 
-def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Config, device: torch.device) -> Metric:
+def _user_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Config, device: torch.device) -> Metric:
     own = _make(dotted, options, key=key, device=device)
     result = getattr(own, "result", None)
     with torch.no_grad():
         values = _try(own, *_noise(config.data.num_classes, device), key=key)
     if values.ndim > 2 or (values.ndim == 2 and result is None):
         raise ConfigError(
-            f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TRIED} images: give one per image, to be "
-            "averaged, or several per image and a method result, which computes the metric from their sums"
+            f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TEST_IMAGES} images. Give one per image, to "
+            "average, or several per image and a method result, which computes the metric from their sums"
         )
     metric = Metric(own, width=values[0].numel(), result=result, is_on_grid=config.run.reproducible)
-    sums_M = values.double().reshape(NUM_TRIED, -1).sum(0).cpu()
+    sums_M = values.double().reshape(NUM_TEST_IMAGES, -1).sum(0).cpu()
     try:
-        metric.figure(sums_M, count=NUM_TRIED)
+        metric.figure(sums_M, count=NUM_TEST_IMAGES)
     except Exception as error:  # foreign code may raise anything
         raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {as_line(error)}") from error
     return metric
 
 
-def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerPicture:
+def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerImage:
     """Import dotted: a class is instantiated with options, a function gets them at each call. Raises: ConfigError."""
     try:
         module, own_name = import_owner(dotted)
@@ -88,7 +88,7 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
     if is_of_library(found, name=dotted) and not _is_library_score(found):
         raise ConfigError(
             f"{key}: from torch, torchvision, timm and Python only torch modules and functions of "
-            f"{' and '.join(FUNCTIONS)} are legal: call others in a function of your own package, and name that"
+            f"{' and '.join(FUNCTION_MODULES)} are legal: call others in a function of your own package, and name that"
         )
     if not isinstance(found, type):
         return partial(found, **options)
@@ -106,20 +106,20 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
 
 
 def _is_library_score(found: object) -> bool:
-    """Return whether found is a torch module or a function of FUNCTIONS: others may load files or start processes."""
+    """Return whether found is a torch module or is in FUNCTION_MODULES: others may load files or start processes."""
     if isinstance(found, type):
         return issubclass(found, nn.Module)
     home = f"{getattr(found, '__module__', None)}."
-    return inspect.isfunction(found) and home.startswith(tuple(f"{each}." for each in FUNCTIONS))
+    return inspect.isfunction(found) and home.startswith(tuple(f"{each}." for each in FUNCTION_MODULES))
 
 
 def _noise(num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return logits (4, K) and labels (4), drawn without touching torch's default generators."""
-    logits_BK = torch.randn(NUM_TRIED, num_classes, generator=torch.Generator().manual_seed(0))
-    return logits_BK.to(device), (torch.arange(NUM_TRIED) % num_classes).to(device)
+    logits_BK = torch.randn(NUM_TEST_IMAGES, num_classes, generator=torch.Generator().manual_seed(0))
+    return logits_BK.to(device), (torch.arange(NUM_TEST_IMAGES) % num_classes).to(device)
 
 
-def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Tensor:
+def _try(own: PerImage, logits_BK: Tensor, targets: Tensor, *, key: str) -> Tensor:
     """Return the numbers of each image, which must not depend on the others. Raises: ConfigError."""
     shapes = f"logits of shape {tuple(logits_BK.shape)} and targets of shape {tuple(targets.shape)}"
     if targets.ndim == 2:
@@ -138,7 +138,7 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
         )
     if not torch.allclose(whole.double(), torch.cat(halves).double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
-            f"{key} gives an image other numbers beside other images: its result must not depend on the division of "
-            "a batch"
+            f"{key} gives an image other numbers in a batch with other images: its result must not depend on the "
+            "division of a batch"
         )
     return whole

@@ -17,7 +17,7 @@ def conv_norm_relu(
     ]
 
 
-class PoolUnlessPooled(nn.AdaptiveAvgPool2d):
+class PoolIfLarger(nn.AdaptiveAvgPool2d):
     """Pools adaptively, but passes input of output_size unchanged: on a GPU the pool's backward has no fixed order."""
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class AlexNetBN(nn.Module):
             norm(256),
         )
         # a 224 x 224 image has 6 x 6 features
-        self.avgpool = PoolUnlessPooled(6)
+        self.avgpool = PoolIfLarger(6)
         self.classifier = nn.Sequential(
             nn.Dropout(dropout),
             nn.Linear(256 * 6 * 6, 4096),

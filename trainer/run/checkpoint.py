@@ -16,15 +16,7 @@ import torch
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, first_line, write_failure
-from bigbatch.files import (
-    flush,
-    make_folder,
-    open_anew,
-    parse_json,
-    read_plain,
-    sha256_of,
-    write_new,
-)
+from bigbatch.files import create_file, flush, make_folder, parse_json, read_plain, sha256_of, write_new
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -72,7 +64,7 @@ def save_checkpoint(
         make_folder(directory, within=within or directory.parent)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        with open_anew(aside / STATE_FILE) as file:  # given a path, torch would not say why it cannot write
+        with create_file(aside / STATE_FILE) as file:  # given a path, torch would not say why it cannot write
             torch.save(state, file)
         manifest = {
             "format": FORMAT,
@@ -300,7 +292,7 @@ def _other(path: Path) -> str:
             manifest = read_manifest(other.path)
             # by size only: hashing every checkpoint for an error message would take long
             if (other.path / STATE_FILE).stat().st_size == manifest["bytes"]:
-                return f"; go on from another one with --run.resume {other.path}"
+                return f"; continue from another one with --run.resume {other.path}"
         except (OSError, ValueError, KeyError):
             continue
     return "; there is no other one, start again in another run.directory"

@@ -80,10 +80,7 @@ class ChildProcess:
     """
 
     def __init__(self, argv: Sequence[str], *, log: Path, within: Path) -> None:
-        """Start it, with its output appended to log, whose folder is created below `within`.
-
-        Raises: RunFolderError.
-        """
+        """Start it, with its output appended to log, whose folder is created below `within`. Raises: RunFolderError."""
         self._log = log
         self._started = time.monotonic()
         self._requests: list[float] = []

@@ -78,8 +78,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFolderError(
-            f"cannot write {path}: {write_failure(path, error)}; put that right, or name another folder where this "
-            "one was named"
+            f"cannot write {path}: {write_failure(path, error)}; correct this, or name another folder"
         ) from error
 
 

@@ -104,7 +104,7 @@ class _WandbRun:
         except Exception as error:  # no network, no key, no answer
             if arguments.get("mode") == "offline":
                 raise
-            tell(f"wandb cannot be reached ({first_line(error)}): the run goes on, logged as offline")
+            tell(f"wandb cannot be reached ({first_line(error)}): the run continues, logged offline")
             # a new id: wandb considers the other one in use
             offline = {**arguments, "mode": "offline", "id": _run_id(rundir, is_new=True)}
             run = wandb.init(**offline, settings=settings)
@@ -122,7 +122,7 @@ class _WandbRun:
 
 def _where(run: Any) -> str:
     if run.disabled:
-        return "disabled, as WANDB_MODE tells: nothing is kept or sent"
+        return "disabled by WANDB_MODE: nothing is kept or sent"
     return f"run {run.id} " + (
         f"in {Path(run.dir).parent}, which `wandb sync` sends" if run.offline else f"at {run.url}"
     )
@@ -220,7 +220,7 @@ Logger = TensorBoard | BackgroundLogger
 
 @dataclass(frozen=True)
 class _WithoutTensorBoard:
-    """Report a thread's exception, except TensorBoard's: its next call raises it, and Guarded prints one line."""
+    """Report a thread's exception, except TensorBoard's: its next call raises it, and GuardedLogger prints one line."""
 
     report: Callable[[threading.ExceptHookArgs], object]
 
@@ -229,7 +229,7 @@ class _WithoutTensorBoard:
             self.report(ended)
 
 
-class Guarded:
+class GuardedLogger:
     """Passes figures to a logger until it fails; prints the failure once, since a logger must not end a run.
 
     make: takes a function for the logger's messages; returns the logger.
@@ -255,15 +255,15 @@ class Guarded:
         except Exception as error:  # foreign code may raise anything
             self._logger = None
             self.say(
-                f"run.loggers: {self._name} failed ({first_line(error)}): the run goes on without it, and "
+                f"run.loggers: {self._name} failed ({first_line(error)}): the run continues without it, and "
                 "metrics.jsonl has every record"
             )
 
 
-def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[Guarded]:
+def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[GuardedLogger]:
     makers: dict[str, Callable[[Say], Logger]] = {
         "tensorboard": lambda _: TensorBoard(rundir, from_step=from_step),
         "wandb": lambda say: log_to_wandb(rundir, stated=asdict(config), from_step=from_step, say=say),
         "mlflow": lambda say: log_to_mlflow(rundir, stated=asdict(config), from_step=from_step, say=say),
     }
-    return [Guarded(name, makers[name], say=say) for name in config.run.loggers]
+    return [GuardedLogger(name, makers[name], say=say) for name in config.run.loggers]

@@ -26,12 +26,12 @@ from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint, load
 from bigbatch.trainer.run.class_names import kept_names, require_names
 from bigbatch.trainer.step.ema import evaluated_weights
 
-OF_THE_START = ("model.options.zero_gamma", "model.options.whitening_eps")
+ONLY_AT_START = ("model.options.zero_gamma", "model.options.whitening_eps")
 """Model options that affect only the initialization."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class LoadedWeights:
     """Result of loading weights into a model."""
 
     told: str
@@ -44,7 +44,7 @@ class Taken:
 
 def load_weights_(
     model: nn.Module, path: Path, *, config: Config, new_head: bool = False, partial: Sequence[str] | None = None
-) -> Taken:
+) -> LoadedWeights:
     """Copy the weights in path (a checkpoint folder, a file, torchvision:NAME or timm:NAME) into a model of config.
 
     new_head: keep the model's own last layer. partial: load only names that match these patterns.
@@ -65,7 +65,9 @@ def load_weights_(
     else:
         weights, told = partly_from_foreign(state, model, source=str(path), patterns=partial)
     if empty := [name for name, tensor in weights.items() if tensor.is_meta]:
-        raise CheckpointError(f"{path}: {empty[0]} is a shape without values: save a model that is on no meta device")
+        raise CheckpointError(
+            f"{path}: {empty[0]} is on the meta device, without values: save the model from another device"
+        )
     if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
     has_head = not new_head and (partial is None or names_head(model, partial))
@@ -76,7 +78,7 @@ def load_weights_(
     if scale and config.optimizer.loss_scale not in (None, scale):
         hint = f"{path} holds apex.amp's loss scale {scale:g}: to start with it, add --optimizer.loss_scale {scale:g}"
         told = f"{told}; {hint}" if told else hint
-    return Taken(told, has_head, classes)
+    return LoadedWeights(told, has_head, classes)
 
 
 def _apex_scale(state: Any) -> float | None:
@@ -186,7 +188,7 @@ def _exported_names(path: Path) -> Sequence[str] | None:
         names: Sequence[str] | None = parse_json(metadata["output"])["classes"]
         return names
     except (ValueError, TypeError, KeyError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: its metadata does not tell its classes ({error!r})") from error
+        raise DamagedCheckpoint(f"{path} is damaged: its metadata does not list its classes ({error!r})") from error
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping[str, Any]) -> None:
@@ -213,7 +215,7 @@ def require_same_model(text: str, config: Config, *, source: str, is_partial: bo
     is_partial: only a part is loaded, so names and options of the models may differ.
     """
     values, own = read_dumped(text), read_dumped(dump_config(config))
-    options = sorted({key for key in (*values, *own) if key.startswith("model.options.")} - {*OF_THE_START})
+    options = sorted({key for key in (*values, *own) if key.startswith("model.options.")} - {*ONLY_AT_START})
     for key in filter(OPTION_KEYS.__contains__, options) if is_partial else ("model.name", *options):
         there, here = values.get(key), own.get(key)
         # false and null both mean that an option is off
