@@ -227,7 +227,7 @@ def test_images_of_the_former_run_are_not_listed_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_resident_pictures_lie_where_the_config_states(
+def test_resident_images_lie_where_the_config_states(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_images(tmp_path)

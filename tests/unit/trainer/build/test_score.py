@@ -82,7 +82,7 @@ def noise(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, K, generator=generator), torch.randint(K, (count,), generator=generator)
 
 
-def test_loss_is_summed_over_pictures() -> None:
+def test_loss_is_summed_over_images() -> None:
     logits_BK, labels_B = noise(7)
     words = [f"--optimizer.loss={HERE}.cubed_gap", "--optimizer.loss_options={power: 2}"]
     own = make_loss(config(*words), CPU)(logits_BK, labels_B)
@@ -141,7 +141,7 @@ def test_loss_that_does_not_fit_is_named_in_one_line(name: str, options: str, na
     assert re.search(naming(f"optimizer.loss={name}", *named), message)
 
 
-def test_loss_must_take_shares_where_pictures_are_mixed() -> None:
+def test_loss_must_take_shares_where_images_are_mixed() -> None:
     words = [f"--optimizer.loss={HERE}.indices_only", "--augment.mixup_alpha=0.2"]
     make_loss(config(words[0]), CPU)
     with pytest.raises(ConfigError, match=naming("targets of shape (4, 10)", "augment.mixup_alpha")):

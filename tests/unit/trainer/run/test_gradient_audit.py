@@ -103,8 +103,8 @@ def test_microbatch_computed_again_has_the_bits_of_the_step_and_leaves_all_as_it
         tensors += [p.grad for p in parts.model.parameters() if p.grad is not None]
         before, rng = [tensor.clone() for tensor in tensors], torch.random.get_rng_state()
         for number, batch in enumerate(batches):
-            pictures, rows = recompute(parts, PLAN, batch, step=0, microbatch=number)
-            assert pictures == digests_of_images(batch).tolist()
+            images, rows = recompute(parts, PLAN, batch, step=0, microbatch=number)
+            assert images == digests_of_images(batch).tolist()
             assert {row[:3]: row[3] for row in rows} == {r[:3]: r[3] for r in expected if r[2] == number}
             assert {phase for phase, *_ in rows} == {BEFORE_SUM}
         assert torch.equal(torch.random.get_rng_state(), rng)
