@@ -27,6 +27,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Attributes besides torch's; a copy shares them, since objects that communicate cannot be copied."""
     _numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "weight_decay")
     """Settings of a group that are finite numbers of at least 0."""
+    _kept: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    """Entries of a weight's state, of its shape; there is no momentum_buffer while momentum is 0."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; an error leaves all groups unchanged. Raises: ValueError, as the constructor."""
@@ -40,14 +42,36 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(problem)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer of this class. Raises: ValueError, before any change, for another class's."""
-        for group in state_dict["param_groups"]:
-            if missing := sorted(self.defaults.keys() - group.keys()):
-                raise ValueError(
-                    f"this state is not of {type(self).__name__}: its groups have no {', '.join(missing)}; make a new "
-                    "optimizer, which starts without momentum"
-                )
+        """Load the state of an optimizer of this class, for the same model.
+
+        Raises: ValueError, before any change, for the state of another class or of other weights.
+        """
+        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            if missing := sorted(self.defaults.keys() - theirs.keys()):
+                raise self._another_state(f"its groups have no {', '.join(missing)}")
+            if (form := theirs.get("momentum_form")) and "momentum_form" not in self.defaults:
+                raise self._another_state(f"its momentum has the form {form} of LARS")
+            for weight, key in zip(ours["params"], theirs["params"], strict=False):
+                kept = {name: value for name, value in state_dict["state"].get(key, {}).items() if value is not None}
+                if not kept:
+                    continue
+                expected = self._shapes(weight, theirs)
+                if kept.keys() | {"momentum_buffer"} & expected.keys() != expected.keys():
+                    raise self._another_state(f"a weight keeps {', '.join(kept)}, not {', '.join(expected)}")
+                for name, value in kept.items():
+                    if (shape := getattr(value, "shape", None)) != expected[name]:
+                        what = f"{name} of weight {key} has shape {shape and tuple(shape)}"
+                        raise self._another_state(f"{what}, not {tuple(expected[name])}")
         super().load_state_dict(state_dict)
+
+    def _another_state(self, reason: str) -> ValueError:
+        remedy = "make a new optimizer, which starts without momentum"
+        return ValueError(f"this state is not of {type(self).__name__} for these weights: {reason}; {remedy}")
+
+    def _shapes(self, weight: Tensor, group: dict[str, Any]) -> dict[str, torch.Size]:
+        """Return the shape of each entry of a weight's state."""
+        shape = getattr(weight, "whole_shape", weight.shape)  # a state_dict has whole tensors
+        return {name: torch.Size() if name == "step" else shape for name in self._kept}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -41,6 +41,7 @@ class LAMB(FusedOptimizer):
 
     _own = ("norms",)
     _numbers = ("lr", "eps", "weight_decay")
+    _kept = ("exp_avg", "exp_avg_sq", "step")
 
     def __init__(
         self,

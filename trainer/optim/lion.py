@@ -26,6 +26,7 @@ class Lion(FusedOptimizer):
     """
 
     _numbers = ("lr", "weight_decay")
+    _kept = ("exp_avg",)
 
     def __init__(
         self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -106,8 +105,7 @@ class Shampoo(MatrixOptimizer):
         for w in weights:
             state = self.state[w]
             if "factors" not in state:
-                sides = chain(*block_shapes(shape_of(w), block_size=self._block_size))
-                state["factors"] = w.new_zeros(sum(side**2 for side in sides))
+                state["factors"] = w.new_zeros(sum(side**2 for side in self._sides(w)))
                 state["roots"] = torch.zeros_like(state["factors"])
                 for root_NN in self._squares(w, "roots"):
                     root_NN.fill_diagonal_(1.0)
@@ -115,9 +113,19 @@ class Shampoo(MatrixOptimizer):
 
     def _squares(self, weight: Tensor, name: str) -> list[Tensor]:
         """Return the left and the right square of each block, as views of one vector."""
-        sizes = [size for shape in block_shapes(shape_of(weight), block_size=self._block_size) for size in shape]
+        sizes = self._sides(weight)
         parts = self.state[weight][name].split([size**2 for size in sizes])
         return [part.view(size, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _sides(self, weight: Tensor) -> list[int]:
+        return [size for shape in block_shapes(shape_of(weight), block_size=self._block_size) for size in shape]
+
+    def _shapes(self, weight: Tensor, group: dict[str, Any]) -> dict[str, torch.Size]:
+        shapes = super()._shapes(weight, group)
+        if group["adapt"]:
+            squares = torch.Size([sum(side**2 for side in self._sides(weight))])
+            shapes |= {"factors": squares, "roots": squares, "step": torch.Size()}
+        return shapes
 
     def _blocks(self, tensor: Tensor) -> list[Tensor]:
         """Return the blocks of a tensor as a matrix: views if its memory layout allows it."""

@@ -90,6 +90,45 @@ def test_fused_state_dict_resumes_bit_for_bit(make):
     )
 
 
+def stepped(make, weights):
+    set_random_grads(weights, seed=0)
+    optimizer = make(weights)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "named"),
+    [
+        ("lion", partial(torch.optim.Adam, lr=0.1), "exp_avg_sq"),
+        ("lion", "lamb", "exp_avg_sq"),
+        ("muon", "shampoo", "factors"),
+        ("shampoo", "muon", "factors"),
+        ("muon", partial(of_matrices, LARS), "lr_inside"),
+        ("shampoo", partial(shampoo, block_size=2), "factors of weight 0"),
+    ],
+)
+def test_fused_refuses_the_state_of_another_optimizer_before_any_change(ours, theirs, named):
+    """Lion would take Adam's mean for its own, and Muon and Shampoo have settings of the same names."""
+    mine = stepped(MAKERS[ours], random_weights())
+    before, groups = states(mine), copy.deepcopy(mine.state_dict()["param_groups"])
+    saved = stepped(MAKERS.get(theirs, theirs), random_weights()).state_dict()
+    with pytest.raises(ValueError, match=naming(f"not of {type(mine).__name__} ", named)):
+        mine.load_state_dict(saved)
+    assert_same_bits(states(mine), before)
+    assert mine.state_dict()["param_groups"] == groups
+
+
+@FUSED
+def test_fused_refuses_the_state_of_other_weights(name):
+    """A kernel would read beyond a shorter momentum: it walks raw memory."""
+    saved = stepped(MAKERS[name], random_weights()).state_dict()
+    first = next(key for key in ("momentum_buffer", "exp_avg") if key in saved["state"][0])
+    saved["state"][0][first] = saved["state"][0][first][:2]
+    with pytest.raises(ValueError, match=naming(f"{first} of weight 0", "(2, 3, 3, 3), not (4, 3, 3, 3)")):
+        MAKERS[name](random_weights()).load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
