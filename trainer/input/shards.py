@@ -24,7 +24,13 @@ from bigbatch.trainer.input.order import require_same_classes
 from bigbatch.trainer.input.shard_files import INDEX, ShardFiles, ShardReader, is_packed
 from bigbatch.trainer.input.storage import Cache, RemoteShards, Storage, url_of
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
-from bigbatch.trainer.input.webdataset import WebDatasetSplit, find_shards, read_remote_webdataset, read_webdataset
+from bigbatch.trainer.input.webdataset import (
+    INDEX_FILE,
+    WebDatasetSplit,
+    find_shards,
+    read_remote_webdataset,
+    read_webdataset,
+)
 from bigbatch.trainer.input.webdataset_index import Index
 
 FORMAT_VERSION = 1
@@ -237,6 +243,8 @@ class DataRoot:
         except FileNotFoundError:
             return None
         except OSError as error:
+            if isinstance(error, PermissionError) and self._storage and self._storage.holds(INDEX_FILE):
+                return None
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
         return None if text is None else parse_split_index(text, path=path)
 

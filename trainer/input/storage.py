@@ -35,8 +35,11 @@ RETRY_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to read an index."""
 RETRY_SECONDS = 60.0
 """No further attempt begins later than this."""
-NO_ACCESS = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
-"""Names of errors on credentials, which are not retried."""
+NO_ACCESS = (
+    *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError"),
+    *("InvalidToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed", "PermanentRedirect"),
+)
+"""Names of errors, and S3's codes, on credentials or the region: they are not retried."""
 
 
 T = TypeVar("T")
@@ -65,7 +68,7 @@ def url_of(root: Path | str) -> str | None:
 
 
 CERTIFICATES = "check the address, or name a file with its certificate or authority in the environment: SSL_CERT_FILE"
-CREDENTIALS = "give credentials as the library does: the environment (AWS_ACCESS_KEY_ID ...) or its own files"
+CREDENTIALS = "give credentials and region as to the library: in the environment (AWS_ACCESS_KEY_ID ...) or its files"
 
 
 class Storage:
@@ -126,6 +129,13 @@ class Storage:
         """Read like read(), and retry for a while: nothing else retries the reads before a run."""
         return _with_retries(lambda: self.read(name, start, end))
 
+    def holds(self, name: str) -> bool:
+        """Return whether a file can be read. Without the right to list a bucket, S3 refuses access to missing ones."""
+        try:
+            return bool(self.read(name, 0, 1))
+        except OSError:
+            return False
+
     def shards(self, below: str) -> list[tuple[str, int, int]]:
         """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
 
@@ -175,8 +185,8 @@ def _without_secrets(error: Exception) -> OSError:
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
     if isinstance(getattr(error, "certificate_error", None), ssl.SSLCertVerificationError):  # of aiohttp
         return PermissionError(errno.EACCES, f"the server's certificate is not trusted; {CERTIFICATES}")
-    if kind in NO_ACCESS or status in (401, 403):
-        return PermissionError(errno.EACCES, f"the storage refuses access, {kind}; {CREDENTIALS}")
+    if refused := next((name for name in (code, kind) if name in NO_ACCESS), status in (401, 403) and kind):
+        return PermissionError(errno.EACCES, f"the storage refuses access, {refused}; {CREDENTIALS}")
     return OSError(errno.EIO, " ".join((kind, code if code.isalnum() else "")).strip())
 
 

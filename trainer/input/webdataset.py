@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,11 +67,7 @@ def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
     stamped = {
         split: [(os.path.relpath(path, root), _stamp(path)) for path in paths] for split, paths in shards.items()
     }
-    places = [root / INDEX_FILE, *_cache_place(root)]
-    index = _stored(places, stamped)
-    if index is None:
-        with _only_process(root):
-            index = _stored(places, stamped) or _store(make_index(root, stamped), root, places)
+    index = _indexed(root, stamped, places=[root / INDEX_FILE, *_cache_place(root)])
     return _with_names(index, lambda: read_plain(root / CLASS_NAMES), f"{root / CLASS_NAMES}")
 
 
@@ -80,8 +76,15 @@ def read_remote_webdataset(storage: Storage) -> Index:
 
     Raises: DataError; StorageError.
     """
+
+    def names() -> bytes:
+        try:
+            return storage.fetch(CLASS_NAMES)
+        except PermissionError as error:  # see Storage.holds
+            raise FileNotFoundError from error
+
     try:
-        return _with_names(_remote_index(storage), lambda: storage.fetch(CLASS_NAMES), f"{storage.url}/{CLASS_NAMES}")
+        return _with_names(_remote_index(storage), names, f"{storage.url}/{CLASS_NAMES}")
     except OSError as error:
         raise StorageError(f"{storage.url}: cannot be read ({error.strerror})") from error
 
@@ -99,8 +102,7 @@ def _remote_index(storage: Storage) -> Index:
         if not shards:
             raise DataError(f"{storage.url}: holds neither packed shards nor *train*.tar; {REMOTE_ADVICE}")
         shards = {split: shards[split] for split in SPLITS if split in shards}
-        places = _cache_place(storage.url)
-        return _stored(places, shards) or _store(make_index(storage.url, shards, storage=storage), storage.url, places)
+        return _indexed(storage.url, shards, places=_cache_place(storage.url), storage=storage)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{storage.url}/{INDEX_FILE}: is damaged ({shortened(error)}); remove it, or put it there again"
@@ -120,17 +122,31 @@ def _cache_place(root: Path | str) -> list[Path]:
     return [] if folder is None else [folder / name]
 
 
+def _indexed(
+    root: Path | str,
+    stamped: Mapping[str, Sequence[tuple[str, Stamp]]],
+    *,
+    places: Sequence[Path],
+    storage: Storage | None = None,
+) -> Index:
+    """Return the index that is stored in one of places; if it is missing, one process of this host makes it."""
+    if index := _stored(places, stamped):
+        return index
+    with _only_process(places[:1], root=root):
+        return _stored(places, stamped) or _store(make_index(root, stamped, storage=storage), root, places)
+
+
 @contextmanager
-def _only_process(root: Path) -> Iterator[None]:
-    """Lock root against other processes of this host; without effect on a file system that cannot lock."""
-    folder = os.open(root, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            waiting = f"waiting for another process, which indexes the shards of {root}"
-            wait_lock(folder, on_wait=lambda: print_line(waiting, file=sys.stderr))
+def _only_process(places: Sequence[Path], *, root: Path | str) -> Iterator[None]:
+    """Lock the folders of places against other processes of this host; without effect if they cannot be locked."""
+    waiting = f"waiting for another process, which indexes the shards of {root}"
+    with ExitStack() as stack:
+        for place in places:
+            with suppress(OSError):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                stack.callback(os.close, folder := os.open(place.parent, os.O_RDONLY))
+                wait_lock(folder, on_wait=lambda: print_line(waiting, file=sys.stderr))
         yield
-    finally:
-        os.close(folder)
 
 
 def _stored(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, Stamp]]]) -> Index | None:

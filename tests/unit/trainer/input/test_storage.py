@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +53,18 @@ class Faults:
         self.num_busy = 0  # requests to answer with 503
         self.num_broken = 0  # requests to break in the middle
         self.seconds = 0.0  # before each answer
+        self.hides_missing = False  # answers 403 in place of 404, as for a bucket that may not be listed
         self.gets = []  # what was asked for
 
     def __call__(self, app):
         def answer(environ, start_response):
+            if self.hides_missing:
+
+                def start_hidden(status, headers, *_):
+                    return start_response("403 Forbidden" if status.startswith("404") else status, headers)
+
+                body = b"".join(app(environ, start_hidden))
+                return [body.replace(b"NoSuchKey", b"AccessDenied")]
             if environ["REQUEST_METHOD"] != "GET" or not environ["PATH_INFO"].endswith((".tar", ".npy", ".json")):
                 return app(environ, start_response)
             self.gets.append((environ["PATH_INFO"], environ.get("HTTP_RANGE", "")))
@@ -204,6 +213,32 @@ def test_storage_names_a_tar_without_an_end_mark_as_cut_off_at_once(endpoint, pa
         webdataset_index.index_shard(f"{root.url}/{name}", num_bytes, storage=root)
 
 
+def test_storage_of_webdataset_is_indexed_by_one_process_and_need_not_be_listed_then(
+    packed, folder, endpoint, faults, tmp_path, monkeypatch
+):
+    make_index = webdataset.make_index
+    made = []
+
+    def make_slowly(*args, **options):
+        made.append(args)
+        time.sleep(1.0)
+        return make_index(*args, **options)
+
+    monkeypatch.setattr(webdataset, "make_index", make_slowly)
+    for split in ("train", "val"):
+        write(tmp_path / "tars", {f"{split}/{tar.name}": tar.read_bytes() for tar in (packed / split).glob("*.tar")})
+    OWN.append(f"own-{len(OWN)}")
+    root = upload(tmp_path / "tars", OWN[-1], endpoint)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(webdataset.read_remote_webdataset, [storage.Storage(str(storage.url_of(root)))] * 2))
+    assert len(made) == 1
+    (index,) = (tmp_path / "own/webdataset").iterdir()
+    s3fs.S3FileSystem().put(str(index), f"{root.name}/{webdataset.INDEX_FILE}")
+    faults.hides_missing = True
+    assert held(open_split(root, "train")) == held(read_index(folder, "train"))
+    assert DataRoot(root).classes("val") == ("0", "1")
+
+
 @pytest.mark.long
 def test_storage_of_a_busy_server_and_a_broken_connection_is_read_in_the_end(make, bucket, folder, faults):
     faults.num_busy, faults.num_broken, faults.seconds = 5, 5, 0.02
@@ -225,10 +260,12 @@ def test_storage_that_is_gone_ends_the_read_with_the_image(make, bucket, faults)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("code", ["ExpiredToken", "SignatureDoesNotMatch"])
+@pytest.mark.parametrize(
+    "code", ["403 ExpiredToken", "403 SignatureDoesNotMatch", "400 InvalidToken", "400 AuthorizationHeaderMalformed"]
+)
 def test_storage_that_refuses_credentials_says_so_at_once_and_prints_none(code, bucket, faults, monkeypatch):
     found = open_split(bucket, "train")
-    faults.refuse = f"403 {code}"
+    faults.refuse = code
     for read in (lambda: found.read(0), lambda: open_split(bucket, "train"), lambda: DataRoot(bucket).classes("val")):
         with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/", "credentials")) as caught:
             read()
