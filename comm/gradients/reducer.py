@@ -93,6 +93,9 @@ class GradientReducer:
         # None: there is nothing to learn, or it is learned already
         self._learned: list[str] | None = [] if learn_order and order is None else None
         self._places, self.plan = _Places(self._trained, communicator), FusionPlan(())
+        self._repeats = average  # an average of equal gradients is the same again
+        self._summed: list[int] | None = None
+        """Versions of the buffers after wait(), while backward has brought no gradient since."""
         self._lay_out(_first_order(self._parameters, order))
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
@@ -127,6 +130,7 @@ class GradientReducer:
                 "microbatch of a step, and set is_active = False for the others"
             )
         self._places.take(name)
+        self._summed = None
         if not self.is_active:
             return
         self._communicator.timeline.mark(name)
@@ -170,8 +174,17 @@ class GradientReducer:
         """Return when every gradient is the sum, or the average, over all ranks.
 
         Raises: PeerLostError naming the buffer and the missing ranks; CommError naming a trained parameter that changed
-        on this rank since the reducer was made; RuntimeError for unused parameters with unused="error".
+        on this rank since the reducer was made; RuntimeError for unused parameters with unused="error", and for a
+        second call that would sum the sums of the first one.
         """
+        if not self._hooks:
+            raise RuntimeError("this GradientReducer or DistributedOptimizer is closed: make a new one, on all ranks")
+        # by the host's count of writes: a rank without images has no backward, but zeroes its gradients
+        if not self._repeats and self._summed == self._versions() and all(map(self._places.hold, self._parameters)):
+            raise RuntimeError(
+                "the gradients are sums over ranks already: a second wait() or synchronize() without backward or "
+                "zero_grad() before it would sum them again; call it once per step"
+            )
         if self._unused == "error" and (unused := set().union(*self._missing[self._num_started :])):
             raise RuntimeError(
                 f"backward gave no gradient to {', '.join(sorted(unused))}: freeze what the loss does not use by "
@@ -201,6 +214,10 @@ class GradientReducer:
             mine = dict.fromkeys((*self._learned, *reversed(self._parameters)))
             self._lay_out(self._communicator.gather([*mine])[0])
             self._learned = None
+        self._summed = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [buffer_N._version for buffer_N in self.buffers]
 
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
@@ -214,9 +231,15 @@ class GradientReducer:
         self._sums.zero_()
 
     def close(self) -> None:
-        """Remove the hooks; gradients stay in place, except those of parameters that were frozen since."""
+        """Remove the hooks; gradients stay in place, except those of parameters that were frozen since.
+
+        A second call does nothing; wait() then raises RuntimeError.
+        """
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         self._trained.close()
         self._places.release()
         self._sums.release()

@@ -339,6 +339,33 @@ def test_reducer_refuses_a_second_backward_or_zeros_before_wait(is_active: bool)
     assert not any(p.grad.any() for p in model.parameters())
 
 
+def test_reducer_refuses_a_second_wait_and_lets_a_rank_have_no_images() -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), alone(factor=2), **SMALL)
+    zeros = (reducer.zero_grad, model.zero_grad, lambda: torch._foreach_zero_([p.grad for p in model.parameters()]))
+    for zero in zeros:
+        loss_of(model, make_images()).backward()
+        reducer.wait()
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with pytest.raises(RuntimeError, match=naming("second wait()", "once per step")):
+            reducer.wait()
+        assert_same(model, before)
+        zero()
+        reducer.wait()
+        assert not any(p.grad.any() for p in model.parameters())
+
+
+def test_reducer_closes_once_and_then_sums_no_more() -> None:
+    model, ranks = make_model(), alone()
+    reducer = GradientReducer(model.named_parameters(), ranks)
+    reducer.close()
+    reducer.close()
+    loss_of(model, make_images()).backward()
+    with pytest.raises(RuntimeError, match=naming("closed", "new one")):
+        reducer.wait()
+    GradientReducer(model.named_parameters(), ranks).wait()
+
+
 def test_exposed_seconds_on_the_host_are_those_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 10.5, 20.0, 20.25])
     monkeypatch.setattr("bigbatch.comm.gradients.reducer.time.perf_counter", lambda: next(now))
