@@ -159,6 +159,8 @@ class _Tuner:
 
     def forward(self, model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         """Replace DDP's forward: count a step, then call it. Raises: _Finished after the last turn."""
+        if self.measured:  # the script has caught it
+            raise _Finished
         if model is self._model:
             if not (model.training and torch.is_grad_enabled()):
                 self._is_disturbed = True  # an evaluation is not a step

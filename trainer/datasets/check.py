@@ -107,7 +107,7 @@ def check_dataset(
     Raises: DataError if root has neither split, or is not a list of images; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
-    data = DataRoot(root)
+    data = DataRoot(root, retries=True)
     listings = {split: open_listing(data, split) for split in SPLITS if data.classes(split) is not None}
     if not listings:
         what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of images"

@@ -170,12 +170,15 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
 class DataRoot:
     """Folder, list or address of a data set; finds its shards once, for all splits and calls."""
 
-    def __init__(self, root: Path | str, *, cache: Cache | None = None) -> None:
-        """Read nothing yet. cache: local copy of data read from an object store. Raises: ConfigError."""
+    def __init__(self, root: Path | str, *, cache: Cache | None = None, retries: bool = False) -> None:
+        """Read nothing yet. cache: local copy of data read from an object store; retries: see RemoteShards.
+
+        Raises: ConfigError.
+        """
         self.path, url = Path(root), url_of(root)
         self.name = url or str(self.path)
         self._storage = Storage(url) if url else None
-        self._cache = cache
+        self._cache, self._retries = cache, retries
 
     @cached_property
     def shards(self) -> Mapping[str, Sequence[Path]]:
@@ -197,7 +200,7 @@ class DataRoot:
             return read_packed(self.path / split, classes=classes)
         if self._storage is None and not self.shards:
             return read_images(self.path, split, classes=classes)
-        reopen = partial(open_split, self.name, split, cache=self._cache)
+        reopen = partial(open_split, self.name, split, cache=self._cache, retries=self._retries)
         files: ShardReader | None = None
         found: PackedIndex | WebDatasetSplit
         if facts := self._remote_facts(split):
@@ -233,7 +236,7 @@ class DataRoot:
 
     def _remote_files(self, split: str, shards: Sequence[tuple[str, int, str]]) -> RemoteShards:
         assert self._storage is not None
-        return RemoteShards(self._storage, shards, split=split, cache=self._cache)
+        return RemoteShards(self._storage, shards, split=split, cache=self._cache, retries=self._retries)
 
     def _remote_facts(self, split: str) -> SplitIndex | None:
         """Return the index.json of a packed split in an object store; None if there is none."""
@@ -258,10 +261,15 @@ class DataRoot:
 
 
 def open_split(
-    root: Path | str, split: str, *, classes: Sequence[str] | None = None, cache: Cache | None = None
+    root: Path | str,
+    split: str,
+    *,
+    classes: Sequence[str] | None = None,
+    cache: Cache | None = None,
+    retries: bool = False,
 ) -> ImageSource:
     """Open one split, as DataRoot.open does."""
-    return DataRoot(root, cache=cache).open(split, classes=classes)
+    return DataRoot(root, cache=cache, retries=retries).open(split, classes=classes)
 
 
 class PackedIndex:

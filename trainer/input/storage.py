@@ -194,10 +194,20 @@ class RemoteShards:
     """ShardReader of shards in a Storage."""
 
     def __init__(
-        self, storage: Storage, shards: Sequence[tuple[str, int, str]], *, split: str, cache: Cache | None
+        self,
+        storage: Storage,
+        shards: Sequence[tuple[str, int, str]],
+        *,
+        split: str,
+        cache: Cache | None,
+        retries: bool = False,
     ) -> None:
-        """Fetch nothing yet. shards: (name, bytes, text that changes with the content). Raises: DataError."""
+        """Fetch nothing yet. shards: (name, bytes, text that changes with the content). Raises: DataError.
+
+        retries: retry reads as Storage.fetch does, until one has failed in the end; a run has its own patience.
+        """
         self._storage, self._shards = storage, shards
+        self._get = storage.fetch if retries else storage.read
         groups = [-(-num_bytes // (BLOCK_BYTES * FETCH_BLOCKS)) for _, num_bytes, _ in shards]
         self._first_blocks = (FETCH_BLOCKS * np.cumsum([0, *groups])).tolist()
         self._kept: BlockCache | None = None
@@ -215,6 +225,7 @@ class RemoteShards:
         except PermissionError as error:
             raise StorageError(f"{name()}: {error.strerror}") from None
         except OSError as error:
+            self._get = self._storage.read
             raise StorageError(f"{name()}: cannot be read ({error.strerror})") from error
         if len(data) != length:
             raise StorageError(f"{name()}: the shard was cut since the start; {again}")
@@ -226,7 +237,7 @@ class RemoteShards:
         block, stop = start // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         kept = self._kept
         if kept is None or first + stop > kept.num_blocks or end > num_bytes:
-            return self._storage.read(file, start, end)
+            return self._get(file, start, end)
         parts = []
         while block < stop:
             data = kept.get(first + block)
@@ -237,7 +248,7 @@ class RemoteShards:
                     if data is None:
                         at = group * BLOCK_BYTES
                         to = min(at + FETCH_BLOCKS * BLOCK_BYTES, num_bytes)
-                        whole = self._storage.read(file, at, to)
+                        whole = self._get(file, at, to)
                         if len(whole) == to - at:  # otherwise the shard was cut
                             kept.put(first + group, whole)
                         data = whole[(block - group) * BLOCK_BYTES :][:BLOCK_BYTES]

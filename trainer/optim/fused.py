@@ -247,4 +247,7 @@ def problem_with_number(key: str, value: object, *, below: float = math.inf) -> 
 
 
 def problem_with_betas(group: dict[str, Any]) -> str | None:
-    return next(filter(None, (problem_with_number("betas", beta, below=1) for beta in group["betas"])), None)
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        return f"betas must be two numbers, such as (0.9, 0.99), not {betas!r}"
+    return next(filter(None, (problem_with_number("betas", beta, below=1) for beta in betas)), None)

@@ -119,3 +119,16 @@ def test_script_that_cannot_be_tuned_is_told(models: int, steps: int, told: str,
     finally:
         dist.destroy_process_group()
     assert (DistributedDataParallel.__init__, DistributedDataParallel.forward) == before
+
+
+def test_script_that_catches_every_error_is_measured_all_the_same(tmp_path: Path) -> None:
+    step = "        model(torch.ones(1, 2)).sum().backward()\n"
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.format(models=1).replace(step, f"        try:\n    {step}        except:\n            pass\n")
+    )
+    try:
+        lines = tune_script(script, ["150"], steps=1, say=lambda line: None)
+    finally:
+        dist.destroy_process_group()
+    assert [line.split(":")[0] for line in lines[-2:]] == ["buckets", "hook"]

@@ -27,6 +27,7 @@ from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError, StorageError
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import storage, webdataset, webdataset_index
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
@@ -426,6 +427,33 @@ def test_storage_on_a_web_server(web, folder, tmp_path):
     assert found.sizes(np.array([0])).tolist() == [[70, 90]]
     with pytest.raises(StorageError, match=naming("/whole/train/shard-000000.tar", "ranges")):
         held(open_split(Path(f"{web}/whole"), "train"))
+
+
+class Busy(Ranged):
+    """Answers every third request of shards' bytes with 503; all of them once is_gone."""
+
+    num_asked, is_gone = 0, False
+
+    def do_GET(self):
+        type(self).num_asked += self.path.endswith(".tar")
+        if self.path.endswith(".tar") and (self.is_gone or self.num_asked % 3 == 0):
+            self.send_error(503)
+        else:
+            super().do_GET()
+
+
+def test_storage_of_a_busy_web_server_is_checked_and_one_that_is_gone_not_for_long(packed, monkeypatch):
+    monkeypatch.setattr(storage, "PAUSES", (0.0,) * 9)
+    monkeypatch.setattr(Busy, "num_asked", 0)
+    monkeypatch.setattr(Busy, "is_gone", False)
+    with web_server(functools.partial(Busy, directory=str(packed))) as url:
+        (doubled,) = check_dataset(Path(url), decode=False).problems
+        assert doubled.kind == "same image in train and val"
+        assert Busy.num_asked > 2 * NUM_IMAGES
+        Busy.num_asked, Busy.is_gone = 0, True
+        (train, val) = check_dataset(Path(url), decode=False).problems
+    assert [(each.kind, len(each.cases)) for each in (train, val)] == [("unreadable file", NUM_IMAGES)] * 2
+    assert Busy.num_asked == 2 * (NUM_IMAGES + 9)
 
 
 def certificate(folder):

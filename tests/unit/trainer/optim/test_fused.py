@@ -357,8 +357,8 @@ def test_fused_refuses_a_setting_that_is_no_finite_number_of_at_least_zero(kind,
 
 
 @pytest.mark.parametrize("kind", [LAMB, Lion])
-@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9)])
-def test_fused_refuses_betas_that_keep_everything(kind, betas):
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9,), 0.9, (0.9, 0.99, 0.9)])
+def test_fused_refuses_betas_that_are_not_two_or_keep_everything(kind, betas):
     with pytest.raises(ValueError, match=r"^betas "):
         kind(random_weights(), lr=1.0, betas=betas)
 
