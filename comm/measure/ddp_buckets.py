@@ -135,6 +135,7 @@ class _Tuner:
     _candidate: Candidate = Candidate()
     _count: int = 0
     _start: float = 0.0
+    _before: Callable[[DistributedDataParallel], None] = field(init=False)
     _is_disturbed: bool = False
 
     def init(self, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
@@ -142,6 +143,7 @@ class _Tuner:
         _OWN["__init__"](model, *args, **kwargs)
         if self._model is not None:
             raise UserError("comm tune --ddp: the script wraps two models in DistributedDataParallel; it tunes one")
+        self._before = torch.compiler.disable(self._before_forward)  # a compiled model would trace it
         self._model, self._arguments, self.communicator = model, (args, kwargs), connect()
         if self.communicator.rank:
             self.say = lambda line: None
@@ -159,6 +161,10 @@ class _Tuner:
 
     def forward(self, model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         """Replace DDP's forward: count a step, then call it. Raises: _Finished after the last turn."""
+        self._before(model)
+        return _OWN["forward"](model, *inputs, **kwargs)
+
+    def _before_forward(self, model: DistributedDataParallel) -> None:
         if self.measured:  # the script has caught it
             raise _Finished
         if model is self._model:
@@ -166,7 +172,6 @@ class _Tuner:
                 self._is_disturbed = True  # an evaluation is not a step
             elif model.require_backward_grad_sync:
                 self._on_step(model)
-        return _OWN["forward"](model, *inputs, **kwargs)
 
     def _on_step(self, model: DistributedDataParallel) -> None:
         assert self.communicator is not None

@@ -121,12 +121,15 @@ def test_script_that_cannot_be_tuned_is_told(models: int, steps: int, told: str,
     assert (DistributedDataParallel.__init__, DistributedDataParallel.forward) == before
 
 
-def test_script_that_catches_every_error_is_measured_all_the_same(tmp_path: Path) -> None:
-    step = "        model(torch.ones(1, 2)).sum().backward()\n"
+STEP = "        model(torch.ones(1, 2)).sum().backward()\n"
+CATCHING = f"        try:\n    {STEP}        except:\n            pass\n"
+COMPILED = STEP.replace("model(", "torch.compile(model, backend='eager')(")
+
+
+@pytest.mark.parametrize("step", [CATCHING, COMPILED], ids=["catches every error", "compiled"])
+def test_script_of_another_form_is_measured_all_the_same(step: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        SCRIPT.format(models=1).replace(step, f"        try:\n    {step}        except:\n            pass\n")
-    )
+    script.write_text(SCRIPT.format(models=1).replace(STEP, step))
     try:
         lines = tune_script(script, ["150"], steps=1, say=lambda line: None)
     finally:
