@@ -443,7 +443,7 @@ class Busy(Ranged):
 
 
 def test_storage_of_a_busy_web_server_is_checked_and_one_that_is_gone_not_for_long(packed, monkeypatch):
-    monkeypatch.setattr(storage, "PAUSES", (0.0,) * 9)
+    monkeypatch.setattr(storage, "RETRY_PAUSES", (0.0,) * 9)
     monkeypatch.setattr(Busy, "num_asked", 0)
     monkeypatch.setattr(Busy, "is_gone", False)
     with web_server(functools.partial(Busy, directory=str(packed))) as url:
