@@ -22,7 +22,7 @@ from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.resume import Start, find_start, restore_, start_in_memory
-from bigbatch.trainer.run.saving import CheckpointSaver
+from bigbatch.trainer.run.saving import CheckpointSaver, copy_to_host
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
@@ -104,7 +104,8 @@ def _find_start(
         rundir, control = RunDir(Path(config.run.directory)), communicator.control
         start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
     else:
-        start, state = start_in_memory(kept, samples=train.digest, root=config.data.root), kept
+        start = start_in_memory(kept, samples=train.digest, root=config.data.root)
+        state = copy_to_host(kept)  # the optimizer uses these tensors, and the run may go back to those of kept
     communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
     return start, state
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -9,15 +11,21 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from thread_controls import alone
+from tiny_training import TINY_OPTIONS
 
+from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError
 from bigbatch.trainer import training_job
-from bigbatch.trainer.build_run import Inherited
+from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.joined_rank import why_not_healing
+from bigbatch.trainer.run.saving import copy_to_host
 from bigbatch.trainer.step.stop_request import StopRequest
+from bigbatch.trainer.train import join
 from bigbatch.trainer.training_job import TrainingJob
 from bigbatch.trainer.training_loop import TrainingHooks
+from bigbatch.trainer.training_run import TrainingRun
+from tests.laws.jobs import assert_identical
 
 
 def job_of(world_size: int) -> Any:
@@ -66,3 +74,31 @@ def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.Monke
     assert training.job.communicator.world_size == 1, "by which running out of memory is explained"
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
+    """The run goes back to it if the ranks' weights differ before the first checkpoint."""
+    words = [*TINY_OPTIONS, "--run.epochs", "2", "--run.directory", f"{tmp_path}"]
+    config = load_config(["--config", "quickstart", *words])
+
+    def stop(done: int) -> None:
+        if done == 2:
+            raise ArithmeticError
+
+    def make(kept: Any = None, **hooks: Any) -> TrainingRun:
+        inherited = Inherited(state=kept, stop=StopRequest(takes_signals=False))
+        return build_run(config, job, owner=None, hooks=TrainingHooks(**hooks), is_quiet=True, inherited=inherited)
+
+    job = join(config, ALONE)
+    run = make(on_step=stop)
+    with closing(job.communicator), pytest.raises(ArithmeticError):
+        run.run()
+    kept = run.loop.copy_state()
+    assert kept is not None
+    before = copy_to_host(kept)
+    make(kept).run()
+    momenta, others = (
+        {f"{key}": value["momentum_buffer"] for key, value in state["optimizer"]["state"].items()}
+        for state in (kept, before)
+    )
+    assert_identical(momenta, others)
