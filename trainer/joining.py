@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING, backend_for, choose_device, connect
@@ -171,14 +173,16 @@ class Arrival:
 def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrival:
     """Join the running ranks, and receive the state from one of them.
 
-    job: of this process alone. Makes the splits first, which may load a library, list a data set, or decode it: from
-    their boundary on the other ranks wait.
+    job: of this process alone. First does what may take seconds, because the other ranks wait from their boundary on:
+    makes the splits, which may load a library, list a data set, or decode it.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
     """
     with failing_as_lost_rank(job.env):
         with job.communicator as alone:
             local, _ = stage_data(config, alone)
             splits = make_splits(local, alone)
+        if config.run.reproducible:
+            torch.use_deterministic_algorithms(True)  # here, as the first call loads torch's compiler
         admitted, connected = _enter(config, job, facts_of(config, splits.images))
     if job.env.joins_file:
         with suppress(OSError):
