@@ -1,15 +1,17 @@
 """Run the processes of a job: one that fails ends all, Ctrl-C asks them to stop, and no process is left."""
 
 import os
+import secrets
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from bigbatch.comm.rendezvous.environ import JOINS_VARIABLE
 from bigbatch.errors import tell
@@ -63,11 +65,13 @@ def run_processes(
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
     stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
+    folder = Path(tempfile.gettempdir(), f"bigbatch-joins-{secrets.token_hex(8)}")
     watching: AbstractContextManager[Callable[[int], None]]
-    watching = ending_orphans(asks_to_stop) if enter is None else nullcontext(lambda pid: None)
-    makes_folder = TemporaryDirectory(prefix="bigbatch-joins-") if joins else nullcontext("")
-    with makes_folder as folder, handling_stops(stopper), watching as watch:
-        has_to_join = lambda number: bool(folder) and Path(folder, f"{number}").exists()  # noqa: E731
+    watching = ending_orphans(asks_to_stop, leaves=(folder,)) if enter is None else nullcontext(lambda pid: None)
+    with handling_stops(stopper), watching as watch:
+        if joins:
+            folder.mkdir(mode=0o700)
+        has_to_join = lambda number: (folder / f"{number}").exists()  # noqa: E731
 
         def begin(number: int, start: NodeProcess) -> None:
             running[number] = start_process(
@@ -83,7 +87,7 @@ def run_processes(
             if not joins or stopper.asked:
                 return False
             joins -= 1
-            path = Path(folder, f"{number}")
+            path = folder / f"{number}"
             write_whole(path, b"")
             begin(number, replace(starts[number], variables=(*starts[number].variables, (JOINS_VARIABLE, f"{path}"))))
             return True
@@ -103,6 +107,7 @@ def run_processes(
             _send(running, signal.SIGKILL)
             for process in running.values():
                 process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(

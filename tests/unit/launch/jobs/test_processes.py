@@ -173,8 +173,8 @@ import os, signal, sys
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.processes import NodeProcess, run_processes
 argv, how = [sys.executable, "-c", sys.argv[1]], {"environ": os.environ, "asks_to_stop": signal.SIGUSR1}
-alone = sys.argv[2] == "alone"
-ended = run_in_foreground(argv, **how) if alone else run_processes([NodeProcess(0, tuple(argv))], **how)
+start = NodeProcess(0, tuple(argv))
+ended = run_in_foreground(argv, **how) if sys.argv[2] == "alone" else run_processes([start], joins=1, **how)
 sys.exit(ended.code)
 """
 CHILD = """
@@ -201,3 +201,19 @@ def test_run_processes_asks_then_insists_then_kills_by_ctrl_c(how: str) -> None:
         os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=200) == 128 + signal.SIGKILL
     assert process.stdout.read() == ""
+
+
+def test_folder_of_ranks_that_join_is_removed_if_the_launcher_is_killed(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", PARENT, f"import time; print('ready', flush=True); time.sleep({FOREVER})", "together"]
+    environ = os.environ | {"TMPDIR": f"{tmp_path}"}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, env=environ, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert list(tmp_path.iterdir())
+    process.kill()
+    assert process.stdout.read() == "", "its process has ended"
+    deadline = time.monotonic() + 100
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.wait()
