@@ -42,11 +42,12 @@ class Plan:
     compare_every_steps: int
 
     def is_evaluation(self, done: int) -> bool:
-        return done % self.eval_every_steps == self.eval_offset_steps or done == self.num_steps
+        """Return whether an evaluation is due after so many steps; never before the first, as after a loss in it."""
+        return done > 0 and (done % self.eval_every_steps == self.eval_offset_steps or done == self.num_steps)
 
     def is_checkpoint(self, done: int) -> bool:
-        """Return whether checkpoint_every_steps asks for a checkpoint after so many steps."""
-        return self.checkpoint_every_steps > 0 and done % self.checkpoint_every_steps == 0
+        """Return whether checkpoint_every_steps asks for a checkpoint after so many steps; never before the first."""
+        return done > 0 and self.checkpoint_every_steps > 0 and done % self.checkpoint_every_steps == 0
 
     def is_report(self, done: int) -> bool:
         """Return whether a report is due after so many steps; a stop reports even if none is due."""
