@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.errors import OutOfMemory, add_note, notes_of
+from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of
+from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -71,7 +73,13 @@ def run_training(
             raise
         reason, notes = str(error), notes_of(error)
     else:
-        training.job.communicator.close()
+        last = training.job.communicator
+        try:
+            last.close()
+        except PeerLostError as lost:
+            if last.endpoints is None or lost.exit_code != LOST:
+                raise
+            abort_connection(last.control)  # the run is finished without the lost rank
         return summary
     # outside of the except block: the error's frames hold the run's tensors
     config, group = training.config, training.job.communicator

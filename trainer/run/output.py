@@ -120,7 +120,9 @@ class RunOutput:
 
     def evaluated(self, record: dict[str, Any]) -> None:
         self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
-        self.log("eval", record)
+        kept = read_records(self._rundir.metrics) if record["step"] == self._plan.first_step else ()
+        if not any((each["kind"], each.get("step")) == ("eval", record["step"]) for each in kept):
+            self.log("eval", record)
 
     def finish(
         self,

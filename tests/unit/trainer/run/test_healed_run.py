@@ -2,7 +2,7 @@
 
 import os
 import signal
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,18 @@ from tiny_training import TINY_OPTIONS
 
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError
+from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.trainer import training_job
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.joined_rank import why_not_healing
 from bigbatch.trainer.run.saving import copy_to_host
 from bigbatch.trainer.step.stop_request import StopRequest
-from bigbatch.trainer.train import join
+from bigbatch.trainer.train import join, run_training
 from bigbatch.trainer.training_job import TrainingJob
 from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import TrainingRun
-from tests.laws.jobs import assert_identical
+from tests.laws.jobs import assert_identical, records
 
 
 def job_of(world_size: int) -> Any:
@@ -96,9 +97,26 @@ def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
     kept = run.loop.copy_state()
     assert kept is not None
     before = copy_to_host(kept)
-    make(kept).run()
+    run = make(kept)
+    run.run()
+    make(run.loop.copy_state()).run()
+    assert [each["step"] for each in records(tmp_path, "eval")] == [8], "the last evaluation is recorded once"
     momenta, others = (
         {f"{key}": value["momentum_buffer"] for key, value in state["optimizer"]["state"].items()}
         for state in (kept, before)
     )
     assert_identical(momenta, others)
+
+
+@pytest.mark.parametrize(("heals", "code", "is_lost"), [(True, LOST, False), (True, FAILED, True), (False, LOST, True)])
+def test_job_that_heals_ends_well_without_a_rank_that_is_lost_after_the_run(
+    heals: bool, code: int, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = PeerLostError("rank 1 on n1 was lost in the last barrier")
+    error.exit_code = code
+    job = job_of(2)
+    job.communicator.endpoints = () if heals else None
+    job.communicator.close = MagicMock(side_effect=error)
+    monkeypatch.setattr(TrainingJob, "train", lambda self: {"top1": 0.5})
+    with pytest.raises(PeerLostError) if is_lost else nullcontext():
+        assert run_training(load_config(["--config", "quickstart"]), job, hooks=TrainingHooks()) == {"top1": 0.5}
