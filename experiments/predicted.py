@@ -12,6 +12,13 @@ from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import Table
 
 
+def require_predictable(points: Sequence[Point], *, cluster: str) -> None:
+    """Check cluster and models before any point runs. Raises: SimulationError."""
+    load_cluster(cluster)
+    for point in points:
+        shape_of(point.config.model)
+
+
 def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: str) -> Table:
     """Return a table of predicted and measured images per second, with the error.
 
@@ -29,7 +36,6 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
         fitted = fit_to_step(_scenario(base, cluster), base.ranks, seconds)
     rows = []
     for point in points:
-        shape_of(point.config.model)
         scenario = _scenario(point, cluster)
         if base is not None and fitted is not None and point.config.model.name == base.config.model.name:
             scenario = replace(scenario, compute=fitted)

@@ -17,14 +17,14 @@ from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_s
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.experiments.engine.slurm import find_submitted, submit_points, wait_for_points
 from bigbatch.experiments.inference import measure
-from bigbatch.experiments.predicted import predicted_table
+from bigbatch.experiments.predicted import predicted_table, require_predictable
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.show import ProgressDisplay, outcome, print_table
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import whole
-from bigbatch.paths import expand_path
+from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import PACKAGED, parse_overrides
 from bigbatch.words import count
 
@@ -36,8 +36,10 @@ def main(argv: Sequence[str]) -> int:
     folder = SweepFolder(path)
     points = make_points(plan, folder=folder.path)
     check_launch(plan, points, folder)
-    again = _choose(points, arguments.again, option="--again") if arguments.again else []
-    chosen = _choose(points, arguments.only, option="--only") if arguments.only else again or points
+    again = [] if arguments.again is None else _choose(points, arguments.again, option="--again")
+    chosen = again or points if arguments.only is None else _choose(points, arguments.only, option="--only")
+    if arguments.predict is not None:
+        require_predictable(points, cluster=arguments.predict)
     if arguments.dry_run:
         folder.require_same(plan, points)
         print_table(plan, folder, chosen)
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = f"a YAML file, a sweep's folder, or the name of a packaged sweep: {', '.join(packaged_sweeps())}"
     add("sweep", type=expand_path, metavar="FILE", help=kinds)
     add("--where", choices=PLACES, help="launcher, instead of the file's; its launch options must fit")
-    add("--folder", type=expand_path, help="folder of the points and the report (default: runs/sweeps/NAME)")
+    add("--folder", type=as_path, help="folder of the points and the report (default: runs/sweeps/NAME)")
     add("--seeds", type=whole, metavar="N", help="runs of each combination, instead of the file's number")
     add("--epochs", type=whole, metavar="N", help="epochs of each point, instead of the file's; schedules scale")
     add("--only", metavar="N,N-N,CASE", help="points to run: numbers, or names of cases (default: all)")
@@ -118,7 +120,7 @@ def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[SweepPla
         raise ConfigError(
             f"--parallel {arguments.parallel} must be at least 1, and 1 in Slurm or with steps: leave it out"
         )
-    return plan, Path(folder or plan.folder)
+    return plan, folder or plan.folder
 
 
 def _choose(points: Sequence[Point], text: str, *, option: str) -> list[Point]:

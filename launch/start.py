@@ -20,7 +20,7 @@ from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.mpirun import preflight_hosts, preflight_line
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script, run_and_show
-from bigbatch.paths import as_path, expand_path
+from bigbatch.paths import as_path
 
 REMOVED = {
     "pbs": "submit a script that calls `bigbatch launch mpirun`: docs/slurm.md shows one",
@@ -101,7 +101,7 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
                 f"--{option}: bigbatch launch preflight only tests nodes: give it to the launcher that trains, such as "
                 f"bigbatch launch slurm --{option} {value}"
             )
-    options = () if arguments.json is None else ("--json", arguments.json)
+    options = () if arguments.json is None else ("--json", str(arguments.json))
     with Problems() as findings:
         words = preflight_command(command, *options)
         # from the command line only: a partition in a site file does not make this a Slurm job
@@ -175,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     checks.set_defaults(run=_preflight)
     checks.add_argument("--good-hosts", type=as_path, metavar="FILE", help="mpirun: write a hostfile of the fit hosts")
-    checks.add_argument("--json", type=expand_path, metavar="FILE", help="write all findings to FILE")
+    checks.add_argument("--json", type=as_path, metavar="FILE", help="write all findings to FILE")
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.set_defaults(run=_status)
     status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")

@@ -1,6 +1,7 @@
 """Read and check a sweep's file: an experiment, the cases and values to compare, and where they run."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ REPLACED_KEYS = {
     "repeats": "seeds: N runs each point with N seeds",
 }
 """Keys of earlier files, and their replacements."""
+MOST_POINTS = 10_000
+"""Most points of a sweep: more would take hours to check and list."""
 SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
 
 
@@ -196,6 +199,10 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
         yield f"steps: {plan.steps} measure speed on generated tensors, where {other} has no meaning: leave one out"
     if plan.script == ():
         yield "script: [] names none: give a script, or -m and a module, or leave the key out"
+    num_points = math.prod(len(values) for values in plan.grid.values() if isinstance(values, list))
+    num_points *= max(1, len(plan.cases)) * plan.seeds
+    if num_points > MOST_POINTS:
+        yield f"{num_points:,} points, of all combinations and seeds, are more than {MOST_POINTS:,}: state fewer values"
     if plan.search:
         yield "search: this is the folder of a search: continue it by bigbatch tune search"
     yield from _check_launch(plan)

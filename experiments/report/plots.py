@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 MARKERS = "osD^vP*"
 PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), strict=True))
 UNSPLIT_COLOUR = "#DDDDDD"
+MOST_BARS = 50
+"""Bars of a plot: more do not fit on a screen."""
+MOST_NAMED = 20
+"""Lines that a legend names, and ticks that are labelled."""
 
 
 def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
@@ -31,7 +35,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
     ticks = sorted({each.point.ranks for each in shown})
     axes.axhline(100, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    _set_ticks(axes, ticks)
     axes.set_ylim(0, max(105, *(104 * each.efficiency for each in shown)))
     title = "Images per second and rank, relative to the fewest ranks"
     if left_out := len(found) - len(shown):
@@ -43,6 +47,8 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
 
 def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     """Draw the parts of lost efficiency as a stacked bar for each point; none of the points is its own base."""
+    title = "Where it goes" + _left_out(points)
+    points = points[:MOST_BARS]
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{plain_text(variant_name(each))}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
@@ -65,7 +71,7 @@ def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=1)
     xlabel = "share of the step (%): what is lost to 100% efficiency; left of 0: won"
-    axes.set(xlabel=xlabel, title=_title("Where it goes", name))
+    axes.set(xlabel=xlabel, title=_title(title, name))
     figure.legend(loc="outside lower center", ncols=len(bars), fontsize=8)
     return figure
 
@@ -96,8 +102,7 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
     ticks = sorted({cell.values[key] for cell in found.cells})
     if ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:
         axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    _set_ticks(axes, ticks)
     is_banded = any(cell.deviation(name) is not None for cell in found.cells)
     what = "top-1 (%)" if found.has_accuracy else "images per second"
     axes.set(xlabel=plain_text(short_key(key)), ylabel=what + (", mean and standard deviation" if is_banded else ""))
@@ -110,12 +115,12 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
 def _draw_cases(found: Comparison) -> "Figure":
     from matplotlib.figure import Figure
 
-    panels = 2 if found.has_accuracy else 1
-    figure = Figure(figsize=(9, 1.6 + 0.36 * len(found.cells)), layout="constrained")
+    panels, cells = 2 if found.has_accuracy else 1, found.cells[:MOST_BARS]
+    figure = Figure(figsize=(9, 1.6 + 0.36 * len(cells)), layout="constrained")
     left, *right = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    names = [plain_text(cell_label(cell)) or found.title for cell in found.cells]
-    left.barh(names, [cell.median("seconds") for cell in found.cells], color=COLOURS[0])
-    for name, cell in zip(names, found.cells, strict=True):
+    names = [plain_text(cell_label(cell)) or found.title for cell in cells]
+    left.barh(names, [cell.median("seconds") for cell in cells], color=COLOURS[0])
+    for name, cell in zip(names, cells, strict=True):
         seconds, top1 = cell.each("seconds"), [100 * each for each in cell.each("top1")]
         left.plot([min(seconds), max(seconds)], [name, name], color="black", linewidth=1)
         if right and top1:
@@ -123,7 +128,8 @@ def _draw_cases(found: Comparison) -> "Figure":
             spread = 100 * (cell.deviation("top1") or 0.0)
             right[0].errorbar([statistics.fmean(top1)], [name], xerr=[spread], fmt="|", color="black", capsize=3)
     left.invert_yaxis()
-    left.set(xlabel="training (s), median and range", title=plain_text(found.title))
+    title = plain_text(found.title) + _left_out(found.cells)
+    left.set(xlabel="training (s), median and range", title=title)
     for axes in right:
         axes.set(xlabel="top-1 (%), runs, mean and standard deviation")
         axes.grid(alpha=0.3)
@@ -144,15 +150,26 @@ def _title(title: str, name: str | None) -> str:
     return f"{title}\n{plain_text(name)}" if name else title
 
 
+def _left_out(bars: Sequence[object]) -> str:
+    return f": the first {MOST_BARS} of {len(bars)}" if len(bars) > MOST_BARS else ""
+
+
 def plain_text(text: str) -> str:
-    """Return text in one line, without matplotlib's mathematics between dollar signs."""
-    return printable(text).replace("$", r"\$")
+    """Return text in one line, without matplotlib's mathematics; a legend leaves out labels that begin with _."""
+    return " " * text.startswith("_") + printable(text).replace("$", r"\$")
+
+
+def _set_ticks(axes: Any, ticks: Sequence[float]) -> None:
+    if len(ticks) <= MOST_NAMED:
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
 
 
 def _draw_line(axes: Any, index: int, x: Sequence[float], y: Sequence[float], *, label: str) -> None:
     """Draw the index-th line of a plot, distinct from the others in colour, marker or dashes."""
     marker, colour = MARKERS[index % len(MARKERS)], COLOURS[index % len(COLOURS)]
-    axes.plot(x, y, marker=marker, color=colour, linestyle="-" if index < len(COLOURS) else "--", label=label or None)
+    named = label if index < MOST_NAMED else "others" if index == MOST_NAMED else ""
+    axes.plot(x, y, marker=marker, color=colour, linestyle="-" if index < len(COLOURS) else "--", label=named or None)
 
 
 def _figure(height: float = 4.2) -> "tuple[Figure, Any]":

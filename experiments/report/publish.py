@@ -11,7 +11,7 @@ from bigbatch.experiments.report.collect import RunResults, SweepResults, read_f
 from bigbatch.experiments.report.report import Report
 from bigbatch.launch.tables import Table
 from bigbatch.numbers import decimal
-from bigbatch.paths import as_path, expand_path
+from bigbatch.paths import as_path
 from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         raise LaunchOptionError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")
     if arguments.price is not None and not 0 < arguments.price < math.inf:
         raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
-    by = tuple(filter(None, (arguments.by or "").split(",")))
+    by = () if arguments.by is None else tuple(arguments.by.split(","))
     with (refusals := Refusals()).raise_all():
         for key in (key for key in by if not is_option(key)):
             require_known(key, known=(*KEYS, RANKS, CASE), where="--by", refusals=refusals)
@@ -34,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
 def report_on(
     folders: Sequence[Path],
     *,
-    output: str | None = None,
+    output: Path | None = None,
     target: float | None = None,
     price: float | None = None,
     by: tuple[str, ...] = (),
     more: Sequence[Table] = (),
 ) -> None:
     """Print the report of these folders and write it. Raises: RunFolderError."""
-    results = [read_folder(path, target=target) for path in dict.fromkeys(folders)]
+    results = [read_folder(path, target=target) for path in {path.resolve(): path for path in folders}.values()]
     report = Report(
         [each for each in results if isinstance(each, SweepResults)],
         [(each, each.to_accuracy(target=target)) for each in results if isinstance(each, RunResults)],
@@ -49,7 +49,7 @@ def report_on(
         by=by,
         more=tuple(more),
     )
-    folder = Path(output or folders[0] / "report")
+    folder = output or folders[0] / "report"
     report.print()
     names = report.write(folder, within=folder if output else folders[0])
     print_line(f"written into {folder}: {', '.join(names)}")
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folders", type=as_path, nargs="+", metavar="FOLDER", help="folder of a sweep or a run")
-    add("--output", type=expand_path, metavar="DIR", help="folder for its files (default: report, in the first FOLDER)")
+    add("--output", type=as_path, metavar="DIR", help="folder for its files (default: report, in the first FOLDER)")
     add("--by", metavar="KEY,KEY", help="keys to group all runs by (default: those in which they differ)")
     add("--target", type=decimal, help="top-1 to reach, such as 0.759 (default: the run's own target, else its best)")
     add("--price", type=decimal, help="price of a GPU (a rank) for an hour, such as 2.50: adds the cost")

@@ -2,16 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError, TuneError
+from bigbatch.errors import TuneError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.launch_option import parse_launch
 from bigbatch.experiments.search.search import Search, first_commands, search
 from bigbatch.experiments.search.space import FORMS
 from bigbatch.numbers import whole
-from bigbatch.paths import expand_path
+from bigbatch.paths import as_path, expand_path
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,12 +27,10 @@ def main(argv: Sequence[str]) -> int:
 def parse_search(argv: Sequence[str]) -> Search:
     """Parse the search that a command line states. Raises: ConfigError."""
     arguments, overrides = _parser().parse_known_args(argv)
-    if not arguments.study:
-        raise ConfigError("--study is empty: name a folder, such as runs/search")
     return Search(
         config=("--config", arguments.config, *overrides),
         space=tuple(arguments.space),
-        folder=Path(arguments.study),
+        folder=arguments.study,
         trials=arguments.trials,
         rounds=arguments.rounds,
         epochs=arguments.epochs,
@@ -60,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--space", action="append", default=[], metavar="KEY=RANGE", help=f"once per key: {FORMS}")
     add("--trials", type=whole, required=True, help="short runs in all")
     add("--epochs", type=whole, required=True, help="of each trial; warm-up, milestones and sizes shrink in proportion")
-    add("--study", type=expand_path, required=True, metavar="FOLDER", help="folder of the search")
+    add("--study", type=as_path, required=True, metavar="FOLDER", help="folder of the search")
     add("--rounds", type=whole, default=2, help="rounds, coarse to fine: each a third of the range (default: 2)")
     add("--metric", choices=("top1", "loss"), default="top1", help="result of the last evaluation (default: top1)")
     add("--prune", choices=("median", "none"), default="median", help="stop trials worse than it (default: median)")

@@ -124,7 +124,7 @@ def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
     path = FOLDER / f"{name}.yaml" if name in names else Path(name)
     if not path.is_file():
         raise SimulationError(
-            f"--cluster {name} is not a file{or_nearest(name, names)}; packaged are {', '.join(names)}"
+            f"cluster '{name}' is not a file{or_nearest(name, names)}; packaged are {', '.join(names)}"
         )
     try:
         stated = parse_yaml(path.read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
 from bigbatch.files import replacing_named
@@ -19,7 +18,7 @@ from bigbatch.launch.simulate.scaling import Factors, PredictedPoint, Scenario, 
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import decimal
-from bigbatch.paths import expand_path
+from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
 
 PROG = "bigbatch simulate"
@@ -54,6 +53,9 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     scenario = _scenario(arguments, overrides)
     counts = read_counts(arguments.gpus, per_node=scenario.cluster.network.devices_per_node)
     hours = None if arguments.deadline is None else read_hours(arguments.deadline)
+    files = [path for path in (arguments.json, arguments.html, arguments.plot, arguments.trace) if path]
+    if len(set(files)) < len(files):
+        raise LaunchOptionError(f"{max(files, key=files.count)} is named twice: give each output a file of its own")
     points, refused = simulate_scaling(scenario, counts)
     price = scenario.cluster.price_per_device_hour
     if arguments.price is not None:
@@ -84,7 +86,7 @@ def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenar
     if arguments.rate is not None and arguments.profile:
         raise LaunchOptionError("--rate and --profile both state a device's rate: keep one")
     if arguments.profile:
-        rate = read_profile(Path(arguments.profile), config)
+        rate = read_profile(arguments.profile, config)
     if arguments.rate is not None:
         rate = Rate(config.model.name, config.batch.microbatch_size, _above_0("--rate", arguments.rate), "--rate")
     if arguments.input_rate is not None:
@@ -98,7 +100,7 @@ def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenar
         load_cluster(arguments.cluster),
         rate=rate,
         algorithm=arguments.algorithm,
-        num_images=round(_above_0("--images", arguments.images)),
+        num_images=max(1, round(_above_0("--images", arguments.images))),
         input_images_per_second=arguments.input_rate,
         failures=failures,
     )
@@ -108,7 +110,7 @@ def _comparisons(
     arguments: argparse.Namespace, scenario: Scenario, counts: Sequence[int], points: Sequence[PredictedPoint]
 ) -> dict[str, dict[str, Sequence[PredictedPoint]]]:
     tables: dict[str, dict[str, Sequence[PredictedPoint]]] = {}
-    if arguments.compare:
+    if arguments.compare is not None:
         names = arguments.compare.split(",")
         for name in names:
             if name not in CHOICES:
@@ -117,7 +119,7 @@ def _comparisons(
         tables["A step, by algorithm"] = {
             name: simulate_scaling(replace(scenario, algorithm=name), counts)[0] for name in names
         }
-    if arguments.what_if:
+    if arguments.what_if is not None:
         changed = replace(scenario, factors=read_factors(arguments.what_if))
         compared = {"as it is": points, arguments.what_if: simulate_scaling(changed, counts)[0]}
         tables["A step, as it is and if"] = compared
@@ -135,17 +137,17 @@ def _write(
     }
     written = [path for path in makers if path]
     for path in written:
-        show.write(Path(path), makers[path]())
+        show.write(path, makers[path]())
     if arguments.plot:
         figure = show.draw(points, title=title)
         try:
-            with replacing_named(path := Path(arguments.plot)) as file:
-                figure.savefig(file, format=path.suffix[1:] or None)
+            with replacing_named(arguments.plot) as file:
+                figure.savefig(file, format=arguments.plot.suffix[1:] or None)
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"--plot {arguments.plot}: {first_line(error)}") from error
         written.append(arguments.plot)
     if written:
-        print_line(f"written: {', '.join(written)}")
+        print_line(f"written: {', '.join(map(str, written))}")
 
 
 def _above_0(option: str, value: float) -> float:
@@ -199,6 +201,8 @@ def read_factors(text: str) -> Factors:
         number = re.fullmatch(r"(\d+(?:\.\d+)?)x?", factor)
         if not number or not 0 < float(number[1]) < 1e6:
             raise LaunchOptionError(f"--what-if {name}={factor} is not a factor above 0, such as 2x or 0.5x")
+        if name in found:
+            raise LaunchOptionError(f"--what-if states {name} twice: keep one")
         found[name] = float(number[1])
     return Factors(**found)
 
@@ -220,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", default="", metavar="N,N..M", help="numbers, such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
-    add("--profile", type=expand_path, metavar="FILE", help="the same, by bigbatch doctor --json FILE of this recipe")
+    add("--profile", type=as_path, metavar="FILE", help="the same, by bigbatch doctor --json FILE of this recipe")
     add("--input-rate", type=decimal, help="images/s that the loaders of one node bring, instead of the cluster's")
     add("--images", type=decimal, default=1_281_167, help="images of an epoch (default: ImageNet's 1,281,167)")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")
@@ -231,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="compare steps with a larger or smaller link, inside, rate, batch or input")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire")
-    add("--json", type=expand_path, metavar="FILE", help="all figures")
-    add("--html", type=expand_path, metavar="FILE", help="write all results as one page, like bigbatch report")
-    add("--plot", type=expand_path, metavar="FILE", help="plot of images per second and GPU, PNG or SVG")
-    add("--trace", type=expand_path, metavar="FILE", help="trace of the largest step, for ui.perfetto.dev")
+    add("--json", type=as_path, metavar="FILE", help="all figures")
+    add("--html", type=as_path, metavar="FILE", help="write all results as one page, like bigbatch report")
+    add("--plot", type=as_path, metavar="FILE", help="plot of images per second and GPU, PNG or SVG")
+    add("--trace", type=as_path, metavar="FILE", help="trace of the largest step, for ui.perfetto.dev")
     return parser

@@ -23,6 +23,8 @@ NAMED_AS_PATH = re.compile(
     r"|\b(json|out|output|run|runs|src|dst|target|sweep|profile)\b"
 )
 """What dest or metavar of an option that takes a path matches, and no other without choices and with a plain text."""
+OF_NAMES = ("config", "named", "name", "a", "b", "cluster", "predict", "sweep", "what", "logs", "image", "mount")
+"""Options that take a name or a path: their own checks refuse an empty one."""
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +128,7 @@ def test_all_options_of_paths_are_expanded(module: str, monkeypatch: pytest.Monk
         words = f"{action.dest} {action.metavar or ''}".replace("_", " ")
         assert action.type not in (Path, int, float), f"{words}: of bigbatch.paths or bigbatch.numbers"
         assert action.type not in (None, str) or not NAMED_AS_PATH.search(words), words
+        assert action.type is not expand_path or action.dest in OF_NAMES, f"{words}: as_path refuses an empty one"
 
 
 def test_all_options_of_jobs_that_are_paths_are_expanded() -> None:

@@ -88,7 +88,7 @@ def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bo
 def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Resolved:
     """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()
-    names, overrides = _parse(argv, refusals, prog=prog)
+    names, overrides = _parse(argv, refusals, prog=prog, packaged=packaged_configs())
     with refusals.raise_all():
         if not names:
             raise ConfigError("--config is missing: name a YAML file or one of " + ", ".join(packaged_configs()))
@@ -103,14 +103,16 @@ def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:
     """Return key -> value of options such as --run.epochs=3. Raises: ConfigError."""
     refusals = Refusals()
     with refusals.raise_all():
-        names, overrides = _parse(argv, refusals, prog=prog)
+        names, overrides = _parse(argv, refusals, prog=prog, packaged=())
         if names:
             raise ConfigError(f"--config {names[0]}: the file states the experiment: leave it out")
     return overrides
 
 
-def _parse(argv: Sequence[str], refusals: Refusals, *, prog: str) -> tuple[list[str], dict[str, Any]]:
-    names, words = parse_options(argv, prog=prog, packaged=packaged_configs(), refusals=refusals)
+def _parse(
+    argv: Sequence[str], refusals: Refusals, *, prog: str, packaged: Sequence[str]
+) -> tuple[list[str], dict[str, Any]]:
+    names, words = parse_options(argv, prog=prog, packaged=packaged, refusals=refusals)
     overrides = {}
     for key, word in words.items():
         with refusals.collect(key):

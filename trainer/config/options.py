@@ -35,8 +35,9 @@ class _Parser(argparse.ArgumentParser):
 def parse_options(
     argv: Sequence[str], *, prog: str, packaged: Sequence[str], refusals: Refusals
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the values of --config, and the word of each key that argv states. packaged: names for the help.
+    """Return the values of --config, and the word of each key that argv states.
 
+    packaged: names for the help; empty for a command that takes no --config.
     Raises: ConfigError, except for unknown options, which refusals collects; SystemExit after --help.
     """
     if nothing := [word for word in argv if word.startswith("--") and word.endswith("=--")]:
@@ -55,7 +56,7 @@ def parse_options(
     # words between unknown options may be their values
     if others and not others[0].startswith("--"):
         how = "state a key as --run.epochs 3"
-        if "config" not in parsed:
+        if "config" not in parsed and packaged:
             how = f"name an experiment with --config {others[0]}"
         raise ConfigError(f"{' '.join(others)} is not an option: {how}")
     words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS, *options)}

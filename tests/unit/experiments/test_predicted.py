@@ -58,5 +58,7 @@ def test_dry_run_predicts_by_the_cluster_s_rates(file, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Predicted and measured" in shown
     assert not (tmp_path / "out").exists()
-    assert main(["sweep", str(file), "--dry-run", "--predict", "nowhere"]) == 1
-    assert "nowhere" in capsys.readouterr().err
+    for more in ([], ["--dry-run"]):
+        assert main(["sweep", str(file), "--folder", str(tmp_path / "out"), "--predict", "nowhere", *more]) == 1
+        told = capsys.readouterr()
+        assert ("'nowhere'" in told.err, told.out) == (True, ""), "before any point runs"

@@ -41,6 +41,7 @@ OTHERS = {key: value for key, value in OPTIONS.items() if key not in (BATCH, SIZ
         ({"where": "emulated", "launch": {"link": None}}, "link: None"),
         ({"where": "mpirun", "launch": {"env": {"A": "b"}}}, "env: {'A': 'b'}"),
         ({"timeout_minutes": 10**9}, "timeout_minutes: 1e+09"),
+        ({"seeds": 10**9}, "6,000,000,000 points, of all combinations and seeds, are more than 10,000"),
         # keys that would be ignored, or misread
         ({"options": OPTIONS | {"run.directory": "x"}}, "run.directory: the sweep sets it"),
         ({"options": OPTIONS | {"run.epochs": 3}}, "run.epochs: steps sets it"),
@@ -169,6 +170,6 @@ def test_sweep_checks_the_emulators_folder_before_the_first_point_starts(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("points", ["9", "3-1", "0-99999999999", "x"])
+@pytest.mark.parametrize("points", ["9", "3-1", "0-99999999999", "x", ""])
 def test_sweep_points_that_are_not_there(points: str, file: Path) -> None:
     assert main(["sweep", str(file), f"--only={points}", "--dry-run"]) == 1

@@ -161,6 +161,27 @@ def test_plot_of_cases_without_an_order_connects_none() -> None:
     assert [line.get_linestyle() for line in runs] == ["None", "None"]
 
 
+def test_plots_of_many_cells_can_be_read() -> None:
+    cases = compare_runs("t", [run(f"case {number}", 64, 0, number / 2000) for number in range(2000)])
+    figure = draw_comparison(cases)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()][:2] == ["case 1999", "case 1998"]
+    assert figure.axes[0].get_title() == "t: the first 50 of 2000"
+    lines = compare_runs("t", [run(f"case {number}", 64 + number, 0, number / 300) for number in range(300)])
+    (axes,) = draw_comparison(lines).axes
+    assert len(axes.get_lines()) == 300
+    assert [text.get_text() for text in axes.get_legend().get_texts()][-2:] == ["case 115", "others"]
+    assert len(axes.get_xticks()) < 20
+
+
+def test_plot_names_a_case_that_begins_with_an_underscore() -> None:
+    """matplotlib leaves such a label out of the legend."""
+    (axes,) = draw_comparison(compare_runs("t", [run("_base", 64, 0, 0.5), run("_base", 128, 0, 0.6)])).axes
+    assert not axes.get_legend()
+    runs = [run(case, batch, 0, 0.5) for case in ("_base", "lars") for batch in (64, 128)]
+    (axes,) = draw_comparison(compare_runs("t", runs)).axes
+    assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == ["_base", "lars"]
+
+
 def write_run(folder: Path, *, name: str, seed: int, top1: float) -> None:
     folder.mkdir(parents=True)
     config = {"run": {"seed": seed}, "optimizer": {"name": name}, "data": {"loader": "pillow"}}

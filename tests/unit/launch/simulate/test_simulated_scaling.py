@@ -409,7 +409,7 @@ def test_arguments_are_read_and_refused():
         with pytest.raises(LaunchOptionError, match="--deadline"):
             read_hours(text)
     assert read_factors("link=2x,batch=0.5x") == Factors(link=2.0, batch=0.5)
-    for text in ("links=2x", "link=0", "link", "link=fast"):
+    for text in ("links=2x", "link=0", "link", "link=fast", "link=2x,link=3x"):
         with pytest.raises(LaunchOptionError, match="--what-if"):
             read_factors(text)
 
@@ -424,6 +424,7 @@ def test_arguments_are_read_and_refused():
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--input-rate", "0"], ("--input-rate",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--html", "/nowhere/x.html"], ("/nowhere/x.html",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
+        (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--json", "a", "--html", "./a"], ("a is named twice",)),
         (["--config", "quickstart", "--cluster", "dgx_a10"], ("dgx_a100",)),
         (["--given", "a.csv"], ("--given", "benchmarks.twin.predict")),
     ],
