@@ -261,7 +261,9 @@ class _Probe:
         """Warm up: first until step times settle; later only until prefetched batches are used up."""
         stream = self._streams[batches]
         # the steps for which batches were prefetched during another probe's turn
-        ahead = -(-self.config.data.prefetch_batches // len(self.plan.microbatches))
+        division = self.plan.division
+        # by the share of the last rank, the smallest: ranks take the same number of steps
+        ahead = -(-self.config.data.prefetch_batches // len(division.of(division.world_size - 1)))
         if batches in self._step_seconds:
             self._timed(stream, ahead if flushes else 0)
             return

@@ -23,6 +23,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build.input import Split
 from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
@@ -76,6 +77,21 @@ def test_item_in_a_step_is_found_with_its_line() -> None:
     assert list(syncs.found.values()) == [2]
     found = next(iter(syncs.found))
     assert found.startswith(f"tests/unit/trainer/doctor/test_probe.py:{number} (slow_step): reads a number")
+
+
+def test_ranks_with_unequal_shares_warm_up_in_the_same_number_of_steps() -> None:
+    """Steps are collective. Of four microbatches the first of three ranks takes two."""
+    taken, division = [], Division(4, 3)
+    for rank in range(3):
+        probe = SimpleNamespace(
+            config=SimpleNamespace(data=SimpleNamespace(prefetch_batches=2)),
+            plan=SimpleNamespace(division=division, microbatches=division.of(rank)),
+            _streams={"pictures": None},
+            _step_seconds={"pictures": 1.0},
+            _timed=lambda stream, number: taken.append(number),
+        )
+        _Probe._warm_up(cast(Any, probe), "pictures", seconds=1.0, flushes=True)
+    assert taken == [2, 2, 2]
 
 
 def in_backward(gradient: Tensor) -> Tensor:
