@@ -130,7 +130,7 @@ def describe_values(values: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: Any = parse_yaml(path.read_text())
+        content: Any = parse_yaml(path.read_bytes())
     except (OSError, ValueError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error

@@ -55,7 +55,7 @@ def read_file(path: Path, *, table: str | None = None) -> dict[str, Any]:
     Raises: LaunchOptionError, one line that names the file.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise LaunchOptionError(f"{path} is not readable TOML: {words}") from error

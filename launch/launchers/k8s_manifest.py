@@ -74,7 +74,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "capabilities": ["IPC_LOCK"] if job.rdma else None,
         "volumes": volumes,
     }
-    template = parse_yaml(TEMPLATE.read_text())
+    template = parse_yaml(TEMPLATE.read_bytes())
     filled: Fields = _fill_template(template, {f"${key}": value for key, value in values.items()})
     return filled
 

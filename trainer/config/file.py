@@ -250,7 +250,7 @@ def _packaged() -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: Any = parse_yaml(path.read_text())
+        content: Any = parse_yaml(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):

@@ -16,7 +16,8 @@ def main(argv: Sequence[str]) -> int:
         epilog="example: bigbatch config list",
     ).parse_args(argv)
     for name in packaged_configs():
-        comment = takewhile(lambda line: line.startswith("#"), find_config(name).read_text().splitlines())
+        lines = find_config(name).read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("#"), lines)
         words = " ".join(line.removeprefix("#").strip() for line in comment)
         first_sentence = re.split(r"(?<! al)\.(?: |$)", words)[0]
         print_line(f"{name:32} {first_sentence}")

@@ -2,7 +2,10 @@
 
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -367,3 +370,11 @@ def test_resolve_knows_an_own_file_by_the_name_of_a_packaged_one(monkeypatch, tm
     Path("quickstart.yaml").write_text(QUICKSTART.read_text())
     assert load_config(["--config", "quickstart.yaml"]).compute.mode_keeps == ("batch.microbatch_size",)
     assert load_config(["--config", "quickstart"]).compute.mode_keeps == ()
+
+
+def test_config_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_bytes("# \N{LATIN SMALL LETTER U WITH DIAERESIS}\nbase: quickstart\n".encode())
+    code = f"from bigbatch.trainer.config.file import load_config; load_config(['--config={path}'])"
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert subprocess.run([sys.executable, "-c", code], env=environ).returncode == 0
