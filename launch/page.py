@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from bigbatch.colours import ignore_missing_glyphs
 from bigbatch.launch.tables import Table, plain
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def as_svg(figure: "Figure") -> str:
     """Return the svg element without the file's header."""
     from matplotlib import rc_context
 
+    ignore_missing_glyphs()
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": "bigbatch"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -157,7 +157,9 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
     for number in folder.numbers():
         try:
             state = folder.read_state(number)
-            states[number] = {**state, "ranks": int(state["ranks"])}
+            if not (type(state["ranks"]) is int and state["ranks"] > 0):
+                raise ValueError(f"{state['ranks']} ranks")
+            states[number] = state
         except (UserError, KeyError, TypeError, ValueError) as error:
             unmeasured.append((f"point {number}", str(error)))
             continue

@@ -23,6 +23,8 @@ MOST_BARS = 50
 """Bars of a plot: more do not fit on a screen."""
 MOST_NAMED = 20
 """Lines that a legend names, and ticks that are labelled."""
+MOST_CHARACTERS = 60
+"""Characters of a label: a longer one leaves no room for the plot."""
 
 
 def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
@@ -155,8 +157,14 @@ def _left_out(bars: Sequence[object]) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Return text in one line, without matplotlib's mathematics; a legend leaves out labels that begin with _."""
-    return " " * text.startswith("_") + printable(text).replace("$", r"\$")
+    """Return text in one line, without matplotlib's mathematics; a long one is shortened to its two ends.
+
+    A blank comes before _, because a legend leaves out labels that begin with it.
+    """
+    half = MOST_CHARACTERS // 2
+    text = printable(text)
+    text = text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    return " " * text.startswith("_") + text.replace("$", r"\$")
 
 
 def _set_ticks(axes: Any, ticks: Sequence[float]) -> None:

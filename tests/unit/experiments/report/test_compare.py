@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bigbatch.experiments.report.compare import (
     read_figures,
 )
 from bigbatch.experiments.report.plots import draw_comparison
+from bigbatch.trainer.run.folder import RunDir
 
 RECORDS = [
     {"kind": "start"},
@@ -173,13 +175,21 @@ def test_plots_of_many_cells_can_be_read() -> None:
     assert len(axes.get_xticks()) < 20
 
 
-def test_plot_names_a_case_that_begins_with_an_underscore() -> None:
+def test_plot_names_a_case_that_begins_with_an_underscore_or_is_long() -> None:
     """matplotlib leaves such a label out of the legend."""
     (axes,) = draw_comparison(compare_runs("t", [run("_base", 64, 0, 0.5), run("_base", 128, 0, 0.6)])).axes
     assert not axes.get_legend()
-    runs = [run(case, batch, 0, 0.5) for case in ("_base", "lars") for batch in (64, 128)]
+    runs = [run(case, batch, 0, 0.5) for case in ("_base", "x" * 300) for batch in (64, 128)]
     (axes,) = draw_comparison(compare_runs("t", runs)).axes
-    assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == ["_base", "lars"]
+    named = [text.get_text().strip() for text in axes.get_legend().get_texts()]
+    assert named == ["_base", f"{'x' * 30} ... {'x' * 30}"], "a long name would leave no room"
+
+
+def test_plot_of_characters_that_the_font_lacks_is_written_without_a_warning(tmp_path: Path) -> None:
+    figure = draw_comparison(compare_runs("t", [run("\u65e5", 64, 0, 0.5), run("b", 64, 0, 0.5)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RunDir(tmp_path).save_plot(tmp_path / "a.png", figure)
 
 
 def write_run(folder: Path, *, name: str, seed: int, top1: float) -> None:

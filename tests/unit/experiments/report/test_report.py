@@ -423,6 +423,7 @@ def reports_at(rate: float) -> str:
         ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "a report without its step"),
         *(("run/metrics.jsonl", reports_at(rate), "a valid rate") for rate in (10**400, 0.0, math.nan)),
         ("point.json", "{", "point.json is not readable"),
+        ("point.json", '{"state": "done", "number": 3, "values": {"ranks": 0}, "ranks": 0}', "0 ranks"),
         ("point.json", '{"state": "failed", "number": 3, "reason": {"a": 1}}', "point.json is not readable"),
     ],
 )
