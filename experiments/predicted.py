@@ -13,9 +13,9 @@ from bigbatch.launch.tables import Table
 
 
 def require_predictable(points: Sequence[Point], *, cluster: str) -> None:
-    """Check cluster and models before any point runs. Raises: SimulationError."""
-    load_cluster(cluster)
+    """Check cluster, models and sizes before any point runs. Raises: SimulationError."""
     for point in points:
+        load_cluster(cluster, devices_per_node=point.ranks_per_node).of_devices(point.ranks)
         shape_of(point.config.model)
 
 

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bigbatch sweep",
         usage="bigbatch sweep FILE [OPTION ...] [--section.key=VALUE ...]",
         description="Train every case and every combination of values that a file states, here, on emulated nodes or "
-        "by Slurm, and compare them. The same command goes on with what is missing; a point that fails does not end "
+        "by Slurm, and compare them. The same command continues with what is missing; a point that fails does not end "
         f"the others. Exit code: 0 when all points are done, {SOME_FAILED} when some failed. Any key of the "
         "experiment can be overridden in all points.",
         epilog="example: bigbatch sweep scaling --dry-run",

@@ -125,11 +125,11 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     if arguments.dry_run:
         print(preflight_line(job, environ=environ), end="")
         return 0
-    looked, bad = preflight_hosts(job, environ=environ)
-    if good_hosts and looked.code in (0, UNFIT):
+    ended, bad = preflight_hosts(job, environ=environ)
+    if good_hosts and ended.code in (0, UNFIT):
         write_hostfile(good_hosts, job.hosts, bad=bad)
         print_line(f"written: {good_hosts}")
-    return looked.code
+    return ended.code
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:

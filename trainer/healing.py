@@ -49,6 +49,7 @@ class Ownership:
     def _hold(self, control: Control, make: Callable[[], Owner]) -> None:
         def hold() -> str:
             former, self.owner = self.owner, make()
+            self.number = self.owner.number  # if telling it fails, this rank claims again
             if former:
                 former.release()
             return str(self.owner.number)

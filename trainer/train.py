@@ -8,7 +8,7 @@ from typing import Any
 
 from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of
+from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of, tell
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import load_config
@@ -79,7 +79,8 @@ def run_training(
         except PeerLostError as lost:
             if last.endpoints is None or lost.exit_code != LOST:
                 raise
-            abort_connection(last.control)  # the run is finished without the lost rank
+            tell(f"{lost}; the run was finished before")
+            abort_connection(last.control)
         return summary
     # outside of the except block: the error's frames hold the run's tensors
     config, group = training.config, training.job.communicator

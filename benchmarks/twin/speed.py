@@ -15,15 +15,20 @@ from bigbatch.launch.simulate.scaling import Scenario, simulate_scaling
 from bigbatch.trainer.config.file import load_config
 
 RECIPE, CLUSTER = "imagenet/resnet50_64k", "dgx_a100"
-PICTURES = 128
+PER_GPU = 128
 """Images of each GPU in a step: the batch grows with their number."""
 LIMITS = {2048: 1.0, 102_400: 10.0}
 """Seconds that all algorithms together may take, by the number of GPUs."""
 
 
-def question_of(num_devices: int, *, algorithm: str) -> Scenario:
-    """Return the question of a step on that many GPUs with PICTURES each, by one algorithm."""
-    batch = ["--batch.global_batch_size", str(num_devices * PICTURES), "--batch.microbatch_size", str(PICTURES)]
+def scenario_of(num_devices: int, *, algorithm: str) -> Scenario:
+    """Return the scenario of a step on that many GPUs with PER_GPU images each, by one algorithm."""
+    batch = [
+        "--batch.global_batch_size",
+        str(num_devices * PER_GPU),
+        "--batch.microbatch_size",
+        str(PER_GPU),
+    ]
     return Scenario(load_config(["--config", RECIPE, *batch]), load_cluster(CLUSTER), algorithm=algorithm)
 
 
@@ -31,7 +36,7 @@ def simulate_all(num_devices: int) -> int:
     """Simulate a step by each algorithm; return the number of buffers in all."""
     transfers = 0
     for algorithm in (*ALGORITHMS, BY_SIZE):
-        (point,), _ = simulate_scaling(question_of(num_devices, algorithm=algorithm), [num_devices])
+        (point,), _ = simulate_scaling(scenario_of(num_devices, algorithm=algorithm), [num_devices])
         transfers += len(point.step.transfers)
     return transfers
 

@@ -93,7 +93,7 @@ class GradientReducer:
         # None: there is nothing to learn, or it is learned already
         self._learned: list[str] | None = [] if learn_order and order is None else None
         self._places, self.plan = _Places(self._trained, communicator), FusionPlan(())
-        self._repeats = average  # an average of equal gradients is the same again
+        self._repeats = average and not scatter  # an average of equal gradients is the same again
         self._summed: list[int] | None = None
         """Versions of the buffers after wait(), while backward has brought no gradient since."""
         self._lay_out(_first_order(self._parameters, order))

@@ -193,7 +193,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
     lengths = {"seconds-per-size": arguments.seconds_per_size, "timeout-seconds": arguments.timeout_seconds}
     for option, value in lengths.items():
         if not 0 < value < float("inf"):
-            raise CommError(f"--{option} {value:g} is not a length of time; give a positive number of seconds")
+            raise CommError(f"--{option} {value:g} must be a positive number of seconds")
     if arguments.plot and arguments.plot.suffix not in PLOT_SUFFIXES:
         raise CommError(f"--plot {arguments.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
     arguments.link_gbit = _parse_gbit(arguments.link_gbit)

@@ -12,7 +12,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.words import percent
 
 SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
-"""Titles of the two columns of gains()."""
+"""Titles of the two columns of speedups()."""
 NOT_COMPARED = ("run.directory", "run.seed")
 """Keys in which compared runs may differ."""
 MOST_KEYS = 6

@@ -64,12 +64,13 @@ def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     for label, colour, shares in bars:
         values = [100 * (share or 0.0) for share in shares]
         starts = [right[i] if value >= 0 else left[i] for i, value in enumerate(values)]
-        axes.barh(names, values, left=starts, color=colour, label=label)
+        axes.barh(range(len(names)), values, left=starts, color=colour, label=label)
         for i, value in enumerate(values):
             if value >= 0:
                 right[i] += value
             else:
                 left[i] += value
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=1)
     xlabel = "share of the step (%): what is lost to 100% efficiency; left of 0: won"
@@ -121,14 +122,15 @@ def _draw_cases(found: Comparison) -> "Figure":
     figure = Figure(figsize=(9, 1.6 + 0.36 * len(cells)), layout="constrained")
     left, *right = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     names = [plain_text(cell_label(cell)) or found.title for cell in cells]
-    left.barh(names, [cell.median("seconds") for cell in cells], color=COLOURS[0])
-    for name, cell in zip(names, cells, strict=True):
+    left.barh(range(len(cells)), [cell.median("seconds") for cell in cells], color=COLOURS[0])
+    left.set_yticks(range(len(cells)), names)
+    for row, cell in enumerate(cells):
         seconds, top1 = cell.each("seconds"), [100 * each for each in cell.each("top1")]
-        left.plot([min(seconds), max(seconds)], [name, name], color="black", linewidth=1)
+        left.plot([min(seconds), max(seconds)], [row, row], color="black", linewidth=1)
         if right and top1:
-            right[0].plot(top1, [name] * len(top1), "o", color=COLOURS[1], alpha=0.4, label="runs")
+            right[0].plot(top1, [row] * len(top1), "o", color=COLOURS[1], alpha=0.4, label="runs")
             spread = 100 * (cell.deviation("top1") or 0.0)
-            right[0].errorbar([statistics.fmean(top1)], [name], xerr=[spread], fmt="|", color="black", capsize=3)
+            right[0].errorbar([statistics.fmean(top1)], [row], xerr=[spread], fmt="|", color="black", capsize=3)
     left.invert_yaxis()
     title = plain_text(found.title) + _left_out(found.cells)
     left.set(xlabel="training (s), median and range", title=title)

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.price is not None and not 0 < arguments.price < math.inf:
         raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
     by = () if arguments.by is None else tuple(arguments.by.split(","))
+    if "" in by:
+        raise LaunchOptionError("--by has an empty key: name keys, such as optimizer.name")
     with (refusals := Refusals()).raise_all():
         for key in (key for key in by if not is_option(key)):
             require_known(key, known=(*KEYS, RANKS, CASE), where="--by", refusals=refusals)
@@ -41,7 +44,8 @@ def report_on(
     more: Sequence[Table] = (),
 ) -> None:
     """Print the report of these folders and write it. Raises: RunFolderError."""
-    results = [read_folder(path, target=target) for path in {path.resolve(): path for path in folders}.values()]
+    found = {os.path.realpath(path): path for path in reversed(folders)}
+    results = [read_folder(path, target=target) for path in reversed(found.values())]
     report = Report(
         [each for each in results if isinstance(each, SweepResults)],
         [(each, each.to_accuracy(target=target)) for each in results if isinstance(each, RunResults)],

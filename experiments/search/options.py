@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="bigbatch tune search --config NAME --space KEY=RANGE --trials N --epochs N --study FOLDER [OPTION ...] "
         "[--section.key VALUE ...]",
         description="Run a config in a few epochs with many values, first over whole ranges, then in smaller ones "
-        "around the best. The same command goes on with a search that was stopped or killed.",
+        "around the best. The same command continues a search that was stopped or killed.",
         epilog="example: bigbatch tune search --config quickstart --space schedule.base_lr=log:1:40 --trials 8 "
         "--epochs 2 --study runs/search",
         allow_abbrev=False,

@@ -58,7 +58,9 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: i
     folder = root / plan.name
     found = load(folder)
     if found and is_alive(found):
-        raise EmulationError(f"{plan.name} runs: bigbatch launch emulate down --name {plan.name}, or another --name")
+        raise EmulationError(
+            f"{plan.name} already runs: end it by bigbatch launch emulate down --name {plan.name}, or name another"
+        )
     if found:
         shutil.rmtree(folder)  # its keeper has ended, after a crash or a reboot
     try:
@@ -120,7 +122,8 @@ def find(name: str, *, root: Path) -> EmulatedCluster:
     cluster = load(root / name)
     if cluster is None or not is_alive(cluster):
         raise EmulationError(
-            f"no cluster {name} runs: bigbatch launch emulate up --nodes 4 --ranks-per-node 2 --link 200mbit"
+            f"no cluster {name} runs: start one by bigbatch launch emulate up --nodes 4 --ranks-per-node 2 "
+            "--link 200mbit"
         )
     return cluster
 

@@ -85,7 +85,7 @@ def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     for path in paths:
         try:
-            path.stat()  # else a path that is not there would be judged by its name
+            path.stat()  # raises if it does not exist
             files = sorted(each for each in path.iterdir() if not each.is_dir()) if path.is_dir() else [path]
             if path.is_dir() and all(rank_of(each) is None for each in files):
                 files = sorted(path.glob("*/*"))  # such as a subfolder for each node

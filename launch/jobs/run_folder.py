@@ -168,7 +168,7 @@ class FirstRankWatch:
     def __call__(self) -> bool:
         has_ended = self._num_checks > self._most_checks
         if self._thread is None or not self._thread.is_alive():
-            self._thread = Thread(target=self._check, name="bigbatch-run-left", daemon=True)
+            self._thread = Thread(target=self._check, name="bigbatch-first-rank", daemon=True)
             self._thread.start()
         return has_ended
 

@@ -189,7 +189,7 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
 
 
 def uncertainty_of(scenario: Scenario) -> Uncertainty:
-    """Return the doubt about a question's system: from a rate that was not measured, and a hardly checked carrier."""
+    """Return the uncertainty about a scenario's system: a rate that was not measured, a hardly checked carrier."""
     carrier, is_measured = scenario.cluster.network.carrier, scenario.rate is not None or scenario.compute is not None
     return Uncertainty(
         RATE_SPREAD["ladder" if is_measured else "device"],

@@ -280,7 +280,7 @@ def test_launcher_starts_a_lost_rank_again_and_it_joins(data: Path, undisturbed:
     """There are two ranks, so one holds the state alone meanwhile."""
     done = launched("local", "--restarts", "3", data=data, folder=tmp_path, DIE="0/3/forward", JOIN_AT="6")
     assert re.findall("rank . was ended by .*", done.stderr) == [
-        "rank 0 was ended by SIGKILL; it starts again, to join the others"
+        "rank 0 was ended by SIGKILL; it restarts, to join the others"
     ]
     assert [(record["step"], record["ranks"]) for record in records(tmp_path / "run", "joined")] == [(5, 2)]
     assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))
@@ -288,7 +288,7 @@ def test_launcher_starts_a_lost_rank_again_and_it_joins(data: Path, undisturbed:
 
 @pytest.mark.parametrize(
     ("launcher", "lost", "told"),
-    [("local", 1, ["rank 1 was ended by SIGKILL; the others may go on"]), ("mpirun", 0, [])],
+    [("local", 1, ["rank 1 was ended by SIGKILL; the others may continue"]), ("mpirun", 0, [])],
 )
 def test_job_ends_well_without_the_rank_that_was_lost(
     launcher: str, lost: int, told: list[str], data: Path, tmp_path: Path

@@ -104,7 +104,7 @@ def _make_foreign(settings: OptimizerConfig, groups: Groups, *, lr: float) -> to
         )
     if settings.ema_decay is not None and has_modes(optimizer):
         raise ConfigError(
-            f"optimizer.ema_decay={settings.ema_decay} does not go with optimizer.name={settings.name}, which averages "
+            f"optimizer.ema_decay={settings.ema_decay} conflicts with optimizer.name={settings.name}, which averages "
             "the weights itself: set it and optimizer.ema_every_steps to null"
         )
     # such as Schedule-Free, which must be in training mode before its first step

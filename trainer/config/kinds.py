@@ -146,9 +146,9 @@ OPTION_KEYS = {str(key): key for own in OPTIONS.values() for keys in own.values(
 """Dotted key -> key of every option above, such as model.options.width."""
 
 
-OPTIONS_KEYS = tuple(f"{section}.options" for section in OPTIONS)
+OPTION_HOLDERS = tuple(f"{section}.options" for section in OPTIONS)
 """Keys that hold options, which flat_options() replaces by one key for each."""
-_OPTION_PREFIXES = tuple(f"{key}." for key in OPTIONS_KEYS)
+_OPTION_PREFIXES = tuple(f"{key}." for key in OPTION_HOLDERS)
 
 
 def is_option(name: str) -> bool:
@@ -169,9 +169,9 @@ def flat_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Undo nest_options: return each option under a dotted key, such as model.options.width."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if name in OPTIONS_KEYS and isinstance(value, Mapping):
+        if name in OPTION_HOLDERS and isinstance(value, Mapping):
             found |= {f"{name}.{option}": each for option, each in value.items()}
-        elif name not in OPTIONS_KEYS:
+        elif name not in OPTION_HOLDERS:
             found[name] = value
     return found
 

@@ -62,7 +62,7 @@ def two_names(text: str) -> tuple[str, str]:
     """Parse the value of --columns. Raises: ArgumentTypeError."""
     first, comma, second = text.partition(",")
     if not comma or "," in second:
-        raise argparse.ArgumentTypeError(f"{text} is not possible: give two names, such as image,label")
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible: give two names, such as image,label")
     return first, second
 
 

@@ -18,7 +18,7 @@ from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import DataError, DoctorError, UserError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.input import measure_input
+from bigbatch.trainer.build.input import Splits, measure_input
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
@@ -80,21 +80,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-Splits = tuple[build_input.Split, build_input.Split]
-
-
 def remake_splits(splits: Splits, config: Config, communicator: Communicator) -> Splits:
     """Return both splits in microbatches of another size; images in memory are not read again."""
     if all(isinstance(split.loader, ResidentLoader) for split in splits):
-        first, second = (
-            dataclasses.replace(
-                split, loader=cast(ResidentLoader, split.loader).in_microbatches_of(config.batch.microbatch_size)
+        return Splits(
+            *(
+                dataclasses.replace(
+                    split, loader=cast(ResidentLoader, split.loader).in_microbatches_of(config.batch.microbatch_size)
+                )
+                for split in splits
             )
-            for split in splits
         )
-        return first, second
-    for split in splits:
-        split.loader.close()
+    splits.close()
     local, _ = stage_data(config, communicator)
     return build_input.make_splits(local, communicator)
 
@@ -144,7 +141,7 @@ class _Probe:
         changed = try_values(self.config, values, world_size=self.communicator.world_size)
         assert isinstance(changed, Config), "the doctor has tried it"
         self._streams = {}
-        splits = self.split, self._eval_split
+        splits = Splits(self.split, self._eval_split)
         if changed.batch.microbatch_size != self.config.batch.microbatch_size:
             splits = remake_splits(splits, changed, self.communicator)
         self.parts.close()

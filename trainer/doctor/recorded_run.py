@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     if times is None:
         raise RunFolderError(f"{rundir.path} has no report of training steps yet: wait for run.log_every_steps of them")
     if arguments.json:
-        print(json.dumps({**asdict(times), "limit": find_limit(times)}))
+        print(json.dumps({**asdict(times), "limit": limit_of_run(times)}))
         return 0
     is_done = rundir.summary.exists()
     age = max(0.0, time.time() - rundir.metrics.stat().st_mtime)
@@ -117,7 +117,7 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
     )
 
 
-def find_limit(times: RunTimes) -> str:
+def limit_of_run(times: RunTimes) -> str:
     """Name the largest wait of 5% of a step or more, else compute: input, cores, network, straggler or uneven.
 
     The last three are waits for sums. If ranks have unequal shares of the batch, a wait is no sign of a slow rank.
@@ -150,7 +150,7 @@ def explain(times: RunTimes, config: Config) -> Iterator[str]:
         "`bigbatch comm bench` measures the link, `bigbatch comm tune` the fusion plan",
         "compute": "the model's own work. `bigbatch doctor --config` tries what could make it faster",
     }
-    yield f"limited by {words[find_limit(times)]}."
+    yield f"limited by {words[limit_of_run(times)]}."
     if times.slow_steps:
         steps = ", ".join(map(str, times.slow_steps[:5]))
         yield (

@@ -72,7 +72,7 @@ def explain(rates: DoctorRates) -> list[str]:
         f"{(rates.input_alone or 0) / rates.model_alone:,.0f} times as fast as the model; both use the same cores, so "
         "lower compute.cpu_threads, or give each rank more cores",
         "network": f"communication: steps wait {rates.exposed_share or 0:.0%} of their time for sums over ranks; "
-        "`bigbatch comm tune` measures more",
+        "`bigbatch comm tune` measures links and algorithms",
         "launch": f"the host: the GPU works {rates.busy_share or 0:.0%} of the time, and otherwise waits "
         "for kernel launches",
         "compute": f"the model's own work: {rates.wait_share:.1%} of a step waits for images{sums}",

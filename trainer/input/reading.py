@@ -167,8 +167,8 @@ class EncodedReader:
     """Maximum number of bad images to replace by others, or None to end at the first one."""
     max_pixels: int = MAX_PIXELS
     """An image whose header or index states more is bad."""
-    draw: BatchWait | None = field(default=None, init=False)
-    """Draw that a consumer waits for now; the consumer of batches sets it."""
+    awaited: BatchWait | None = field(default=None, init=False)
+    """Wait of the consumer, which sets it; None without one."""
 
     def __post_init__(self) -> None:
         self.bad = BadImages(max_skipped=self.max_skipped, num_images=len(self.source))
@@ -178,7 +178,7 @@ class EncodedReader:
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
         """Yield one batch per request, in order. Raises: DataError naming the image."""
         reads = self._reads = PatientReads(
-            self.source, patience_seconds=self.patience_seconds, awaited=lambda: self.draw
+            self.source, patience_seconds=self.patience_seconds, awaited=lambda: self.awaited
         )
 
         def batches() -> Iterator[EncodedBatch]:

@@ -28,7 +28,7 @@ LARGE_SHARE = 0.5
 """Share of a step's own work that a stage takes, above which there is a hint."""
 
 
-def merge_ranks(ranks: Sequence[Rates]) -> Rates:
+def merge_rates(ranks: Sequence[Rates]) -> Rates:
     """Return the rates over all ranks: in lock-step the slowest rank limits all."""
     found: dict[str, float | None] = {}
     for part in PARTS:
@@ -51,7 +51,7 @@ def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
 
 def describe_input(ranks: Sequence[Rates]) -> str:
     """Return a line with all rates, and the slowest rank if it is below SLOW_RANK of the median."""
-    rates = merge_ranks(ranks)
+    rates = merge_rates(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
     return together + _slow_rank(ranks)
@@ -85,7 +85,7 @@ class MeasuredInput:
     @property
     def rates(self) -> Rates:
         """Return the rates over all ranks."""
-        return merge_ranks(self.ranks)
+        return merge_rates(self.ranks)
 
 
 def hints(waited: InputWait, measured: MeasuredInput | None, *, was_probed: bool, is_healed: bool = False) -> list[str]:

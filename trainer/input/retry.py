@@ -165,9 +165,9 @@ class PatientReads:
         is_done, last = False, awake_seconds()
         while not is_done:
             is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
-            draw, before, last = self._awaited(), last, awake_seconds()
-            if draw is not None:
-                draw.read_seconds += last - before
+            awaited, before, last = self._awaited(), last, awake_seconds()
+            if awaited is not None:
+                awaited.read_seconds += last - before
             if not is_done and self._stop.is_set():
                 # a last wait: nearly always all reads return in it, so that no thread is abandoned
                 is_done = not wait(parts, timeout=GRACE_SECONDS).not_done
@@ -175,7 +175,7 @@ class PatientReads:
                     raise StuckError("reading was stopped while a read had not returned")
             elif not is_done:
                 self._require_answer()
-                self._require_pace(draw, asked, found)
+                self._require_pace(awaited, asked, found)
 
     def _require_answer(self) -> None:
         for position, since in filter(None, tuple(self._under_way.values())):
@@ -185,15 +185,15 @@ class PatientReads:
                     f"(data.patience_seconds={self._patience_seconds:g}); check whether its file system answers"
                 )
 
-    def _require_pace(self, draw: BatchWait | None, asked: Sequence[int], found: Sequence[object]) -> None:
-        if draw is None or draw.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
+    def _require_pace(self, awaited: BatchWait | None, asked: Sequence[int], found: Sequence[object]) -> None:
+        if awaited is None or awaited.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
             return
         # the first missing image is being read, since the threads take the positions in order
         missing = [position for position, image in zip(asked, found, strict=True) if image is None]
         if missing:
             raise StuckError(
                 f"{self._source.name(missing[0])}: storage too slow: {len(asked) - len(missing)} of {len(asked)} "
-                f"images after {draw.read_seconds:.1f} s; a batch may take twice data.patience_seconds="
+                f"images after {awaited.read_seconds:.1f} s; a batch may take twice data.patience_seconds="
                 f"{self._patience_seconds:g}: raise that, or lower batch.microbatch_size"
             )
 

@@ -246,7 +246,8 @@ class DataRoot:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if isinstance(error, PermissionError) and self._storage and self._storage.holds(INDEX_FILE):
+            others = (INDEX_FILE, *(f"{each}/{INDEX}" for each in SPLITS if each != split))
+            if isinstance(error, PermissionError) and self._storage and any(map(self._storage.holds, others)):
                 return None
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
         return None if text is None else parse_split_index(text, path=path)

@@ -132,7 +132,7 @@ class Storage:
     def holds(self, name: str) -> bool:
         """Return whether a file can be read. Without the right to list a bucket, S3 refuses access to missing ones."""
         try:
-            return bool(self.read(name, 0, 1))
+            return bool(self.fetch(name, 0, 1))
         except OSError:
             return False
 
@@ -225,7 +225,8 @@ class RemoteShards:
         except PermissionError as error:
             raise StorageError(f"{name()}: {error.strerror}") from None
         except OSError as error:
-            self._get = self._storage.read
+            if not isinstance(error, FileNotFoundError):
+                self._get = self._storage.read
             raise StorageError(f"{name()}: cannot be read ({error.strerror})") from error
         if len(data) != length:
             raise StorageError(f"{name()}: the shard was cut since the start; {again}")

@@ -139,7 +139,7 @@ def _indexed(
 @contextmanager
 def _only_process(places: Sequence[Path], *, root: Path | str) -> Iterator[None]:
     """Lock the folders of places against other processes of this host; without effect if they cannot be locked."""
-    waiting = f"waiting for another process, which indexes the shards of {root}"
+    waiting = "waiting for another process, which indexes shards"
     with ExitStack() as stack:
         for place in places:
             with suppress(OSError):

@@ -28,7 +28,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "weight_decay")
     """Settings of a group that are finite numbers of at least 0."""
     _kept: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    """Entries of a weight's state, of its shape; there is no momentum_buffer while momentum is 0."""
+    """Entries of a weight's state: step is a scalar, others have the weight's shape; momentum 0 keeps none."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; an error leaves all groups unchanged. Raises: ValueError, as the constructor."""
@@ -60,7 +60,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     raise self._another_state(f"a weight keeps {', '.join(kept)}, not {', '.join(expected)}")
                 for name, value in kept.items():
                     if (shape := getattr(value, "shape", None)) != expected[name]:
-                        what = f"{name} of weight {key} has shape {shape and tuple(shape)}"
+                        what = f"{name} of weight {key} has shape {None if shape is None else tuple(shape)}"
                         raise self._another_state(f"{what}, not {tuple(expected[name])}")
         super().load_state_dict(state_dict)
 

@@ -120,7 +120,8 @@ class RunOutput:
 
     def evaluated(self, record: dict[str, Any]) -> None:
         self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
-        kept = read_records(self._rundir.metrics) if record["step"] == self._plan.first_step else ()
+        may_repeat = self._communicator.rank == 0 and record["step"] == self._plan.first_step
+        kept = read_records(self._rundir.metrics) if may_repeat else ()
         if not any((each["kind"], each.get("step")) == ("eval", record["step"]) for each in kept):
             self.log("eval", record)
 

@@ -143,11 +143,11 @@ class Fault:
         """Reach the phase each time before a function is called."""
         function = getattr(owner, name)
 
-        def reporting_lost_cluster(*arguments: Any, **options: Any) -> Any:
+        def at_phase(*arguments: Any, **options: Any) -> Any:
             self.reach(phase)
             return function(*arguments, **options)
 
-        setattr(owner, name, reporting_lost_cluster)
+        setattr(owner, name, at_phase)
 
 
 def _mark(path: Path, text: str) -> None:

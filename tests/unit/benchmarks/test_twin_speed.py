@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.twin.speed import LIMITS, main, question_of, simulate_all
+from benchmarks.twin.speed import LIMITS, main, scenario_of, simulate_all
 from bigbatch.comm.measure.cost_model import MODELS
 from bigbatch.launch.simulate.scaling import simulate_point
 
@@ -29,5 +29,5 @@ def test_work_of_a_simulation_does_not_grow_with_the_number_of_gpus(tmp_path, ca
 
 
 def test_a_hundred_thousand_gpus_keep_their_share_of_the_batch():
-    point = simulate_point(question_of(102_400, algorithm="native"), 102_400)
+    point = simulate_point(scenario_of(102_400, algorithm="native"), 102_400)
     assert (point.num_nodes, point.global_batch_size / point.num_devices) == (12_800, 128)

@@ -89,19 +89,19 @@ class ImageLoader:
                 under_way.append(request)
                 yield request
 
-        draw = BatchWait()
+        awaited = BatchWait()
         while True:
-            self.reader.draw = draw
+            self.reader.awaited = awaited
             try:
                 with closing(self.decoder.decode(self.reader.read(drawn()))) as batches:
                     try:
                         for batch in batches:
                             under_way.popleft()
-                            self.reader.draw = None
+                            self.reader.awaited = None
                             yield batch
-                            self.reader.draw = draw = BatchWait()
+                            self.reader.awaited = awaited = BatchWait()
                     finally:
-                        self.reader.draw = None
+                        self.reader.awaited = None
                         self.reader.interrupt()
                 return
             except UndecodableError as error:

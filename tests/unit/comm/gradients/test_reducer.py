@@ -339,9 +339,11 @@ def test_reducer_refuses_a_second_backward_or_zeros_before_wait(is_active: bool)
     assert not any(p.grad.any() for p in model.parameters())
 
 
-def test_reducer_refuses_a_second_wait_and_lets_a_rank_have_no_images() -> None:
-    model = make_model()
-    reducer = GradientReducer(model.named_parameters(), alone(factor=2), **SMALL)
+@pytest.mark.parametrize("of_average", [False, True])
+def test_reducer_refuses_a_second_wait_and_lets_a_rank_have_no_images(of_average: bool) -> None:
+    """A rank has averages of its own part alone after a reduce-scatter."""
+    model, kind = make_model(), {"average": of_average, "scatter": of_average}
+    reducer = GradientReducer(model.named_parameters(), alone(factor=2), **kind, **SMALL)
     zeros = (reducer.zero_grad, model.zero_grad, lambda: torch._foreach_zero_([p.grad for p in model.parameters()]))
     for zero in zeros:
         loss_of(model, make_images()).backward()

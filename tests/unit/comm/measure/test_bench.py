@@ -399,8 +399,8 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["--factor", "1"], "--factor 1 does not lead to a larger size"),
         (["--repetitions", "1"], "--repetitions 1 is too few; give at least 2"),
         (["--group-size", "0"], "--group-size 0 is too few; give at least 1"),
-        (["--seconds-per-size", "0"], "--seconds-per-size 0 is not a length of time"),
-        (["--timeout-seconds", "nan"], "--timeout-seconds nan is not a length of time"),
+        (["--seconds-per-size", "0"], "--seconds-per-size 0 must be a positive number of seconds"),
+        (["--timeout-seconds", "nan"], "--timeout-seconds nan must be a positive number of seconds"),
         (
             ["--link-gbit", "fast"],
             "--link-gbit 'fast' is not a bandwidth; give a link's Gbit/s, such as 100, or measured",

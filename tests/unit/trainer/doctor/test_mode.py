@@ -515,7 +515,7 @@ def test_mode_of_a_dry_run_is_what_would_be_measured(tmp_path: Path) -> None:
 
 
 class PlayedChild:
-    """A process that answers orders by a function, which may raise what Child does."""
+    """A process that answers orders by a function, which may raise what ProbeChild does."""
 
     num_started = 0
     orders: ClassVar[list[Mode]] = []

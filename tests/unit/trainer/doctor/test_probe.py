@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.build.input import Split
+from bigbatch.trainer.build.input import Split, Splits
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import load_config
@@ -232,7 +232,7 @@ def test_always_on_is_measured_or_has_its_reason() -> None:
 def test_resident_set_is_not_read_again_for_a_part_of_a_step() -> None:
     loader = ResidentLoader.__new__(ResidentLoader)
     loader._microbatch_size = 512
-    splits = Split(9, loader, None), Split(3, loader, None)
+    splits = Splits(Split(9, loader, None), Split(3, loader, None))
     words = ["--batch.global_batch_size=32", "--batch.microbatch_size=32", "--batch.bn_span=32"]
     config = load_config(["--config", "cifar10", *words])  # whose folder is not there
     train, _ = remake_splits(splits, config, cast(Communicator, None))

@@ -8,7 +8,7 @@ import pytest
 
 from bigbatch.cli import main
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.doctor.recorded_run import explain, find_limit, run_times
+from bigbatch.trainer.doctor.recorded_run import explain, limit_of_run, run_times
 
 CONFIG = load_config(["--config", "quickstart"])  # 512 images a step
 
@@ -54,7 +54,7 @@ def test_limit_follows_from_the_largest_wait_and_uneven_shares_are_no_slow_rank(
     run[0]["job"] = {"world_size": world_size}
     times = run_times(run, UNEVEN)
     assert times is not None
-    assert find_limit(times) == limit
+    assert limit_of_run(times) == limit
     assert limit != "uneven" or "3 ranks" in next(explain(times, UNEVEN))
 
 

@@ -19,7 +19,7 @@ from bigbatch.trainer.input.report import (
     describe_input,
     hints,
     input_record,
-    merge_ranks,
+    merge_rates,
     slowest_stage,
 )
 from bigbatch.trainer.machine import host
@@ -83,8 +83,8 @@ def rates_of(loader: float, **changed: float) -> Rates:
 
 def test_input_report_ranks_in_lock_step_are_as_fast_as_the_slowest_one() -> None:
     ranks = [rates_of(1336, read=60, augment=900), rates_of(57, decode=100), rates_of(1400, augment=800)]
-    assert merge_ranks(ranks) == {"loader": 171, "read": 180, "decode": 300, "copy": None, "augment": 2400}
-    assert merge_ranks([RATES]) == RATES
+    assert merge_rates(ranks) == {"loader": 171, "read": 180, "decode": 300, "copy": None, "augment": 2400}
+    assert merge_rates([RATES]) == RATES
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tiny_training import TINY_OPTIONS
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError
 from bigbatch.exit_codes import FAILED, LOST
-from bigbatch.trainer import training_job
+from bigbatch.trainer import healing, training_job
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.joined_rank import why_not_healing
@@ -106,6 +107,23 @@ def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
         for state in (kept, before)
     )
     assert_identical(momenta, others)
+
+
+def test_first_rank_whose_claim_reached_no_other_claims_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(work: Callable[[], str], control: Any, **settings: Any) -> str:
+        number = work()
+        if number == "2":
+            raise PeerLostError("rank 1 on n1 was lost, which held the store")
+        return number
+
+    monkeypatch.setattr(healing, "write_on_first", tell)
+    control: Any = SimpleNamespace(rank=0, master=None)
+    with healing.Ownership(load_config(["--config", "quickstart", "--run.directory", f"{tmp_path}"])) as ownership:
+        ownership.take(control)
+        with pytest.raises(PeerLostError):
+            ownership.succeed(control, lost=[])
+        ownership.succeed(control, lost=[])
+    assert ownership.number == 3
 
 
 @pytest.mark.parametrize(("heals", "code", "is_lost"), [(True, LOST, False), (True, FAILED, True), (False, LOST, True)])

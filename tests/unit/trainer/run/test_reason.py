@@ -8,6 +8,7 @@ CPU_MEMORY = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate m
 GPU_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 JOB_MEMORY = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"
 TIME_LIMIT = "slurmstepd: error: *** JOB 7 ON n0 CANCELLED AT 2026-11-21T08:31:23 DUE TO TIME LIMIT ***"
+UNFIT_LINE = "bigbatch: 2026-11-21 08:30:00 ended before training started: preflight ended with exit code 4"
 OVER_TIME = "took longer than its time limit, and was ended"
 
 
@@ -26,6 +27,7 @@ OVER_TIME = "took longer than its time limit, and was ended"
         ("last words", 7, "exit code 7: last words"),
         ("", None, "the job ended, and printed nothing"),
         ("bigbatch: no such image\nbigbatch: 2026-11-21 08:30:00 ended with exit code 1", None, "no such image"),
+        (f"bigbatch: n1: slow disk\n{UNFIT_LINE}", None, "n1: slow disk"),
         (f"bigbatch: 2026-11-21 08:30:00 ended with exit code 130\n{TIME_LIMIT}", None, OVER_TIME),
     ],
 )
