@@ -65,6 +65,8 @@ def test_torchrun_adds_nothing_to_a_ranks_own_error(
     if is_python:
         (tmp_path / "rank.py").write_text(words[0])
         words = (str(tmp_path / "rank.py"),)
+    else:
+        words = (*words, "--run.directory", str(tmp_path / "run"))
     job = JobSpec(words, 1, is_python=is_python)
     assert LAUNCHERS["torchrun"].start(job, environ=os.environ, options=argparse.Namespace()) == code
     (line,) = capfd.readouterr().err.splitlines()
