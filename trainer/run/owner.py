@@ -13,7 +13,6 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -148,25 +147,15 @@ def take(folder: Path, claim: Claim) -> Owner:
     return Owner(folder, number=newest + 1, claim=claim)
 
 
-def succeed(
-    folder: Path,
-    *,
-    number: int,
-    store: tuple[str, int] | None = None,
-    ended: Collection[tuple[str, int, str]] = (),
-) -> Owner:
+def succeed(folder: Path, *, number: int, store: tuple[str, int] | None = None) -> Owner:
     """Take the folder over from the owner of that number, a process of the same job.
 
-    ended: kernel, pid and born of the job's lost processes. One of them may have taken the folder over since, and ended
-    before it told the other ranks. Raises: RunFolderError if another process has taken it over already.
+    Raises: RunFolderError if another process has taken it over already.
     """
     with writing(folder):
         claim = replace(own_claim(store=store), folder=folder.stat().st_ino)
-        newest = max(_numbers(folder), default=0)
-        owner = _read(_path(folder, newest))
-        if owner and (owner.kernel, owner.pid, owner.born) in ended:
-            number = newest
-        if not (newest == number and _create(_path(folder, number + 1), claim.text())):
+        is_same = _numbers(folder)[-1:] == [number]
+        if not (is_same and _create(_path(folder, number + 1), claim.text())):
             raise RunFolderError(
                 f"{folder} has another owner than this job's former first rank: either other ranks of the job go on "
                 "without this process, or the folder is on no disk that all nodes share"
