@@ -1,6 +1,6 @@
 """Effective training time: its share while ranks of a job are killed, for bigbatch and others.
 
-    python -m benchmarks.faults.effective --out benchmarks/results/effective-time.json --plot effective-time.png
+    python -m benchmarks.faults.effective --out benchmarks/results/healing-time.json --plot healing-time.png
 
 Each way trains a ResNet-18 on emulated nodes, one rank each, which needs what `bigbatch launch emulate` needs. A rank
 that is drawn gets SIGKILL at moments that are drawn, or as soon as it runs again: one every --mean-seconds, on average.
