@@ -44,8 +44,10 @@ def report_on(
     more: Sequence[Table] = (),
 ) -> None:
     """Print the report of these folders and write it. Raises: RunFolderError."""
-    found = {os.path.realpath(path): path for path in reversed(folders)}
-    results = [read_folder(path, target=target) for path in reversed(found.values())]
+    found: dict[str, Path] = {}
+    for path in folders:
+        found.setdefault(os.path.realpath(path), path)
+    results = [read_folder(path, target=target) for path in found.values()]
     report = Report(
         [each for each in results if isinstance(each, SweepResults)],
         [(each, each.to_accuracy(target=target)) for each in results if isinstance(each, RunResults)],

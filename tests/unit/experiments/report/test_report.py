@@ -305,7 +305,8 @@ def test_report_nodes_are_those_of_the_run(where: str, summary: dict[str, Any], 
 def test_report_tells_two_sweeps_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
     other = tmp_path / "other$-x$"
     shutil.copytree(sweep, other)
-    assert main(["report", str(sweep), str(other), str(sweep), "--output", str(sweep / "report")]) == 0
+    (link := tmp_path / "link").symlink_to(sweep)
+    assert main(["report", str(sweep), str(other), str(sweep), str(link), "--output", str(sweep / "report")]) == 0
     facts = json.loads((sweep / "report/report.json").read_text())
     assert list(facts["sweeps"]) == [str(sweep), str(other)]
     assert [told[0] for told in facts["unmeasured"]] == [str(sweep), str(other)]
