@@ -45,9 +45,9 @@ UNKNOWN = ""
 def assumptions(scenario: Scenario) -> list[str]:
     cluster = scenario.cluster
     _, rate = cluster.compute(shape_of(scenario.config.model), rate=scenario.rate)
-    whose = "yours" if scenario.rate else "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
+    origin = "yours" if scenario.rate else "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
     lines = [
-        f"compute rate ({whose}): {cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at "
+        f"compute rate ({origin}): {cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at "
         f"{rate.local_batch:g} images a step ({rate.source}{', assumed' if rate.is_assumed else ''})"
     ]
     if not scenario.rate:

@@ -132,12 +132,12 @@ def _indexed(
     """Return the index that is stored in one of places; if it is missing, one process of this host makes it."""
     if index := _stored(places, stamped):
         return index
-    with _only_process(places[:1], root=root):
+    with _only_process(places[:1]):
         return _stored(places, stamped) or _store(make_index(root, stamped, storage=storage), root, places)
 
 
 @contextmanager
-def _only_process(places: Sequence[Path], *, root: Path | str) -> Iterator[None]:
+def _only_process(places: Sequence[Path]) -> Iterator[None]:
     """Lock the folders of places against other processes of this host; without effect if they cannot be locked."""
     waiting = "waiting for another process, which indexes shards"
     with ExitStack() as stack:

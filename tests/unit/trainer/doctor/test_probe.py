@@ -27,7 +27,7 @@ from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.doctor.exchange import ORDERS, append, orders
+from bigbatch.trainer.doctor.exchange import IMAGES, ORDERS, append, orders
 from bigbatch.trainer.doctor.measure import (
     WITH_LOOPS,
     flops_per_image,
@@ -86,11 +86,11 @@ def test_ranks_with_unequal_shares_warm_up_in_the_same_number_of_steps() -> None
         probe = SimpleNamespace(
             config=SimpleNamespace(data=SimpleNamespace(prefetch_batches=2)),
             plan=SimpleNamespace(division=division, microbatches=division.of(rank)),
-            _streams={"pictures": None},
-            _step_seconds={"pictures": 1.0},
+            _streams={IMAGES: None},
+            _step_seconds={IMAGES: 1.0},
             _timed=lambda stream, number: taken.append(number),
         )
-        _Probe._warm_up(cast(Any, probe), "pictures", seconds=1.0, flushes=True)
+        _Probe._warm_up(cast(Any, probe), IMAGES, seconds=1.0, flushes=True)
     assert taken == [2, 2, 2]
 
 
