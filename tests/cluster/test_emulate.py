@@ -345,7 +345,7 @@ def test_cluster_that_is_up_is_not_built_again(emulate: Emulate, even: EmulatedC
         split = words.index("--") if "--" in words else len(words)
         done = emulate(*words[:split], "--name", "even", "--nodes", "2", *words[split:])
         assert done.returncode == 1
-        assert "even runs: bigbatch launch emulate down --name even" in done.stderr
+        assert "even already runs: end it by bigbatch launch emulate down --name even" in done.stderr
     assert "even: nodes 4" in emulate("status").stdout, "and a refused second start does not remove it"
 
 

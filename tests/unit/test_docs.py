@@ -191,7 +191,7 @@ SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
     "gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     "gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,
     "largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
-    "faults.audits --audits 1000 --replays 30 --out benchmarks/results/audits-cpu.json": AUDITS,
+    "faults.audits --audits 10000 --replays 100 --out benchmarks/results/audits-cpu.json": AUDITS,
 }
 
 
