@@ -275,12 +275,15 @@ def test_checkpoint_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> 
 # --- ranks that wait for the one that writes ---
 
 
-def ranks_that_write(write: Callable[[Event], None], *, limit: float) -> list[str]:
-    """Return the errors of two ranks with a time limit of 0.2 s; rank 0 writes, and learns when rank 1 has ended."""
+def ranks_that_write(write: Callable[[Event], None], *, limit: float, sum_seconds: float = 60) -> list[str]:
+    """Return the errors of two ranks; rank 0 writes, and learns when rank 1 has ended.
+
+    limit: seconds for the write; sum_seconds: for every other exchange.
+    """
     ended = Event()
 
     def run(control: Control) -> str:
-        control.timeout_seconds = 0.2
+        control.timeout_seconds = sum_seconds
         try:
             write_on_first(lambda: write(ended), control, what="checkpoint of step 3", timeout_seconds=limit)
             return ""
@@ -300,7 +303,7 @@ def test_checkpoint_may_take_longer_than_a_sum() -> None:
         time.sleep(0.6)
         written.append(3)
 
-    assert ranks_that_write(write, limit=60) == ["", ""]
+    assert ranks_that_write(write, limit=60, sum_seconds=0.2) == ["", ""]
     assert written == [3], "by the first rank alone"
 
 
