@@ -61,6 +61,7 @@ def build_run(
         gradient_order=start.gradient_order,
         classes=train.classes,
         stop=inherited.stop,
+        is_restored=bool(state),
     )
     if state:
         path = start.path or Path("in memory")
@@ -105,7 +106,8 @@ def _find_start(
         start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
     else:
         start = start_in_memory(kept, samples=train.digest, root=config.data.root)
-        state = copy_to_host(kept)  # the optimizer uses these tensors, and the run may go back to those of kept
+        # the optimizer uses its tensors themselves, and the run may go back to those of kept
+        state = {**kept, "optimizer": copy_to_host(kept["optimizer"])}
     communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
     return start, state
 

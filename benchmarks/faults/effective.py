@@ -96,8 +96,6 @@ class Method:
     """The command, for a separate folder."""
     look: Callable[[Path], tuple[float, float] | None]
     """Returns the time and the step of the last report of a job in that folder."""
-    goes_on: bool = False
-    """Whether the other ranks go on without a lost one, which does not come back."""
 
 
 def main() -> None:
@@ -193,7 +191,7 @@ def ways(options: argparse.Namespace) -> dict[str, Method]:
     often, epoch = options.often_steps, options.epoch_steps
     healing = partial(ours, heal="in_place")
     return {
-        "healing": Method("ours, healing in place", healing, look_at_run, goes_on=True),
+        "healing": Method("ours, healing in place", healing, look_at_run),
         "often": Method(f"ours, a checkpoint every {often} steps", partial(ours, save_every=often), look_at_run),
         "disk": Method(f"ours, a checkpoint every {epoch} steps", ours, look_at_run),
         "torchrun": Method(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
@@ -231,7 +229,7 @@ def follow(way: Method, folder: Path, options: argparse.Namespace) -> Progress:
     """Run a job, kill its ranks, and return its progress. Raises: UserError if it does not start, or ends."""
     mark = uuid.uuid4().hex
     draw = random.Random(options.seed)
-    pending = list(moments(draw, options))[: options.nodes - 1 if way.goes_on else None]
+    pending = list(moments(draw, options))
     progress, began = Progress(), 0.0
     with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
         deadline = time.time() + START_SECONDS
@@ -250,8 +248,6 @@ def follow(way: Method, folder: Path, options: argparse.Namespace) -> Progress:
                         process.kill()
                         progress.strikes.append((when, rank))
                         pending.pop(0)
-                elif way.goes_on:  # this rank was lost before
-                    pending[0] = pending[0][0], (rank + 1) % options.nodes
             time.sleep(LOOK_SECONDS)
     return progress
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.broadcast import Start
 from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, tensor_spec
 from bigbatch.comm.tuning.tuned import Tuned
@@ -48,12 +49,14 @@ def make_parts(
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
     stop: StopRequest | None = None,
+    is_restored: bool = False,
 ) -> Parts:
     """Return all parts of a step. tuned: as join_job returns it; gradient_order: a resumed run's, a name per line.
 
     model.weights are read for the first step of a run only. classes: class names of the data, which the weights must
     share if their last layer is taken; None: not compared. stop: the stop request of the job's earlier run; None: a
-    new one. Raises: ConfigError; TunedError; CheckpointError; ComputeError.
+    new one. is_restored: a state is loaded next, so the ranks do not compare their initial weights.
+    Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
         require_capturable(communicator)
@@ -71,7 +74,14 @@ def make_parts(
     notes += set_up_compute_(config, model, communicator, logits=logits)
     accumulation = _make_accumulation(model, plan, grid)  # before the reducer, whose hooks run after its hooks
     reducer = _make_reducer(
-        config, model, communicator, grid=grid, exposed=exposed, tuned=tuned, gradient_order=gradient_order
+        config,
+        model,
+        communicator,
+        grid=grid,
+        exposed=exposed,
+        tuned=tuned,
+        gradient_order=gradient_order,
+        weights="unchecked" if is_restored else "equal",
     )
     try:
         optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
@@ -166,6 +176,7 @@ def _make_reducer(
     exposed: ExposedTime,
     tuned: Tuned | None,
     gradient_order: str | None,
+    weights: Start,
 ) -> GradientReducer:
     """Return the reducer of the model's gradients. Raises: TunedError if they are not those of the tuned table."""
     if tuned is not None:
@@ -180,6 +191,7 @@ def _make_reducer(
         scatter=is_sharded,
         grid=grid,
         exposed=exposed,
+        weights=weights,
         **asdict(fusion_sizes(config, tuned)),
     )
 
