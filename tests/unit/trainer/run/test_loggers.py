@@ -88,9 +88,12 @@ def send(rundir: RunDir, *, from_step: int = 0) -> list[str]:
     return said
 
 
-def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # it numbers the files of one second, and would read number 10 before number 9
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for from_step, losses in ((0, (4.0, 3.0, 2.0)), (2, (1.0,))):
         board = TensorBoard(RunDir(tmp_path), from_step=from_step)
         for step, loss in enumerate(losses, start=from_step + 1):
