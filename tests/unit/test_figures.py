@@ -167,7 +167,7 @@ def test_figures_of_largest_microbatches() -> None:
 
 def test_figures_of_healing() -> None:
     layouts = record("healing-trials")["layouts"]
-    rows = rows_of("healing.md", "killed ranks")[1:]
+    rows = rows_of("restarts.md", "killed ranks")[1:]
     assert len(rows) == len(layouts)
     for (_, *cells), name in zip(rows, ("4x1", "2x2"), strict=True):
         keys = ("n", "median_seconds", "percentile_95_seconds", "max_seconds", "steps_lost", "equal")
