@@ -136,7 +136,7 @@ def test_figures_of_how_weights_start() -> None:
 
 
 def test_figures_of_the_noise_scale() -> None:
-    (_, *batches), (_, *steps), (_, *scales) = rows_of("noise-scale.md", "global batch")
+    (_, *batches), (_, *steps), (_, *scales) = rows_of("batch.md", "global batch")
     found = record("noise-scale-cpu")
     for batch, count, scale, row in zip(batches, steps, scales, found["batches"], strict=True):
         require(batch, row["global_batch_size"])
