@@ -19,7 +19,7 @@ html_title = "bigbatch"
 
 BELOW = {  # page: what hangs below it, beside the pages that README names
     "docs/design": "decisions/*",
-    "docs/examples": "/examples/text/*",
+    "docs/python": "/examples/text/*",
     "docs/measured": "/benchmarks/results/*",
 }
 
