@@ -1,6 +1,6 @@
 # bigbatch with everything it needs, for any Debian or Ubuntu base with Python 3.10 or later, or a base's own Python.
 # The wheels carry CUDA: for GPUs the host needs only the driver and NVIDIA's container toolkit. Nothing depends on an
-# entrypoint, on variables, on the user, or on a writable image. docs/container.md says how to build and run it:
+# entrypoint, on variables, on the user, or on a writable image. docs/install.md says how to build and run it:
 #   docker build -t bigbatch .
 # the digest is that of all platforms; docker buildx imagetools inspect debian:bookworm-slim tells today's
 ARG BASE_IMAGE=debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241

@@ -76,7 +76,7 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     if job.gpus_per_node and job.cpus_per_rank is None and not {"exclusive", "cpus-per-gpu"} & dict(job.sbatch).keys():
         tell("warning: without --cpus-per-rank Slurm gives each rank one CPU core, which also decodes its images")
     if (job.image or "").removeprefix("docker://").startswith("nvcr.io/nvidia/"):
-        tell(f"warning: --image {job.image}: it must contain bigbatch; images of NVIDIA do not: see docs/container.md")
+        tell(f"warning: --image {job.image}: it must contain bigbatch; images of NVIDIA do not: see docs/install.md")
     if options.output:
         _write_script(options.output, job_script(job, folder=find_run_folder(job)), force=options.force)
         print_line(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
