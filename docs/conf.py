@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 
 project = "bigbatch"
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "examples/**.md", "benchmarks/results/comm-summary.md"]
+include_patterns = ["*.md", "docs/**.md", "examples/**.md", "benchmarks/results/*-summary.md"]
 exclude_patterns = [".*", "bigbatch", "build", "data", "runs"]  # folders that need not be walked
 extensions = ["myst_parser"]
 myst_heading_anchors = 3  # as on GitHub

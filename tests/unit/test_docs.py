@@ -492,9 +492,25 @@ def test_bigbatch_commands(
 
 
 def test_page_of_faults_shows_the_recorded_campaign() -> None:
-    page = (ROOT / "docs/faults.md").read_text()
-    shown = re.findall(r"<!-- faults:begin -->\n(.*)\n<!-- faults:end -->", page, re.S)
-    assert shown == [format_campaign(*read_records(ROOT / "benchmarks/results/faults.jsonl"))]
+    conditions, records = read_records(ROOT / "benchmarks/results/faults.jsonl")
+    assert (
+        (ROOT / "benchmarks/results/faults-summary.md")
+        .read_text()
+        .endswith(f"\n\n{format_campaign(conditions, records)}\n")
+    )
+    table = (ROOT / "docs/failure-model.md").read_text().partition("| fault | n |")[2].partition("\n\n")[0]
+    seen = []
+    for line in table.splitlines()[2:]:
+        names, *shown = [cell.strip() for cell in line.strip("|").split("|")]
+        kinds = names.partition(":")[0].split(", ")
+        some = [each for each in records if each["kind"] in kinds]
+        longest = [max(each[key] or 0.0 for each in some) for key in ("detected_seconds", "ended_seconds")]
+        lost = max(each["steps_lost"] or 0 for each in some)
+        kept = sum(not each["broken"] for each in some)
+        full = [str(len(some)), *(f"{each:.1f}" for each in longest), str(lost), str(kept)]
+        assert [cell or value for cell, value in zip(shown, full, strict=True)] == full, names
+        seen += kinds
+    assert sorted(seen) == sorted({each["kind"] for each in records})
 
 
 @pytest.mark.long
