@@ -14,7 +14,7 @@ from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.launch.simulate.run import RESTART_SECONDS, Failures
-from bigbatch.launch.simulate.scaling import Factors, PredictedPoint, Scenario, simulate_scaling
+from bigbatch.launch.simulate.scaling import IMAGES, Factors, PredictedPoint, Scenario, simulate_scaling
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import decimal
@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
     add("--profile", type=as_path, metavar="FILE", help="the same, by bigbatch doctor --json FILE of this recipe")
     add("--input-rate", type=decimal, help="images/s that the loaders of one node bring, instead of the cluster's")
-    add("--images", type=decimal, default=1_281_167, help="images of an epoch (default: ImageNet's 1,281,167)")
+    add("--images", type=decimal, default=IMAGES, help=f"images of an epoch (default: ImageNet's {IMAGES:,})")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")
     add("--deadline", metavar="TIME", help="time limit, such as 1h: names the cheapest number of GPUs within it")
     add("--failure-hours", type=decimal, help="mean time between failures of a node: adds what restarts cost")

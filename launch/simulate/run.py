@@ -7,6 +7,7 @@ from bigbatch.errors import SimulationError
 from bigbatch.launch.simulate.shapes import ModelShape
 from bigbatch.launch.simulate.step import Compute
 from bigbatch.trainer.config.sections import RunConfig
+from bigbatch.words import count
 
 EVALUATED = 50_000
 """Images of ImageNet's validation set."""
@@ -18,8 +19,7 @@ COPY_BYTES_PER_SECOND = 2.2e9
 """Rate of a checkpoint's copy on the first rank, for which training waits; it is written while training goes on.
 MEASURED on two busy cores: benchmarks/results/checkpoint.json, 205 MB in 92 ms."""
 RESTART_SECONDS = 60.0
-"""Seconds from a failure to the first new step. ASSUMED: emulated clusters took 7 to 34 s (docs/restarts.md); starts of
-GPUs and their library add to it."""
+"""Seconds from a failure to the first new step. ASSUMED."""
 LEAST_EFFECTIVE = 0.01
 
 
@@ -79,8 +79,8 @@ def time_of_run(
     effective = effective_share(between * step_seconds, failures, num_nodes=num_nodes)
     if effective < LEAST_EFFECTIVE:
         raise SimulationError(
-            f"{num_nodes} nodes that fail every {failures.node_hours:g} h each hardly ever get from one checkpoint to "
-            "the next: write checkpoints more often (run.checkpoint_every_steps)"
+            f"a run on {count(num_nodes, 'node')} almost never reaches its next checkpoint if each node fails every "
+            f"{failures.node_hours:g} h: write checkpoints more often (run.checkpoint_every_steps)"
         )
     return RunTime(planned.steps, planned.evaluations, planned.checkpoints, planned.total * (1 / effective - 1))
 

@@ -1,7 +1,6 @@
 """Make a trained model fast for inference: fold batch norms into convolutions, use half precision, compile."""
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from bigbatch.errors import ComputeError
-from bigbatch.trainer.machine.host import wait_for
+from bigbatch.trainer.machine.host import seconds_of
 from bigbatch.trainer.step.execution import compile_failure
 from bigbatch.trainer.step.precision import to_half_
 
@@ -103,15 +102,6 @@ def forward_rate(forward: Callable[[], object], *, num_images: int, device: torc
     """Measure images per second of forward, which takes num_images, repeated after a warm-up. Waits for the device."""
     for _ in range(WARMUP_BATCHES):
         forward()
-    count = round(MEASURED_SECONDS / _seconds(forward, 1, device=device))
+    count = round(MEASURED_SECONDS / seconds_of(forward, device))
     count = min(max(count, LEAST_BATCHES), MOST_BATCHES)
-    return count * num_images / _seconds(forward, count, device=device)
-
-
-def _seconds(forward: Callable[[], object], count: int, *, device: torch.device) -> float:
-    wait_for(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        forward()
-    wait_for(device)
-    return time.perf_counter() - start
+    return count * num_images / seconds_of(lambda: [forward() for _ in range(count)], device)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from bigbatch.cli import main
 from bigbatch.errors import ComputeError
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.inference import folding
 from bigbatch.trainer.inference.folding import compile_, fold_norms, for_inference, forward_rate, num_norms
+from bigbatch.trainer.machine import host
 from bigbatch.trainer.models import MODELS
 
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def test_folding_a_compile_that_fails_is_one_line() -> None:
 @pytest.mark.parametrize("pause_seconds", [0.002, 0.3])
 def test_folding_the_rate_is_that_of_the_forward(pause_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
-    monkeypatch.setattr(folding, "time", SimpleNamespace(perf_counter=lambda: len(calls) * pause_seconds))
+    monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: len(calls) * pause_seconds))
 
     def forward() -> None:
         calls.append(None)
