@@ -1,5 +1,6 @@
 """Export formats: each has a writer, and a reader to compare the file with the model."""
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +115,10 @@ def _read_onnx(path: Path, config: Config) -> Classify:
 
 
 def _write_program(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
-    torch.export.save(torch.export.export(model, (images_BCHW,), dynamic_shapes=_any_batch()), path)
+    buffer = io.BytesIO()  # with a path, torch would abort the process on a full disk
+    torch.export.save(torch.export.export(model, (images_BCHW,), dynamic_shapes=_any_batch()), buffer)
+    with open(path, "wb") as file:
+        file.write(buffer.getbuffer())
 
 
 def _any_batch() -> tuple[dict[int, torch.export.Dim]]:

@@ -289,14 +289,18 @@ def fail(error: Exception) -> None:
 def test_export_only_a_full_disk_is_called_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = [export_formats._write_state, lambda *_: fail(OSError(28, "No space left on device"))]
+    full = [
+        export_formats._write_state,
+        export_formats._write_program,
+        lambda *_: fail(OSError(28, "No space left on device")),
+    ]
     monkeypatch.setattr(export_formats, "open", lambda path, mode: open("/dev/full", mode), raising=False)  # noqa: SIM115
     for write in (*full, lambda *_: fail(RuntimeError("no such operator\nand more")), lambda *_: fail(RuntimeError())):
         form = export_formats.Format(None, write, lambda path, config: None)
         monkeypatch.setitem(export_formats.FORMATS, "torchvision", form)
         assert export("resnet9", "torchvision", tmp_path / "a.pth")[1] == 1
     *of_disk, of_operator, without_words = refusal(capsys).splitlines()
-    assert len(of_disk) == 2
+    assert len(of_disk) == 3
     for line in of_disk:
         assert re.search(naming(f" {tmp_path / 'a.pth'}: No space left on device, ", "MB are free", "--out"), line)
     assert re.search(naming("bigbatch: ", "torchvision: no such operator; ", "--format"), of_operator)
