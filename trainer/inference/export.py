@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     facts = {"format": arguments.format, "weights": str(weights), **_describe(config, classes)}
     written = fold_norms(model) if arguments.fold else model
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
+    path = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out, suffix=out.suffix) as file:  # some writers choose the format by the suffix
@@ -41,13 +42,14 @@ def main(argv: Sequence[str]) -> int:
             chosen.write(written, _images(TRACED_BATCH, config), aside, facts)
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
         # after the file got its name, which it gets only if its logits agree
-        write_whole(Path(f"{out}.json"), (json.dumps(facts, indent=1) + "\n").encode())
+        path = Path(f"{out}.json")
+        write_whole(path, (json.dumps(facts, indent=1) + "\n").encode())
     except ExportError:
         raise
     except (OSError, RuntimeError) as error:
-        reason = write_failure(out, error)
+        reason = write_failure(path, error)
         if find_os_error(error):
-            raise ExportError(f"cannot write {out}: {reason}; free some disk or name another --out") from error
+            raise ExportError(f"cannot write {path}: {reason}; free some disk or name another --out") from error
         raise ExportError(
             f"this model cannot be written as {arguments.format}: {reason}; choose another --format, and please report "
             "it"

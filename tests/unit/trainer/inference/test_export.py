@@ -286,6 +286,14 @@ def fail(error: Exception) -> None:
     raise error
 
 
+def test_export_names_the_description_if_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.safetensors.json").mkdir()
+    assert export("resnet9", "safetensors", tmp_path / "a.safetensors")[1] == 1
+    assert f"cannot write {tmp_path / 'a.safetensors.json'}: " in refusal(capsys)
+
+
 def test_export_only_a_full_disk_is_called_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
