@@ -18,6 +18,7 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.folding import compile_, fold_norms, for_inference, forward_rate, num_norms
 from bigbatch.trainer.machine import host
 from bigbatch.trainer.models import MODELS
+from tests.laws.foreign_models import WithBatchNorm
 
 CPU = torch.device("cpu")
 PAGE = {"celu_alpha": 0.3, "norm_scale": 0.25, "is_whitened": True}
@@ -209,11 +210,14 @@ def test_folding_evaluate_states_the_speed_and_scores_the_same(
 
 
 @pytest.mark.long
-def test_folding_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_folding_evaluate_compiles(start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model with few kernels: C++ takes seconds for each."""
     torch.compiler.reset()
+    torch.save(WithBatchNorm(10).state_dict(), tmp_path / "weights.pt")
+    small = [word for word in start if "width" not in word] + [f"--model.name={WithBatchNorm.__module__}.WithBatchNorm"]
     found = []
     for options in ([], ["--compile"]):
-        assert main(["evaluate", *start, *options, "--json"]) == 0
+        assert main(["evaluate", *small, *options, "--json"]) == 0
         *_, line, record = capsys.readouterr().out.splitlines()
         found.append(json.loads(record))
     assert line.endswith(" (fp32, compiled)")
