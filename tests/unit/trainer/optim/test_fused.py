@@ -102,6 +102,7 @@ def stepped(make, weights):
     [
         ("lion", partial(torch.optim.Adam, lr=0.1), "exp_avg_sq"),
         ("lion", "lamb", "exp_avg_sq"),
+        ("lars inside", partial(torch.optim.SGD, lr=0.1, momentum=0.9), "trust_coefficient"),
         ("muon", "shampoo", "factors"),
         ("shampoo", "muon", "factors"),
         ("muon", partial(of_matrices, LARS), "lr_inside"),
@@ -354,6 +355,25 @@ def test_fused_refuses_a_setting_that_is_no_finite_number_of_at_least_zero(kind,
     for value in (-0.1, math.nan, math.inf, None, torch.tensor(1.0)):
         with pytest.raises(ValueError, match=rf"^{key} .* {re.escape(str(value))}"):
             kind(random_weights(), **({"lr": 1.0} | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "values", "legal"),
+    [
+        (LARS, "momentum_form", ["heavy_ball"], "lr_inside, lr_outside"),
+        (LAMB, "eps", [0.0], "positive"),
+        (Muon, "newton_schulz_steps", [0, 2.5, True], "at least 1"),
+        (Muon, "newton_schulz_precision", ["fp8"], "fp32, bf16"),
+        (Shampoo, "block_size", [0], "at least 1"),
+        (Shampoo, "root_every_steps", [True, 2.5], "at least 1"),
+        (Shampoo, "factor_decay", [1.0], "below 1"),
+        (Shampoo, "eps", [-1.0, 0.0], ""),
+    ],
+)
+def test_fused_refuses_a_setting_that_is_out_of_range(kind, key, values, legal):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{key} must be .*{legal}"):
+            kind(random_weights()[:1], lr=0.1, **{key: value})
 
 
 @pytest.mark.parametrize("kind", [LAMB, Lion])

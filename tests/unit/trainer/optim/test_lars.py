@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from error_texts import naming
 from optimizer_steps import DEVICES, assert_steps_follow, clones, random_weights, set_random_grads
 
 from bigbatch.trainer.optim import lars
@@ -131,11 +130,6 @@ def test_lars_forms_agree_at_constant_lr_and_differ_under_warmup(nesterov):
     assert all((a - b).abs().max() > 1e-4 for a, b in zip(inside, outside, strict=True))
 
 
-def test_lars_refuses_an_unknown_momentum_form():
-    with pytest.raises(ValueError, match=naming("lr_inside, lr_outside", "'heavy_ball'")):
-        LARS(random_weights(), lr=1.0, momentum_form="heavy_ball")
-
-
 def test_lars_on_a_cpu_takes_small_tensors_together_and_large_ones_in_pieces(monkeypatch):
     monkeypatch.setattr(lars, "_CPU_PORTION", 10)
     weights = [torch.zeros(n) for n in (4, 6, 1, 25, 10, 11)]
@@ -145,11 +139,3 @@ def test_lars_on_a_cpu_takes_small_tensors_together_and_large_ones_in_pieces(mon
     assert [p.numel() for p in pieces] == [10, 10, 4]
     assert torch.equal(torch.cat(pieces), strided.permute(0, 2, 3, 1).flatten())  # as memory lies
     assert pieces[0].data_ptr() == strided.data_ptr()
-
-
-def test_lars_refuses_the_state_of_another_optimizer():
-    weights = [torch.nn.Parameter(torch.ones(2, 2))]
-    other = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match=naming("not of LARS", "trust_coefficient", "momentum_form")):
-        LARS(weights, lr=0.1).load_state_dict(other.state_dict())
-    LARS(weights, lr=0.1).load_state_dict(LARS(weights, lr=0.2).state_dict())

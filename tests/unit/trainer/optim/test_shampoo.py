@@ -175,19 +175,3 @@ def test_shampoo_asks_the_device_only_where_roots_are_due(monkeypatch):
 )
 def test_block_shapes_are_as_equal_as_they_can_be(shape, expected):
     assert block_shapes(shape, block_size=5) == expected
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("block_size", 0),
-        ("root_every_steps", True),
-        ("root_every_steps", 2.5),
-        ("factor_decay", 1.0),
-        ("eps", -1.0),
-        ("eps", 0.0),
-    ],
-)
-def test_shampoo_refuses_a_setting_that_is_out_of_range(key, value):
-    with pytest.raises(ValueError, match=rf"^{key} must be "):
-        Shampoo(random_weights()[:1], lr=0.1, **{key: value})
