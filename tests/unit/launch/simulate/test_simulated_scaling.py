@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 from error_texts import naming
@@ -248,7 +249,8 @@ def test_doctor_s_examination_is_a_rate(tmp_path, capsys):
         path.write_text(json.dumps(EXAMINED | {"experiment": EXAMINED["experiment"] | {key: value}}))
         with pytest.raises(SimulationError, match=naming(key, value)):
             read_profile(path, config)
-    for text in ("", "[]", "{}", "[" * 100_000, json.dumps(EXAMINED | {"machine": {"world_size": 0}})):
+    counted = [json.dumps(EXAMINED | {"machine": {"world_size": number}}) for number in (0, math.inf)]
+    for text in ("", "[]", "{}", "[" * 100_000, *counted):
         path.write_text(text)
         with pytest.raises(SimulationError, match=naming("doctor.json")):
             read_profile(path, config)

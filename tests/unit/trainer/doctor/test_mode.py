@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +37,6 @@ from bigbatch.trainer.doctor.modes import (
     disagreement,
     find_modes,
     merge_ranks,
-    with_mode,
 )
 from bigbatch.trainer.memory import out_of_memory
 
@@ -696,21 +695,6 @@ def test_mode_with_other_draws_is_another_update() -> None:
     )
     one, other = (take_step(config, Mode(size), num_images=16, device=CPU) for size in (8, 16))
     assert other.distances(one)["gradients"] > 1000 * BOUNDS["fp32"]
-
-
-def test_mode_of_a_record_is_one_of_the_config() -> None:
-    config = quickstart(KEEPS_NOTHING)
-    modes = find_modes(config, world_size=1)
-    for mode in (Mode(8), Mode(32, "default", cuda_graph=True), Mode(16, cuda_graph=True)):
-        assert mode in modes
-        changed = with_mode(config, mode, world_size=1)
-        assert asdict(mode) == {
-            "microbatch_size": changed.batch.microbatch_size,
-            "compile": changed.compute.compile,
-            "cuda_graph": changed.compute.cuda_graph,
-        }
-    for mode in (Mode(12), Mode(8, "max-autotune"), Mode(64)):
-        assert mode not in modes
 
 
 def test_mode_of_a_run_from_before_the_key_is_eager(tmp_path: Path) -> None:
