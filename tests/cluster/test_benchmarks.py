@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmark_process import fork_code, run_benchmark
+from benchmark_process import run_benchmark
 
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import make_plan
@@ -82,20 +82,11 @@ def test_effective_time_of_a_job_that_is_struck(tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
-ONE_LOSS = """
-import sys
-from benchmarks.faults import healing
-healing.LOSSES = 1
-healing.SETTINGS |= dict.fromkeys(("run.epochs", "run.eval_every_epochs"), 2)
-sys.argv += "--trials 1 --layout 2x2 --timeout-seconds 60 --out out.json".split()
-healing.run(healing.main)
-"""
-
-
 def test_trial_of_healing(tmp_path: Path) -> None:
-    """One killed rank in a run of 2 epochs; the last bits are those of the undisturbed run."""
-    code, output = fork_code(ONE_LOSS, cwd=tmp_path, timeout_seconds=200)
-    assert code == 0, output
-    found = json.loads((tmp_path / "out.json").read_text())["layouts"]["2x2"]
+    """One killed rank; the last bits are those of the undisturbed run."""
+    out = tmp_path / "out.json"
+    done = run_benchmark("faults.healing", "--trials", 1, "--layout", "2x2", "--timeout-seconds", 60, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["layouts"]["2x2"]
     assert (found["n"], found["healed"], found["equal"], found["steps_lost"]) == (1, 1, 1, 0)
     assert found["max_seconds"] == found["trials"][0]["seconds"]
