@@ -14,7 +14,7 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
-from bigbatch.trainer.input.retry import BatchWait, PatientReads
+from bigbatch.trainer.input.retry import BatchWait, Gathering, PatientReads
 
 T = TypeVar("T")
 
@@ -119,7 +119,6 @@ UsableImage = tuple[int, bytes, Sequence[int]]
 IMAGES_PER_SECOND = 12_000
 """Target rate of reads: above any GPU's need, because the threads of a batch also wait for its slowest read."""
 MOST_THREADS = 64
-PAUSE_BATCHES = 16
 
 
 class ReadingThreads:
@@ -135,12 +134,13 @@ class ReadingThreads:
         """Set the number of threads for the next batch from the mean time of this batch's reads.
 
         A rate needs rate * latency reads in progress at a time (Little 1961). The number doubles up to that while reads
-        do not become slower; slower ones wait for cores, the interpreter lock or a busy server.
+        do not become slower; slower ones wait for cores, the interpreter lock or a busy server. The next attempt comes
+        after as many batches as there are threads: few threads need long for a batch, and one may be slow by chance.
         """
         needed = max(self._least, min(MOST_THREADS, math.ceil(IMAGES_PER_SECOND * latency_seconds)))
         before, self._before = self._before, None
         if before is not None and latency_seconds > 1.5 * before[1]:
-            self.number, self._pause_batches = before[0], PAUSE_BATCHES
+            self.number = self._pause_batches = before[0]
         elif needed <= self.number:
             self.number = needed
         elif self._pause_batches:
@@ -182,9 +182,16 @@ class EncodedReader:
         )
 
         def batches() -> Iterator[EncodedBatch]:
+            before: tuple[Request, Gathering[UsableImage]] | None = None
             with reads.threads():
+                reads.use_threads(self._threads.number)
                 for request in requests:
-                    yield self._read_batch(request, reads)
+                    begun = request, self._begin(request, reads)
+                    if before is not None:
+                        yield self._finish(*before, reads)
+                    before = begun
+                if before is not None:
+                    yield self._finish(*before, reads)
 
         # closing stops the reads before it waits for the batch in progress
         return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)
@@ -198,19 +205,22 @@ class EncodedReader:
         """Release the source's open files; reading again is possible."""
         self.source.close()
 
-    def _read_batch(self, request: Request, reads: PatientReads) -> EncodedBatch:
-        """Read one batch. Raises: ValueError if the request has not microbatch_size samples; StuckError."""
+    def _begin(self, request: Request, reads: PatientReads) -> Gathering[UsableImage]:
+        """Start to read one batch. Raises: ValueError if the request has not microbatch_size samples."""
         if len(request.indices_B) != self.microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
         asked, known_B2 = request.indices_B.tolist(), self.source.sizes(request.indices_B)
         sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
-        found = reads.gather(
-            asked, lambda row: self._read_usable(asked[row], sizes[row], reads), num_threads=self._threads.number
-        )
-        if reads.latencies:
-            self._threads.adapt(fmean(reads.latencies))
-            reads.latencies.clear()
-        return self._encoded(request, asked, found)
+        return reads.begin(asked, lambda row: self._read_usable(asked[row], sizes[row], reads))
+
+    def _finish(self, request: Request, gathering: Gathering[UsableImage], reads: PatientReads) -> EncodedBatch:
+        """Return a batch that was begun. Raises: what _read_usable raises; StuckError."""
+        found = reads.finish(gathering)
+        if latencies := tuple(reads.latencies):
+            reads.latencies.clear()  # before the number changes: later ones are with the new number
+            self._threads.adapt(fmean(latencies))
+            reads.use_threads(self._threads.number)
+        return self._encoded(request, list(gathering.asked), found)
 
     def _encoded(self, request: Request, asked: list[int], found: list[UsableImage]) -> EncodedBatch:
         positions = [position for position, _, _ in found]

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from queue import SimpleQueue
 from threading import Event, Lock, get_ident
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import StorageError, print_line
@@ -60,6 +61,33 @@ class BatchWait:
         """Seconds of reads during the wait, for this batch and for batches ahead of it."""
 
 
+class Gathering(Generic[T]):
+    """Rows of one batch, which threads take in order; after an error they begin no further row."""
+
+    def __init__(self, asked: Sequence[int], take: Callable[[int], T]) -> None:
+        self.asked = asked
+        """Position of each row's image; at least one."""
+        self.found: list[T | None] = [None] * len(asked)
+        self.whole: Future[list[T | None]] = Future()
+        """What take returned for each row, or the error of the first row that has one."""
+        self._take = take
+        self._errors: dict[int, BaseException] = {}
+        self._numbers = list(range(len(asked)))
+
+    def take(self, row: int) -> None:
+        """Take one row; from any thread."""
+        if not self._errors:
+            try:
+                self.found[row] = self._take(row)
+            except BaseException as error:
+                self._errors[row] = error
+        if self._numbers.pop() == 0:  # without a lock: each row pops another number, and the last row pops 0
+            if self._errors:
+                self.whole.set_exception(self._errors[min(self._errors)])
+            else:
+                self.whole.set_result(self.found)
+
+
 class PatientReads:
     """Runs the reads of one stream of batches in threads."""
 
@@ -75,15 +103,21 @@ class PatientReads:
         self._patience_seconds = patience_seconds
         self._awaited = awaited
         self._stop = Event()
-        self._threads: ThreadPoolExecutor | None = None
-        self._num_threads = 0  # of the pool
+        # grows by a thread per task if none is idle
+        self._pool = ThreadPoolExecutor(sys.maxsize, thread_name_prefix="bigbatch-read")
+        self._threads: list[Future[None]] = []
+        self._num_threads = 0
+        self._rows: SimpleQueue[tuple[Gathering[Any], int] | None] = SimpleQueue()
+        """Rows that no thread has begun; None ends a thread."""
+        self._gatherings: dict[int, int] = {}  # id of the last Gathering, by thread
         self._under_way: dict[int, tuple[int, float] | None] = {}  # by thread: position, and since when
         self.latencies: list[float] = []
         """Seconds of each successful read since the caller cleared them."""
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Context in which gather may be called. Its threads end on exit, except those that StuckError abandons."""
+        """Context in which begin and finish may be called. Its threads end on exit, except those in reads that do not
+        return: after StuckError at once, else after GRACE_SECONDS."""
         is_stuck = False
         try:
             yield
@@ -92,40 +126,43 @@ class PatientReads:
             raise
         finally:
             self.stop()
-            if self._threads is not None:
-                # nothing ends a thread that waits for a file system
-                self._threads.shutdown(wait=not is_stuck, cancel_futures=True)
+            self.use_threads(0)
+            # nothing ends a thread that waits for a file system
+            left = wait(self._threads, timeout=0 if is_stuck else GRACE_SECONDS).not_done
+            self._pool.shutdown(wait=not left)
 
-    def gather(self, asked: Sequence[int], take: Callable[[int], T], *, num_threads: int) -> list[T]:
-        """Return take(row) for each row of the positions asked, called in num_threads threads, in the order of rows.
+    def use_threads(self, number: int) -> None:
+        """Read with this many threads; more of them begin at once, fewer after the rows that are asked for now."""
+        self._threads = [thread for thread in self._threads if not thread.done()]
+        for _ in range(self._num_threads, number):
+            self._threads.append(self._pool.submit(self._take_rows))
+        for _ in range(number, self._num_threads):
+            self._rows.put(None)
+        self._num_threads = number
+
+    def begin(self, asked: Sequence[int], take: Callable[[int], T]) -> Gathering[T]:
+        """Start take(row) in the threads for each row of the positions asked, after the rows that were begun before."""
+        gathering = Gathering(asked, take)
+        for row in range(len(asked)):
+            self._rows.put((gathering, row))
+        return gathering
+
+    def finish(self, gathering: Gathering[T]) -> list[T]:
+        """Return what take returned for each row.
 
         Raises: what take raises; StuckError naming the image if a read takes too long or reads are too slow together;
         StuckError if a read has not returned GRACE_SECONDS after stop.
         """
-        found: list[Any] = [None] * len(asked)
-        # all threads share one iterator, so a slow read delays no other; one task per thread, since a task costs as
-        # much as reading a cached file
-        rows = iter(range(len(asked)))
+        self._wait_for(gathering)
+        return gathering.whole.result()  # type: ignore[return-value]
 
-        def take_some() -> None:
-            for row in rows:
-                found[row] = take(row)
-
-        threads = self._pool_of(num_threads)
-        parts = [threads.submit(take_some) for _ in range(min(num_threads, len(asked)))]
-        self._wait_for(parts, asked, found)
-        for part in parts:
-            part.result()
-        return found
-
-    def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
-        """Return a pool of at least num_threads; a larger pool replaces the former one, which cannot grow."""
-        if self._threads is None or num_threads > self._num_threads:
-            if self._threads is not None:
-                self._threads.shutdown()
-            self._num_threads = num_threads
-            self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-read")
-        return self._threads
+    def _take_rows(self) -> None:
+        # after the last row of a batch a thread goes on to the next batch: it waits for no slower thread
+        while (task := self._rows.get()) is not None:
+            gathering, row = task
+            self._gatherings[get_ident()] = id(gathering)
+            gathering.take(row)
+            del task, gathering  # while the thread waits, it must not keep a batch in memory
 
     def read(self, position: int) -> bytes:
         """Read an image, called in one of the threads; try again for patience_seconds after an error of the system.
@@ -160,36 +197,41 @@ class PatientReads:
             self._stop.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _wait_for(self, parts: Sequence[Future[None]], asked: Sequence[int], found: Sequence[object]) -> None:
-        """Wait for the tasks, and check their progress. found: images read at the positions asked, None until then."""
+    def _wait_for(self, gathering: Gathering[Any]) -> None:
+        """Wait for a batch, and check the progress of its reads."""
         is_done, last = False, awake_seconds()
         while not is_done:
-            is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
+            is_done = not wait([gathering.whole], timeout=CHECK_SECONDS).not_done
             awaited, before, last = self._awaited(), last, awake_seconds()
             if awaited is not None:
                 awaited.read_seconds += last - before
             if not is_done and self._stop.is_set():
                 # a last wait: nearly always all reads return in it, so that no thread is abandoned
-                is_done = not wait(parts, timeout=GRACE_SECONDS).not_done
+                is_done = not wait([gathering.whole], timeout=GRACE_SECONDS).not_done
                 if not is_done:
                     raise StuckError("reading was stopped while a read had not returned")
             elif not is_done:
-                self._require_answer()
-                self._require_pace(awaited, asked, found)
+                self._require_answer(gathering)
+                self._require_pace(awaited, gathering)
 
-    def _require_answer(self) -> None:
-        for position, since in filter(None, tuple(self._under_way.values())):
+    def _require_answer(self, gathering: Gathering[Any]) -> None:
+        for thread, read in tuple(self._under_way.items()):
+            # a read of the next batch is reported in its place
+            if read is None or self._gatherings.get(thread) != id(gathering):
+                continue
+            position, since = read
             if (seconds := awake_seconds() - since) > self._patience_seconds + GRACE_SECONDS:
                 raise StuckError(
                     f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
                     f"(data.patience_seconds={self._patience_seconds:g}); check whether its file system answers"
                 )
 
-    def _require_pace(self, awaited: BatchWait | None, asked: Sequence[int], found: Sequence[object]) -> None:
+    def _require_pace(self, awaited: BatchWait | None, gathering: Gathering[Any]) -> None:
         if awaited is None or awaited.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
             return
+        asked = gathering.asked
         # the first missing image is being read, since the threads take the positions in order
-        missing = [position for position, image in zip(asked, found, strict=True) if image is None]
+        missing = [position for position, image in zip(asked, gathering.found, strict=True) if image is None]
         if missing:
             raise StuckError(
                 f"{self._source.name(missing[0])}: storage too slow: {len(asked) - len(missing)} of {len(asked)} "

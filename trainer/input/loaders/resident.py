@@ -125,6 +125,7 @@ def _decode_all(
         images_NHWC[position] = np.asarray(image.convert("RGB"))
 
     with reads.threads():
-        reads.gather(range(len(index)), fill, num_threads=num_threads)
+        reads.use_threads(num_threads)
+        reads.finish(reads.begin(range(len(index)), fill))
     index.close()
     return torch.from_numpy(images_NHWC)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import read_index
-from bigbatch.trainer.input.reading import MOST_THREADS, PAUSE_BATCHES, ReadingThreads
+from bigbatch.trainer.input.reading import MOST_THREADS, ReadingThreads
 from bigbatch.trainer.input.shards import open_split
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 60.0}
@@ -521,10 +522,87 @@ def test_reading_threads_follow_the_latency_by_littles_law():
 def test_reading_threads_that_wait_for_each_other_are_not_increased():
     """Each read takes as long as there are threads: they share a core, a lock or a server."""
     threads, numbers = ReadingThreads(2), []
-    for _ in range(2 * PAUSE_BATCHES):
+    for _ in range(8):
         numbers += chosen(threads, [threads.number * 2e-4])
-    assert set(numbers) == {2, 4}
-    assert numbers.count(4) == 2
+    assert numbers == [4, 2, 2, 2] * 2
+
+
+class Late(Storage):
+    """Reading image `late` returns once it is released."""
+
+    def __init__(self, num_images, late, **trouble):
+        super().__init__(num_images, **trouble)
+        self.late, self.is_asked = late, threading.Event()
+        self.all_others, self._lock = threading.Event(), threading.Lock()
+
+    def read(self, position):
+        if position == self.late:
+            self.is_asked.set()
+            assert self.release.wait(200)
+        data = super().read(position)
+        with self._lock:
+            if sum(self.num_reads) == len(self) - 1:
+                self.all_others.set()
+        return data
+
+
+TWO_BATCHES = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+
+
+def test_reading_goes_on_to_the_next_batch_while_one_image_is_late():
+    storage = Late(8, 0)
+    threading.Thread(target=lambda: storage.all_others.wait(200) and storage.release.set()).start()
+    with made_loaders("torchvision", SETTINGS | {"prefetch_batches": 1}) as make:
+        found = list(make(storage).load(TWO_BATCHES))
+    assert [batch.request.indices_B.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("failing", [None, 3])
+def test_reading_a_batch_comes_or_fails_though_a_read_of_the_next_one_does_not_return(failing, monkeypatch):
+    monkeypatch.setattr(retry, "GRACE_SECONDS", 0.05)
+    storage = Late(8, 7, failures={failing: FOREVER}, cause=None)
+    with made_loaders("torchvision", SETTINGS | {"prefetch_batches": 1, "num_threads": 2}, slack_seconds=200) as make:
+        batches = make(storage).load(TWO_BATCHES)
+        if failing is None:
+            assert next(batches).request.indices_B.tolist() == [0, 1, 2, 3]
+            assert storage.is_asked.wait(200)
+        else:
+            with pytest.raises(StorageError, match=r"far/away/3.jpg: is gone"):
+                next(batches)
+        batches.close()
+        assert not storage.release.is_set()
+        storage.release.set()
+
+
+def test_reading_raises_the_first_error_of_a_batch_and_begins_no_further_row():
+    reads, seconds_first, taken = retry.PatientReads(Storage(), patience_seconds=0.0), threading.Event(), []
+
+    def take(row):
+        taken.append(row)
+        if row == 0:
+            assert seconds_first.wait(200)
+            raise StorageError("the first row")
+        seconds_first.set()
+        raise StorageError("the second row")
+
+    with reads.threads():
+        reads.use_threads(2)
+        with pytest.raises(StorageError, match="the first row"):
+            reads.finish(reads.begin(range(8), take))
+    assert sorted(taken) == [0, 1]
+
+
+def test_reading_threads_that_wait_keep_no_batch():
+    reads = retry.PatientReads(Storage(), patience_seconds=0.0)
+    with reads.threads():
+        for number in (4, 2, 4):
+            reads.use_threads(number)
+            gathering = reads.begin(range(8), reads.read)
+            assert None not in reads.finish(gathering)
+            known = weakref.ref(gathering)
+            del gathering
+            while known() is not None:
+                time.sleep(0.01)
 
 
 class Together(Storage):
