@@ -185,6 +185,9 @@ SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
     "input.decode data/imagenet --batch 32 --prefetch 1 --batches 4 --repetitions 12 --cpu-time --contestants our_dali our_dali_at_256 our_pillow limit_yuv_at_256 --out benchmarks/results/input-stored-cpu-time.json": (  # noqa: E501
         f"{DECODE} limit_yuv_at_256 --cpu-time"
     ),
+    "input.slow_reads --out benchmarks/results/input-slow-reads.json": (
+        "input.slow_reads --seconds 0.1 --sides 8 --batches 4 --repetitions 1 --out out.json"
+    ),
     "gpu.recompute --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,
     "gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
     "largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,
