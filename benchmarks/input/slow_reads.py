@@ -3,7 +3,7 @@
     python -m benchmarks.input.slow_reads --out benchmarks/results/input-slow-reads.json
 
 The reader chooses its number of threads, and reads for --seconds before it is measured. Its limit is bare threads that
-read the same files and parse their headers, as many as its target needs. The cases take turns in an order that is drawn.
+read the same files and parse their headers, as many as its target needs. The order of the cases is drawn.
 """
 
 import argparse
