@@ -229,6 +229,26 @@ def test_figures_of_simulated_steps(head: str, named: str) -> None:
             require(cell, *([] if each[column] is None else [100 * each[column]]))
 
 
+def test_figures_of_input_from_a_slow_storage() -> None:
+    found = record("input-slow-reads")["images"]
+    assert list(found) == ["4 kB", "107 kB"]
+    text = (ROOT / "docs/measured.md").read_text()
+    cell = re.search(r"\| reading with 3 ms per file [^|]*\|([^|]*) of 36 bare threads", text)
+    cases = [each["batches of 256"] for each in found.values()]
+    values = [case[name]["median"] for name in ("images_per_second", "share_of_bare") for case in cases]
+    assert cell
+    require(cell[1], *values)
+
+
+def test_figures_of_healing() -> None:
+    found = record("healing-time")["ways"]["healing"]
+    (_, share, cost, lost) = rows_of("restarts.md", "way")[1]
+    require(share, 100 * found["effective_share"])
+    spread = found["cost_seconds"]
+    require(cost, spread["median"], spread["min"], spread["max"], found["failures"])
+    require(lost, found["steps_lost"]["max"])
+
+
 def test_figures_of_a_step_by_kernels() -> None:
     columns = ("norm, ReLU and add", "convolutions and products", "max-pool", "optimizer", "other")
     cases = record("gpu-nvidia-h200-kernels")["cases"]
