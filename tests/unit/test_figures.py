@@ -240,7 +240,7 @@ def test_figures_of_input_from_a_slow_storage() -> None:
     require(cell[1], *values)
 
 
-def test_figures_of_healing() -> None:
+def test_figures_of_effective_time() -> None:
     found = record("healing-time")["ways"]["healing"]
     (_, share, cost, lost) = rows_of("restarts.md", "way")[1]
     require(share, 100 * found["effective_share"])
