@@ -106,8 +106,7 @@ def _find_start(
         start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
     else:
         start = start_in_memory(kept, samples=train.digest, root=config.data.root)
-        # the optimizer uses its tensors themselves, and the run may go back to those of kept
-        state = {**kept, "optimizer": copy_to_host(kept["optimizer"])}
+        state = copy_to_host(kept)  # the optimizer uses these tensors, and the run may go back to those of kept
     communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
     return start, state
 

@@ -112,7 +112,9 @@ def bare_rate(root: Path, options: argparse.Namespace) -> float:
             count += 1
         counts.append(count)
 
-    threads = [threading.Thread(target=read) for _ in range(round(IMAGES_PER_SECOND * options.milliseconds / 1e3))]
+    threads = [
+        threading.Thread(target=read) for _ in range(max(1, round(IMAGES_PER_SECOND * options.milliseconds / 1e3)))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

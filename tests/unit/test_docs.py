@@ -352,6 +352,7 @@ def test_commands_name_tests_that_exist(name: str) -> None:
 def test_threat_model_names_tests_that_exist() -> None:
     """Each of its sentences is one, at least."""
     table = (ROOT / "docs/admin.md").read_text().partition("| who | what they reach |")[2].partition("\n\n")[0]
+    assert table
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for line in table.splitlines()[2:]:
         names = re.findall(r"`(test_\w+)`", line.rsplit("|", 2)[1])

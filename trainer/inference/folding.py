@@ -104,4 +104,9 @@ def forward_rate(forward: Callable[[], object], *, num_images: int, device: torc
         forward()
     count = round(MEASURED_SECONDS / seconds_of(forward, device))
     count = min(max(count, LEAST_BATCHES), MOST_BATCHES)
-    return count * num_images / seconds_of(lambda: [forward() for _ in range(count)], device)
+
+    def repeat() -> None:  # keeps no outputs
+        for _ in range(count):
+            forward()
+
+    return count * num_images / seconds_of(repeat, device)

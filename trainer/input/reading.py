@@ -176,22 +176,33 @@ class EncodedReader:
         self._threads = ReadingThreads(self.num_threads)
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
-        """Yield one batch per request, in order. Raises: DataError naming the image."""
+        """Yield one batch per request, in order; the next request is drawn before.
+
+        Raises: DataError naming the image; errors of requests, in their place.
+        """
         reads = self._reads = PatientReads(
             self.source, patience_seconds=self.patience_seconds, awaited=lambda: self.awaited
         )
 
         def batches() -> Iterator[EncodedBatch]:
             before: tuple[Request, Gathering[UsableImage]] | None = None
+            drawn = iter(requests)
             with reads.threads():
                 reads.use_threads(self._threads.number)
-                for request in requests:
-                    begun = request, self._begin(request, reads)
+                while True:
+                    begun, error = None, None
+                    try:
+                        if request := next(drawn, None):
+                            begun = request, self._begin(request, reads)
+                    except Exception as found:  # raised in its place, after the batch before
+                        error = found
                     if before is not None:
                         yield self._finish(*before, reads)
+                    if error is not None:
+                        raise error
+                    if begun is None:
+                        return
                     before = begun
-                if before is not None:
-                    yield self._finish(*before, reads)
 
         # closing stops the reads before it waits for the batch in progress
         return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)

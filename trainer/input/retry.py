@@ -1,16 +1,17 @@
 """Read from storage that fails for a while, is slow, or never answers.
 
-Reading delays a batch by at most 2 * patience + GRACE_SECONDS + CHECK_SECONDS. An image takes that long if its reads
-fail until the patience ends, and its last read does not return; many images that fail in turn may not take longer.
-The config's check of comm.timeout_seconds leaves 2 s for the two constants.
+Reading delays a batch by at most 2 * patience + GRACE_SECONDS + 2 * CHECK_SECONDS. An image takes that long if its
+reads fail until the patience ends, and its last read and one of the next batch do not return; many images that fail in
+turn may not take longer. The config's check of comm.timeout_seconds leaves 2 s for the constants.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Event, Lock, get_ident
+from threading import Event, Lock, Thread, get_ident
 from typing import Any, Generic, TypeVar
 
 from bigbatch.awake import awake_seconds
@@ -66,13 +67,15 @@ class Gathering(Generic[T]):
 
     def __init__(self, asked: Sequence[int], take: Callable[[int], T]) -> None:
         self.asked = asked
-        """Position of each row's image; at least one."""
+        """Position of each row's image."""
         self.found: list[T | None] = [None] * len(asked)
         self.whole: Future[list[T | None]] = Future()
         """What take returned for each row, or the error of the first row that has one."""
         self._take = take
         self._errors: dict[int, BaseException] = {}
         self._numbers = list(range(len(asked)))
+        if not asked:
+            self.whole.set_result([])
 
     def take(self, row: int) -> None:
         """Take one row; from any thread."""
@@ -84,6 +87,7 @@ class Gathering(Generic[T]):
         if self._numbers.pop() == 0:  # without a lock: each row pops another number, and the last row pops 0
             if self._errors:
                 self.whole.set_exception(self._errors[min(self._errors)])
+                self.found = []  # the error's traceback keeps this object in memory
             else:
                 self.whole.set_result(self.found)
 
@@ -103,9 +107,7 @@ class PatientReads:
         self._patience_seconds = patience_seconds
         self._awaited = awaited
         self._stop = Event()
-        # grows by a thread per task if none is idle
-        self._pool = ThreadPoolExecutor(sys.maxsize, thread_name_prefix="bigbatch-read")
-        self._threads: list[Future[None]] = []
+        self._threads: list[Thread] = []
         self._num_threads = 0
         self._rows: SimpleQueue[tuple[Gathering[Any], int] | None] = SimpleQueue()
         """Rows that no thread has begun; None ends a thread."""
@@ -116,29 +118,49 @@ class PatientReads:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Context in which begin and finish may be called. Its threads end on exit, except those in reads that do not
-        return: after StuckError at once, else after GRACE_SECONDS."""
-        is_stuck = False
+        """Context in which begin and finish may be called. Its threads end on exit.
+
+        It waits GRACE_SECONDS for reads under way, CHECK_SECONDS after an error, and not after StuckError. Nothing ends
+        a thread that waits for a file system, but it does not keep the process from ending.
+        """
+        seconds = GRACE_SECONDS
         try:
             yield
         except StuckError:
-            is_stuck = True
+            seconds = 0.0
+            raise
+        except (GeneratorExit, CancelledError):
+            raise
+        except BaseException:
+            seconds = CHECK_SECONDS
             raise
         finally:
             self.stop()
             self.use_threads(0)
-            # nothing ends a thread that waits for a file system
-            left = wait(self._threads, timeout=0 if is_stuck else GRACE_SECONDS).not_done
-            self._pool.shutdown(wait=not left)
+            deadline = time.monotonic() + seconds
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def use_threads(self, number: int) -> None:
-        """Read with this many threads; more of them begin at once, fewer after the rows that are asked for now."""
-        self._threads = [thread for thread in self._threads if not thread.done()]
-        for _ in range(self._num_threads, number):
-            self._threads.append(self._pool.submit(self._take_rows))
-        for _ in range(number, self._num_threads):
+        """Read with this many threads, or with fewer if the system allows no more.
+
+        More of them begin at once, fewer after the rows that are asked for now.
+        Raises: RuntimeError if not one can start.
+        """
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        while self._num_threads < number:
+            thread = Thread(target=self._take_rows, name="bigbatch-read", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._num_threads:
+                    raise
+                break
+            self._threads.append(thread)
+            self._num_threads += 1
+        while self._num_threads > number:
             self._rows.put(None)
-        self._num_threads = number
+            self._num_threads -= 1
 
     def begin(self, asked: Sequence[int], take: Callable[[int], T]) -> Gathering[T]:
         """Start take(row) in the threads for each row of the positions asked, after the rows that were begun before."""
@@ -184,6 +206,8 @@ class PatientReads:
                 cause, seconds = error.__cause__, awake_seconds() - start
                 if not isinstance(cause, OSError):
                     raise
+                if self._stop.is_set():  # the source may be closed already
+                    raise CancelledError from None
                 left = self._patience_seconds - seconds
                 if left <= 0:
                     raise StorageError(f"{error} (tried for {seconds:.1f} s: data.patience_seconds)") from cause
@@ -231,7 +255,7 @@ class PatientReads:
             return
         asked = gathering.asked
         # the first missing image is being read, since the threads take the positions in order
-        missing = [position for position, image in zip(asked, gathering.found, strict=True) if image is None]
+        missing = [position for position, image in zip(asked, gathering.found, strict=False) if image is None]
         if missing:
             raise StuckError(
                 f"{self._source.name(missing[0])}: storage too slow: {len(asked) - len(missing)} of {len(asked)} "

@@ -60,7 +60,9 @@ class LAMB(FusedOptimizer):
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         if group["eps"] == 0:
-            return "eps must be positive, such as 1e-6: a gradient that was always 0 is divided by it"
+            return (
+                f"eps must be positive, such as 1e-6, not {group['eps']}: a gradient that was always 0 is divided by it"
+            )
         return problem_with_betas(group)
 
     def _update_groups_(self) -> None:

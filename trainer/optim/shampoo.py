@@ -70,7 +70,7 @@ class Shampoo(MatrixOptimizer):
         if problem := next(filter(None, problems), None):
             raise ValueError(problem)
         if eps == 0:
-            raise ValueError("eps must be positive, such as 1e-6: an eigenvalue of 0 has no inverse root")
+            raise ValueError(f"eps must be positive, such as 1e-6, not {eps}: an eigenvalue of 0 has no inverse root")
         self._block_size, self._every, self._factor_decay, self._eps = block_size, root_every_steps, factor_decay, eps
         self._calls_before_roots = 0
         """Calls before roots can be due; 0 if the host must read the update count from the device."""

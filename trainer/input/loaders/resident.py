@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from bigbatch.trainer.input.base import Batch, Crop, ImageSource, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.prepare_batch import on_device
 from bigbatch.trainer.input.retry import PatientReads
+
+SLICE_IMAGES = 4096
+"""Images that are asked for at a time while the set is decoded."""
 
 
 class ResidentLoader:
@@ -116,7 +120,8 @@ def _decode_all(
     """Decode every image of the split, uint8 (N, image_size, image_size, 3)."""
     images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
-    def fill(position: int) -> None:
+    def fill(first: int, row: int) -> None:
+        position = first + row
         data, path = reads.read(position), index.name(position)
         image = open_image(data, path=path, max_pixels=max_pixels)
         if image.size != (image_size, image_size):
@@ -126,6 +131,8 @@ def _decode_all(
 
     with reads.threads():
         reads.use_threads(num_threads)
-        reads.finish(reads.begin(range(len(index)), fill))
+        for first in range(0, len(index), SLICE_IMAGES):  # or a row each of millions of images would wait in memory
+            positions = range(first, min(first + SLICE_IMAGES, len(index)))
+            reads.finish(reads.begin(positions, partial(fill, first)))
     index.close()
     return torch.from_numpy(images_NHWC)

@@ -199,7 +199,7 @@ def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, p
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("bad", [1.0, math.nan])
+@pytest.mark.parametrize("bad", [1.0, math.nan, math.inf])
 def test_optimizer_keeps_no_trace_of_a_skipped_step(bad: float, name: str) -> None:
     optimizer, weights = make(name)
     walk(optimizer, weights, steps=range(1))

@@ -20,7 +20,7 @@ from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders
 from sample_images import encoded, smooth_image, with_bad_tables, write
 
 from bigbatch import cli
-from bigbatch.errors import StorageError
+from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.augment.crops import center_crop, random_resized_crop
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -144,7 +144,7 @@ class Storage:
 
 
 FOREVER = 10**9
-WORST_SECONDS = retry.GRACE_SECONDS + retry.CHECK_SECONDS
+WORST_SECONDS = retry.GRACE_SECONDS + 2 * retry.CHECK_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -572,6 +572,69 @@ def test_reading_a_batch_comes_or_fails_though_a_read_of_the_next_one_does_not_r
         batches.close()
         assert not storage.release.is_set()
         storage.release.set()
+
+
+def test_reading_raises_an_error_of_the_requests_in_its_place():
+    def requests():
+        yield ask(0, 1, 2, 3)
+        raise DataError("no more requests")
+
+    with made_loaders("torchvision", SETTINGS | {"prefetch_batches": 1}) as make:
+        batches = make(Storage(4)).load(requests())
+        assert next(batches).request.indices_B.tolist() == [0, 1, 2, 3]
+        with pytest.raises(DataError, match="no more requests"):
+            next(batches)
+
+
+def test_reading_of_no_rows_is_done_at_once():
+    reads = retry.PatientReads(Storage(), patience_seconds=0.0)
+    assert reads.finish(reads.begin([], reads.read)) == []
+
+
+def test_reading_uses_the_threads_that_the_system_allows(monkeypatch):
+    reads, started, begin = retry.PatientReads(Storage(), patience_seconds=0.0), [], threading.Thread.start
+
+    def start(thread):
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with reads.threads():
+        reads.use_threads(9)
+        assert None not in reads.finish(reads.begin(range(8), reads.read))
+    assert not any(thread.is_alive() for thread in started)
+    with (
+        pytest.raises(RuntimeError, match="can't start"),
+        retry.PatientReads(Storage(), patience_seconds=0.0).threads(),
+    ):
+        retry.PatientReads(Storage(), patience_seconds=0.0).use_threads(1)
+
+
+UNCLOSED = """
+import sys, time
+from bigbatch.trainer.input.retry import PatientReads
+
+class Source:
+    def read(self, position):
+        if position == 7:
+            time.sleep(1000)
+        return b"data"
+
+reads = PatientReads(Source(), patience_seconds=0.0)
+context = reads.threads()
+context.__enter__()
+reads.use_threads(4)
+assert len(reads.finish(reads.begin(range(4), reads.read))) == 4
+reads.begin([7], reads.read)
+sys.exit(3)
+"""
+
+
+def test_reading_threads_do_not_hold_a_process_that_leaves_a_loader_open():
+    done = subprocess.run([sys.executable, "-c", UNCLOSED], timeout=200, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_reading_raises_the_first_error_of_a_batch_and_begins_no_further_row():
