@@ -214,6 +214,8 @@ class EncodedReader:
 
     def close(self) -> None:
         """Release the source's open files; reading again is possible."""
+        if self._reads is not None:
+            self._reads.join()
         self.source.close()
 
     def _begin(self, request: Request, reads: PatientReads) -> Gathering[UsableImage]:

@@ -1,8 +1,8 @@
 """Read from storage that fails for a while, is slow, or never answers.
 
-Reading delays a batch by at most 2 * patience + GRACE_SECONDS + 2 * CHECK_SECONDS. An image takes that long if its
-reads fail until the patience ends, and its last read and one of the next batch do not return; many images that fail in
-turn may not take longer. The config's check of comm.timeout_seconds leaves 2 s for the constants.
+Reading delays a batch by at most 2 * patience + GRACE_SECONDS + CHECK_SECONDS. An image takes that long if its reads
+fail until the patience ends, and its last read does not return; many images that fail in turn may not take longer.
+The config's check of comm.timeout_seconds leaves 2 s for the two constants.
 """
 
 import sys
@@ -118,28 +118,31 @@ class PatientReads:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Context in which begin and finish may be called. Its threads end on exit.
+        """Context in which begin and finish may be called. Its threads end on exit; an error does not wait for them.
 
-        It waits GRACE_SECONDS for reads under way, CHECK_SECONDS after an error, and not after StuckError. Nothing ends
-        a thread that waits for a file system, but it does not keep the process from ending.
+        Nothing ends a thread that waits for a file system, but it does not keep the process from ending.
         """
-        seconds = GRACE_SECONDS
+        has_failed = True
         try:
             yield
-        except StuckError:
-            seconds = 0.0
-            raise
+            has_failed = False
         except (GeneratorExit, CancelledError):
+            has_failed = False
             raise
-        except BaseException:
-            seconds = CHECK_SECONDS
+        except StuckError:
+            self._threads.clear()
             raise
         finally:
             self.stop()
             self.use_threads(0)
-            deadline = time.monotonic() + seconds
-            for thread in self._threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            if not has_failed:
+                self.join()
+
+    def join(self) -> None:
+        """Wait for threads that end, GRACE_SECONDS at most; not for those that StuckError has abandoned."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def use_threads(self, number: int) -> None:
         """Read with this many threads, or with fewer if the system allows no more.

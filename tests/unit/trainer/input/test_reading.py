@@ -144,7 +144,7 @@ class Storage:
 
 
 FOREVER = 10**9
-WORST_SECONDS = retry.GRACE_SECONDS + 2 * retry.CHECK_SECONDS
+WORST_SECONDS = retry.GRACE_SECONDS + retry.CHECK_SECONDS
 
 
 @pytest.fixture(autouse=True)
