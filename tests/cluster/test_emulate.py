@@ -68,6 +68,12 @@ def test_ranks_are_dealt_out_to_uneven_nodes_in_turn(launcher: str, emulate: Emu
     assert [each["local_rank"] for each in said] == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
+def test_master_of_another_job_is_not_this_ones(emulate: Emulate, even: EmulatedCluster) -> None:
+    """Neither on the node of mpirun, which inherits, nor on those to which it passes variables on."""
+    said = probe(emulate, "even", "who", launcher="mpirun", MASTER_ADDR="10.0.0.99")
+    assert [each["master"] for each in said] == [None] * 8
+
+
 def test_failing_rank_ends_the_job_with_its_code(emulate: Emulate, even: EmulatedCluster) -> None:
     """Long before the others would end, ten minutes later, and within what a command may take here."""
     options = ("--name", "even", "--launcher", "mpirun", "--python")

@@ -13,6 +13,7 @@ from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_settings
 from bigbatch.errors import UserError
 from bigbatch.experiments.engine.folder import SweepFolder, require_same_experiment
 from bigbatch.experiments.engine.plan import read_plan
+from bigbatch.files import parse_json
 from bigbatch.launch.emulate import state as emulated
 from bigbatch.launch.launchers.slurm_queue import RUN_FOLDER_MARK, QueuedJob
 from bigbatch.trainer.config.file import PACKAGED, load_config
@@ -31,6 +32,13 @@ TEXTS = {
     "list": "[]",
     "surrogate": '"\\ud800"',
 }
+
+
+def test_parse_json_refuses_deep_nests_as_any_other_damage() -> None:
+    for text in (DEEP, DEEP.encode(), "{", "9" * 5000):
+        with pytest.raises(ValueError, match=r"deep|line 1|digits"):
+            parse_json(text)
+    assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
 
 
 QUICK = load_config(["--config", "quickstart"])

@@ -440,6 +440,9 @@ def test_stage_the_command(source, target, made, capsys):
     assert main(["data", "stage", str(source), str(target), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["root"], found["num_pictures"], found["bytes_copied"]) == (str(target), 24, 0)
+    assert main(["data", "stage", str(made / "folders"), str(target)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(naming(made / "folders/train", "`bigbatch data pack SRC DST`"), line)
 
 
 def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(source, target):
