@@ -11,9 +11,9 @@ import itertools
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -101,29 +101,24 @@ def write_images(root: Path, *, side: int) -> float:
 def bare_rate(root: Path, options: argparse.Namespace) -> float:
     """Return images per second of threads that sleep, read a file and parse its header."""
     paths, numbers = sorted((root / "train/noise").iterdir()), itertools.count()
-    end, counts = time.perf_counter() + options.seconds, list[int]()
+    end = time.perf_counter() + options.seconds
 
-    def read() -> None:
+    def read(_: int) -> int:
         count = 0
         while time.perf_counter() < end:
             path = paths[next(numbers) % NUM_IMAGES]
             time.sleep(options.milliseconds / 1e3)
             encoded_size(read_plain(path), path=str(path))
             count += 1
-        counts.append(count)
+        return count
 
-    threads = [
-        threading.Thread(target=read) for _ in range(max(1, round(IMAGES_PER_SECOND * options.milliseconds / 1e3)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts) / options.seconds
+    num_threads = max(1, round(IMAGES_PER_SECOND * options.milliseconds / 1e3))
+    with ThreadPoolExecutor(num_threads) as threads:
+        return sum(threads.map(read, range(num_threads))) / options.seconds
 
 
 def reader_rate(root: Path, options: argparse.Namespace, *, size: int) -> float:
-    """Return images per second of the product's reader, whose consumer does nothing else."""
+    """Return images per second of the product's reader, if nothing else uses the process."""
     split = SlowSplit(root, seconds=options.milliseconds / 1e3)
     reader = EncodedReader(
         source=split,

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import fmean
 from threading import Lock
@@ -176,33 +177,17 @@ class EncodedReader:
         self._threads = ReadingThreads(self.num_threads)
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
-        """Yield one batch per request, in order; the next request is drawn before.
-
-        Raises: DataError naming the image; errors of requests, in their place.
-        """
+        """Yield one batch per request, in order. Raises: DataError naming the image; errors of requests, in order."""
         reads = self._reads = PatientReads(
             self.source, patience_seconds=self.patience_seconds, awaited=lambda: self.awaited
         )
 
         def batches() -> Iterator[EncodedBatch]:
-            before: tuple[Request, Gathering[UsableImage]] | None = None
-            drawn = iter(requests)
-            with reads.threads():
+            begun = ((request, self._begin(request, reads)) for request in requests)
+            with reads.threads(), closing(ahead(begun, depth=1)) as gatherings:
                 reads.use_threads(self._threads.number)
-                while True:
-                    begun, error = None, None
-                    try:
-                        if request := next(drawn, None):
-                            begun = request, self._begin(request, reads)
-                    except Exception as found:  # raised in its place, after the batch before
-                        error = found
-                    if before is not None:
-                        yield self._finish(*before, reads)
-                    if error is not None:
-                        raise error
-                    if begun is None:
-                        return
-                    before = begun
+                for request, gathering in gatherings:
+                    yield self._finish(request, gathering, reads)
 
         # closing stops the reads before it waits for the batch in progress
         return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)

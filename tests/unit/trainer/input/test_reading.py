@@ -586,6 +586,21 @@ def test_reading_raises_an_error_of_the_requests_in_its_place():
             next(batches)
 
 
+def test_reading_yields_a_batch_though_the_next_request_waits_for_it():
+    has_come = threading.Event()
+
+    def requests():
+        yield ask(0, 1, 2, 3)
+        assert has_come.wait(200)
+        yield ask(3, 2, 1, 0)
+
+    with made_loaders("torchvision", SETTINGS | {"prefetch_batches": 1}) as make:
+        batches = make(Storage(4)).load(requests())
+        assert next(batches).request.indices_B.tolist() == [0, 1, 2, 3]
+        has_come.set()
+        assert next(batches).request.indices_B.tolist() == [3, 2, 1, 0]
+
+
 def test_reading_of_no_rows_is_done_at_once():
     reads = retry.PatientReads(Storage(), patience_seconds=0.0)
     assert reads.finish(reads.begin([], reads.read)) == []
