@@ -246,3 +246,11 @@ def parse_json(text: str | bytes, **how: Any) -> Any:
         return json.loads(text, **how)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def as_json(value: Any, *, indent: int | None = None) -> str:
+    """Return JSON for other programs: numbers that are not finite, which JSON lacks, are null."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), indent=indent)

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from bigbatch.experiments.report.compare import (
     label_runs,
     run_records,
 )
+from bigbatch.files import as_json
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, as_markdown, markdown, show_table, shown_text, stdout_console
@@ -155,7 +155,7 @@ class Report:
             note=EXPLAINED if is_scaling else COMPARED if self.comparisons else None,
         )
         texts["report.md"] = "\n\n".join(lines) + "\n"
-        texts["report.json"] = json.dumps(self._facts(), indent=1) + "\n"
+        texts["report.json"] = as_json(self._facts(), indent=1) + "\n"
         if self.trained:
             texts["runs.csv"] = as_csv(list(run_records(self.trained)))
         if self.comparisons:

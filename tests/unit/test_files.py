@@ -1,6 +1,8 @@
 """Writing a file whole or not at all."""
 
 import errno
+import json
+import math
 import os
 import socket
 import stat
@@ -10,7 +12,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch import files
-from bigbatch.files import read_own, read_plain, replacing, write_own, write_whole
+from bigbatch.files import as_json, read_own, read_plain, replacing, write_own, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -251,3 +253,11 @@ def test_files_that_a_user_named_are_replaced_and_streams_are_not(tmp_path: Path
     with files.open_named(path) as file:
         file.write(b"again")
     assert path.read_bytes() == b"again"
+
+
+def test_json_for_others_has_null_for_numbers_that_it_lacks() -> None:
+    found = {"loss": [math.nan, -math.inf, 1e-300], "step": 2**60, 3: None}
+    for indent in (None, 1):
+        text = as_json(found, indent=indent)
+        assert json.loads(text, parse_constant=pytest.fail) == {"loss": [None, None, 1e-300], "step": 2**60, "3": None}
+        assert as_json({"loss": 1.5}, indent=indent) == json.dumps({"loss": 1.5}, indent=indent)

@@ -1,6 +1,5 @@
 """Accuracy of a run's checkpoint or of other weights: `bigbatch evaluate`."""
 
-import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from torch import nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import print_line, print_lines, tell
+from bigbatch.files import as_json
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
 from bigbatch.trainer.build.model import explain_refusal_, make_plain_model
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         print_line(f"{path} at {size} x {size} pixels: {describe_evaluation(record)}")
         print_lines(_describe_speed(record))
         if arguments.json:
-            print(json.dumps({"checkpoint": str(path), **record}))
+            print(as_json({"checkpoint": str(path), **record}))
     communicator.close()
     return 0
 

@@ -1,7 +1,6 @@
 """Classify images with a trained model: `bigbatch predict`, and the same in Python."""
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from torch import nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, DataError, print_line, tell
+from bigbatch.files import as_json
 from bigbatch.numbers import whole
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         answers = list(zip(found.classes, found.probabilities, strict=True))
         if arguments.json:
             facts = [{"class": name, "probability": share} for name, share in answers]
-            print(json.dumps({"image": str(found.image), "classes": facts}))
+            print(as_json({"image": str(found.image), "classes": facts}))
         else:
             print_line(f"{found.image}: {', '.join(f'{name} {100 * share:.1f}%' for name, share in answers)}")
     classify.close()

@@ -1,7 +1,6 @@
 """`bigbatch tune precision`: recommend a precision and a loss scale by the gradients of a few fp32 steps."""
 
 import argparse
-import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -9,6 +8,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, print_lines
+from bigbatch.files import as_json
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.job import bind_rank, join_job
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     say(f"recommended: {reason}\n  {shlex.join(command)}")
     found_json = {"recommended": values, "reason": reason, "loss_fp32": found.losses, "loss_scales": records}
     folder = RunDir(arguments.out)
-    on_first(partial(folder.write_text, folder.path / "precision.json", json.dumps(found_json, indent=1) + "\n"))
+    on_first(partial(folder.write_text, folder.path / "precision.json", as_json(found_json, indent=1) + "\n"))
     communicator.close()
     return 0
 

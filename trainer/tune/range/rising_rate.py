@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line, printable
+from bigbatch.files import as_json
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.few_steps import few_steps
@@ -124,7 +124,7 @@ def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, ove
             f"lower than --from {arguments.low:g}"
         )
     folder = RunDir(arguments.out)
-    text = json.dumps(range_record(curve.lrs, curve.losses, found, config=dump_config(config)), indent=1)
+    text = as_json(range_record(curve.lrs, curve.losses, found, config=dump_config(config)), indent=1)
     try:
         folder.write_text(folder.path / "range.json", text + "\n")
         plot_range(curve.lrs, curve.losses, found, folder.path / "range.png", title=f"{arguments.config}, range test")
