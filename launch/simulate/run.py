@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from bigbatch.errors import SimulationError
 from bigbatch.launch.simulate.shapes import ModelShape
 from bigbatch.launch.simulate.step import Compute
-from bigbatch.trainer.config.sections import RunConfig
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS, RunConfig
 from bigbatch.words import count
 
-EVALUATED = 50_000
-"""Images of ImageNet's validation set."""
 FORWARD_SHARE = 1 / 3
 """Cost of evaluating an image as a share of training on it."""
 STATE_BYTES = 8
@@ -71,7 +69,7 @@ def time_of_run(
     checkpoints = evaluations + sum(num_steps / every for every in asked)
     planned = RunTime(
         num_steps * step_seconds / 3600,
-        evaluations * FORWARD_SHARE * compute.seconds(EVALUATED / num_devices) / 3600,
+        evaluations * FORWARD_SHARE * compute.seconds(IMAGENET_COUNTS["val"] / num_devices) / 3600,
         checkpoints * STATE_BYTES * shape.num_parameters / COPY_BYTES_PER_SECOND / 3600,
     )
     if failures is None:

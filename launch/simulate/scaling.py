@@ -18,10 +18,9 @@ from bigbatch.launch.simulate.step import Compute, SimulatedJob, SimulatedStep, 
 from bigbatch.launch.simulate.traffic import SentPerStep, sent_per_step
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.sections import READERS
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS, READERS
 
-IMAGES = 1_281_167
-"""Images of ImageNet's training set."""
+IMAGES = IMAGENET_COUNTS["train"]
 HALF = ("fp16", "bf16")
 """Precisions with gradients in half precision."""
 WIRE_SHARES = {"float16": 0.5, "bfloat16": 0.5}

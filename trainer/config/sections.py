@@ -20,6 +20,7 @@ from bigbatch.trainer.config.fields import (
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 MODELS = (*RESNETS, "alexnet_bn", "resnet9")
+IMAGENET_COUNTS = {"train": 1_281_167, "val": 50_000}  # images of each split
 READERS = ("dali", "torchvision")  # loaders that read images while training
 OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "lion", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 from bigbatch.trainer.datasets.examine import IMAGE, PART_IMAGES, TRAITS, examine_part
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.base import ImageSource
@@ -24,7 +25,10 @@ from bigbatch.trainer.input.shards import ENTRIES, DataRoot, read_packed
 from bigbatch.trainer.input.webdataset import WebDatasetSplit
 
 IMAGENET_CLASSES = 1000
-IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
+COMPLETE: dict[str, dict[int, int | None]] = {
+    "train": {IMAGENET_COUNTS["train"]: None},
+    "val": {IMAGENET_COUNTS["val"]: 50, 10_000: 10},
+}
 """Split -> complete number of images -> images per class, None if classes differ; 10,000 is ImageNet-V2's number."""
 
 
@@ -290,7 +294,7 @@ def imagenet_finding(split: str, images: ImageSource) -> ImageFinding:
     """Return how 1,000 classes named by WordNet ids differ in number from complete ILSVRC-2012 or ImageNet-V2."""
     is_wnid = re.compile(r"n\d{8}").fullmatch
     is_imagenet = len(images.classes) == IMAGENET_CLASSES and all(map(is_wnid, images.classes))
-    cases, known = [], IMAGENET_COUNTS[split]
+    cases, known = [], COMPLETE[split]
     if is_imagenet and len(images) not in known:
         cases.append(f"{len(images):,} images instead of {' or '.join(f'{count:,}' for count in known)}")
     elif is_imagenet and (per_class := known[len(images)]):

@@ -20,6 +20,7 @@ from typing import Any
 from bigbatch.errors import DataError, StorageError, first_line
 from bigbatch.files import parse_json, read_plain, write_new, write_whole
 from bigbatch.locks import open_lock, try_lock
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 from bigbatch.trainer.datasets.archives import Archive, ArchiveMember, check_md5, download, find_archive, read_members
 from bigbatch.trainer.datasets.show_progress import Report
 from bigbatch.trainer.input.image_files import is_image, list_below, list_split
@@ -336,7 +337,7 @@ IMAGENET = DataSet(
         "kit": Archive(("ILSVRC2012_devkit_t12.tar.gz",), md5="fa75699e90414af021442c21a62c3abf"),
     },
     num_classes=1000,
-    num_images={"train": 1_281_167, "val": 50_000},
+    num_images=IMAGENET_COUNTS,
     read=_read_imagenet,
 )
 """Its archives are not downloaded here: image-net.org provides them after registration."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.trainer.config.schema import Config, lookup, with_defaults
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 
 TARGET_TOP1 = 0.759
 FREE_MOMENTUM_BATCH = 32_768
 """From this batch size on, momentum may be any constant."""
-SAMPLES = {"train_samples": 1_281_167, "eval_samples": 50_000}
+SAMPLES = {"train_samples": IMAGENET_COUNTS["train"], "eval_samples": IMAGENET_COUNTS["val"]}
 
 FIXED = {
     "run.eval_every_epochs": 4,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median_high
 from typing import Any
 
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.checks import CHECKS
 
@@ -14,7 +15,7 @@ LEAST_SHM_GB = 0.5
 SLOW_SHARE = 0.7
 """Share of the median node's rate below which a node is slow: below the noise between equal nodes."""
 SLOW_LINK_SHARE = 0.6
-IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
+IMAGENET = {"classes": 1000, "training": IMAGENET_COUNTS["train"], "validation": IMAGENET_COUNTS["val"]}
 
 
 @dataclass(frozen=True)
