@@ -39,16 +39,16 @@ class Inference:
     def tables(self) -> list[Table]:
         """Return a table with a row for each form; its gains are over the form before it, and over the first one."""
         head = ("form", "runs", "images/s of the model, median", "lowest to highest", *SPEEDUP_TITLES, "top-1, mean")
-        told = {name: [each for each in found if not isinstance(each, str)] for name, found in self.forms.items()}
-        gained = speedups([1 / statistics.median(rate for rate, _ in each) for each in told.values() if each])
+        measured = {name: [each for each in found if not isinstance(each, str)] for name, found in self.forms.items()}
+        gained = speedups([1 / statistics.median(rate for rate, _ in each) for each in measured.values() if each])
         rows: list[tuple[str, ...]] = []
         for name, found in self.forms.items():
             why = "; ".join(dict.fromkeys(each for each in found if isinstance(each, str)))
-            runs = f"{len(told[name])}, {len(found) - len(told[name])} not: {why}" if why else str(len(found))
-            if not told[name]:
+            runs = f"{len(measured[name])}, {len(found) - len(measured[name])} not: {why}" if why else str(len(found))
+            if not measured[name]:
                 rows.append((name, runs, *("",) * (len(head) - 2)))
                 continue
-            rates, top1 = zip(*told[name], strict=True)
+            rates, top1 = zip(*measured[name], strict=True)
             speeds = (f"{statistics.median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}")
             rows.append((name, runs, *speeds, *next(gained), f"{100 * statistics.fmean(top1):.2f}%"))
         return [Table(f"Inference with what {self.case or 'the sweep'} trained", head, tuple(rows))]

@@ -61,8 +61,8 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
     summary = folder.read_summary(state["number"]) or {}
     rate, top1 = rate_of(summary), summary.get("top1")
     is_trained = summary.get("loader") != "synthetic" and isinstance(top1, float)
-    told = [f"top-1 {100 * (top1 or 0.0):.2f}%"] if is_trained else []
-    return ", ".join([*told, *([f"{rate:,.0f} images/s"] if rate else [])]) or "done"
+    parts = [f"top-1 {100 * (top1 or 0.0):.2f}%"] if is_trained else []
+    return ", ".join([*parts, *([f"{rate:,.0f} images/s"] if rate else [])]) or "done"
 
 
 def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -> None:
@@ -79,9 +79,9 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -
         state = folder.read_state(point.number) if folder.state(point.number).exists() else None
         batch = point.config.batch
         sizes = (point.seed, point.ranks, point.nodes, batch.global_batch_size, batch.microbatch_size)
-        told = outcome(folder, state) if state else MISSING
+        result = outcome(folder, state) if state else MISSING
         values = (value_text(point.values[key]) for key in keys)
-        rows.append([str(point.number), *values, *map(str, sizes), f"{point.config.schedule.base_lr:.4g}", told])
+        rows.append([str(point.number), *values, *map(str, sizes), f"{point.config.schedule.base_lr:.4g}", result])
     skipped = {"seed": not points[0].is_seeded, "rate": len(rates) == 1, "ranks": RANKS in keys}
     kept = [index for index, name in enumerate(head) if not skipped.get(name, False) or index <= len(keys)]
     columns = [[row[index] for row in rows] for index in kept]

@@ -107,16 +107,16 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
     seconds = median(global_batch_size / record["images_per_second"] for record in records)
     keys = {"communication": "wire_wait_fraction", "input": "input_wait_fraction", "stragglers": "straggler_fraction"}
     shares = {part: _median([record[key] for record in records]) for part, key in keys.items()}
-    told = [share for share in shares.values() if share is not None]
+    known = [share for share in shares.values() if share is not None]
     # computing is the rest, so that the parts add up
-    shares["computing"] = 1 - sum(told) if len(told) == len(keys) else None
+    shares["computing"] = 1 - sum(known) if len(known) == len(keys) else None
     return Step(seconds, {part: None if share is None else seconds * share for part, share in shares.items()})
 
 
 def _median(shares: Sequence[float | None]) -> float | None:
     """Return the median; None if a report lacks its share."""
-    told = [share for share in shares if share is not None]
-    return median(told) if len(told) == len(shares) else None
+    known = [share for share in shares if share is not None]
+    return median(known) if len(known) == len(shares) else None
 
 
 def compare(points: Sequence[MeasuredPoint]) -> list[Efficiency]:

@@ -69,8 +69,8 @@ def _table(table: Table) -> str:
 
 
 def _cells(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
-    told = (f"<{tag}{kind}>{_html(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-    return f"<tr>{''.join(told)}</tr>"
+    tags = (f"<{tag}{kind}>{_html(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+    return f"<tr>{''.join(tags)}</tr>"
 
 
 def _html(text: str) -> str:

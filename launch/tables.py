@@ -13,10 +13,10 @@ from rich.text import Text
 from bigbatch.errors import printable
 
 NOT_MEASURED = "Not measured"
-NOT_TOLD = "not told by a driver"
+UNREPORTED = "not reported by a driver"
 NUMBER = re.compile(r"[-+]?\d[\d,.]*(\s|%|$)")
 """First characters of a cell in a column of numbers."""
-BLANKS = ("", NOT_MEASURED.lower(), NOT_TOLD)
+BLANKS = ("", NOT_MEASURED.lower(), UNREPORTED)
 """Cells of such a column without a number."""
 
 
@@ -32,7 +32,7 @@ class Table:
     def is_number(self) -> tuple[bool, ...]:
         """Return for each column whether it contains numbers, which are right-aligned."""
         columns = [[row[column] for row in self.rows if row[column] not in BLANKS] for column in range(len(self.head))]
-        return tuple(bool(told) and all(map(NUMBER.match, told)) for told in columns)
+        return tuple(bool(cells) and all(map(NUMBER.match, cells)) for cells in columns)
 
 
 def table_of(title: str, columns: Mapping[str, Sequence[str]]) -> Table:

@@ -69,12 +69,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = _make_parser().parse_args(argv)
     a, b = map(read_run, (arguments.a, arguments.b))
     try:
-        told = changes(a.config, b.config)
+        changed = changes(a.config, b.config)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunFolderError(
             f"{a.path} and {b.path}: a config.yaml is not valid ({first_line(error)}): name folders of runs"
         ) from error
-    for key, text in told.items():
+    for key, text in changed.items():
         print_line(f"config: {key}={text}")
     facts = {key: (a.job.get(key), b.job.get(key)) for key in {**a.job, **b.job} if a.job.get(key) != b.job.get(key)}
     for key, (ours, theirs) in facts.items():
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         print_line(line)
     if difference:
         print_line(str(difference))
-        cause = likely_cause(difference, [*told, *facts], is_step_before_equal=difference.step - 1 in steps)
+        cause = likely_cause(difference, [*changed, *facts], is_step_before_equal=difference.step - 1 in steps)
         print_line(f"likely cause: {cause}")
         for line in describe_values(a, b, difference):
             print_line(line)

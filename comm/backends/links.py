@@ -208,11 +208,11 @@ class Links:
     def received_bytes(self) -> dict[int, int]:
         """Return the bytes received from each rank, as Linux counts the stream: each byte once, without headers."""
         size = RECEIVED_AT + RECEIVED.size
-        told = {
+        infos = {
             peer: link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
             for peer, link in self._links.items()
         }
-        return {peer: RECEIVED.unpack_from(info, RECEIVED_AT)[0] for peer, info in told.items()}
+        return {peer: RECEIVED.unpack_from(info, RECEIVED_AT)[0] for peer, info in infos.items()}
 
     def wait_for(self, transfer: Transfer) -> None:
         """Move all transfers forward until this one is done."""
@@ -276,8 +276,8 @@ class Links:
         return self._links[peer]
 
     def _connect(self, peer: int) -> None:
-        told = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}")
-        address, port, nonce = told.split()
+        text = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}")
+        address, port, nonce = text.split()
         stream = close_after_fork(socket.socket(family_of(address)))
         stream.settimeout(self._control.timeout_seconds)
         avoid_bbr(stream)

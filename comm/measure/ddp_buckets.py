@@ -104,8 +104,8 @@ def explain(measured: Measured) -> list[str]:
     else:
         name, value = chosen.buckets[0]
         cap, first = (value[1], value[0]) if name == "bucket_cap_mb_list" else (value, value)
-        told = f"DistributedDataParallel(..., {name}={list(value) if name == 'bucket_cap_mb_list' else value})"
-        lines.append(f"buckets: bucket_cap_mb {cap}, first bucket {first} MiB: {saved:.1%} faster: {told}")
+        argument = f"DistributedDataParallel(..., {name}={list(value) if name == 'bucket_cap_mb_list' else value})"
+        lines.append(f"buckets: bucket_cap_mb {cap}, first bucket {first} MiB: {saved:.1%} faster: {argument}")
     pays = gain(measured[chosen], measured[hooked])
     if pays:
         buckets = "" if hooked.buckets == chosen.buckets else f", with {Candidate(hooked.buckets)}"

@@ -347,15 +347,15 @@ def _find_changes(all_changes: Sequence[Sequence[tuple[int, int, int]]]) -> list
     for rank, changes in enumerate(all_changes):
         for repetition, element, num_changed in changes:
             found.setdefault(repetition, []).append((rank, element, num_changed))
-    told = []
+    lines = []
     for repetition, changed in sorted(found.items()):
         ranks, (rank, element, num_changed) = [each[0] for each in changed], changed[0]
         where = "every rank" if len(ranks) == len(all_changes) else name_ranks(ranks)
-        told.append(
+        lines.append(
             f"repetition {repetition + 1} gave other bits than the first on {where}, in {num_changed} elements of rank "
             f"{rank}, the first of them element {element}"
         )
-    return told
+    return lines
 
 
 def _find_beyond_bound(parts: Sequence[Sequence[Errors]], *, precision: SumPrecision) -> list[str]:

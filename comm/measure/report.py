@@ -60,8 +60,8 @@ class BenchReport:
                 require_nameable(plot)
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
-        if told := self.communicator.gather_text(problem)[0]:
-            raise CommError(told)
+        if problem := self.communicator.gather_text(problem)[0]:
+            raise CommError(problem)
         conditions = self.conditions
         self.write({"kind": "conditions", "command": self._command, **asdict(conditions), **record})
         hosts = ", ".join(dict.fromkeys(conditions.hosts))

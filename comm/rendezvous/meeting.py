@@ -193,8 +193,8 @@ def _join_session(store: KeyValue, rank: int, timeout_seconds: float) -> str:
 
     def begins() -> bool:
         nonlocal session
-        if store.check([answer]) and (told := store.get(answer).decode()) != session:
-            session = told
+        if store.check([answer]) and (theirs := store.get(answer).decode()) != session:
+            session = theirs
             store.set(f"{session}/rank/{rank}", "1")
         return bool(session) and store.check([f"{session}/begins"])
 

@@ -67,14 +67,16 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
     _claim_rank(env, control)
     limit = control.meeting_seconds
     with reporting_late(control.warn_seconds, control.describe_late_ranks):
-        told = control.gather(
+        everyone = control.gather(
             {"release": release(), **asdict(mine)},
             what=f"meeting of all ranks (meeting_seconds={limit:g})",
             timeout_seconds=limit,
         )
     # first: another release of bigbatch may have other fields
-    require_same_release([each.pop("release", UNKNOWN_RELEASE) for each in told], hosts=[each["host"] for each in told])
-    places = [RankPlace(**each) for each in told]
+    require_same_release(
+        [each.pop("release", UNKNOWN_RELEASE) for each in everyone], hosts=[each["host"] for each in everyone]
+    )
+    places = [RankPlace(**each) for each in everyone]
     require_consistent(places)
     require_own_gpus([(place.host, place.gpu) for place in places])
     return places
@@ -177,11 +179,11 @@ def require_same_release(releases: Sequence[str], *, hosts: Sequence[str]) -> No
     """Compare every rank's release. Raises: CommError naming the hosts that differ from rank 0's, and both releases."""
     first = releases[0]
     odd: dict[str, dict[str, None]] = {}
-    for told, host in zip(releases, hosts, strict=True):
-        if told != first:
-            odd.setdefault(told, {})[host] = None
+    for release, host in zip(releases, hosts, strict=True):
+        if release != first:
+            odd.setdefault(release, {})[host] = None
     if odd:
-        named = "; ".join(f"{', '.join(names)}: {told}" for told, names in odd.items())
+        named = "; ".join(f"{', '.join(names)}: {release}" for release, names in odd.items())
         raise CommError(
             f"the ranks run different code: {named}; {hosts[0]}: {first}: install the same release on all "
             "nodes, or once on a shared disk"

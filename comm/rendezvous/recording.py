@@ -117,17 +117,17 @@ def read_recording(data: bytes) -> Recording:
         dump = load_plain(data)
     if not isinstance(dump, dict) or not {"entries", "pg_config"} & dump.keys():
         raise ValueError("it is not a dump of torch's flight recorder")
-    groups = {str(name): _group(str(name), told) for name, told in dict(dump.get("pg_config") or {}).items()}
+    groups = {str(name): _group(str(name), entry) for name, entry in dict(dump.get("pg_config") or {}).items()}
     reader = _Reader(groups, left=MOST_NUMBERS + 2 * len(data))
     for entry in dump.get("entries") or ():  # JSON dumps have no list if there are no entries
         reader.add(entry)
     return Recording(groups, reader.finish())
 
 
-def _group(name: str, told: Mapping[str, Any]) -> ProcessGroup:
-    ranks = told.get("ranks", ())
+def _group(name: str, entry: Mapping[str, Any]) -> ProcessGroup:
+    ranks = entry.get("ranks", ())
     ranks = parse_json(ranks) if isinstance(ranks, str) else ranks
-    return ProcessGroup(name, str(told.get("desc", "")), tuple(int(rank) for rank in ranks))
+    return ProcessGroup(name, str(entry.get("desc", "")), tuple(int(rank) for rank in ranks))
 
 
 class _Reader:
@@ -212,16 +212,16 @@ class _Reader:
     def _operations_of(self, line: tuple[str, bool]) -> list[Operation]:
         return [self._operations[key] for key in self._latest.get(line, ())]
 
-    def _sizes(self, told: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
-        told = told or ()
-        self._left -= len(told) + sum(map(len, told))
+    def _sizes(self, sizes_by_tensor: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+        sizes_by_tensor = sizes_by_tensor or ()
+        self._left -= len(sizes_by_tensor) + sum(map(len, sizes_by_tensor))
         if self._left < 0:
             raise ValueError("it names more sizes than a recorder does")
-        sizes = tuple(tuple(map(int, each)) for each in told)
+        sizes = tuple(tuple(map(int, each)) for each in sizes_by_tensor)
         return cast(tuple[tuple[int, ...], ...], self._same.setdefault(sizes, sizes))
 
-    def _types(self, told: Sequence[str] | str | None) -> tuple[str, ...]:
-        types = (told,) if isinstance(told, str) else tuple(map(str, told or ()))
+    def _types(self, names: Sequence[str] | str | None) -> tuple[str, ...]:
+        types = (names,) if isinstance(names, str) else tuple(map(str, names or ()))
         return cast(tuple[str, ...], self._same.setdefault(types, types))
 
 

@@ -252,7 +252,7 @@ def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) 
     first, variant = repeats[0], _variant(repeats[0].state["values"])
     records = [record for each in repeats for record in each.records]
     joules = [record.get("energy_joules") for record in records]
-    told = [each for each in joules if each is not None]
+    known = [each for each in joules if each is not None]
     images = sum(record["steps"] * each.global_batch_size for each in repeats for record in each.records)
     return MeasuredPoint(
         variant,
@@ -262,7 +262,7 @@ def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) 
         step=median_step(records, global_batch_size=first.global_batch_size),
         rates=tuple(record["images_per_second"] for record in records),
         fewest_ranks=fewest_ranks.get(variant, 1),
-        joules_per_image=sum(told) / images if len(told) == len(joules) else None,
+        joules_per_image=sum(known) / images if len(known) == len(joules) else None,
         device=" and ".join(sorted({str(each.summary.get("device", "unknown")) for each in repeats})),
         numbers=tuple(each.state["number"] for each in repeats),
     )

@@ -79,7 +79,7 @@ class Cell:
         return statistics.median(self.each(name))
 
     def record(self) -> dict[str, Any]:
-        told = {
+        spreads = {
             f"{name}_{what}": getattr(self, what)(name) for name in ("top1", "loss") for what in ("mean", "deviation")
         }
         medians = {f"{name}_median": self.median(name) for name in ("epochs", "seconds", "images_per_second")}
@@ -88,7 +88,7 @@ class Cell:
             **self.values,
             "n": len(self.runs),
             "seeds": [run.seed for run in self.runs],
-            **told,
+            **spreads,
             **medians,
             "reached_seconds_median": statistics.median(reached) if reached else None,
             "reached": len(reached),
@@ -129,8 +129,8 @@ def read_figures(
             last = record
             if target is not None and reached is None and record["top1"] >= target:
                 reached = seconds
-    told = (last.get(key) for key in ("top1", "loss", "seconds"))
-    top1, loss, evaluation = (None if each is None else float(each) for each in told)
+    values = (last.get(key) for key in ("top1", "loss", "seconds"))
+    top1, loss, evaluation = (None if each is None else float(each) for each in values)
     if not (0 < seconds < math.inf and 0 < epochs < math.inf and (top1 is None or 0 <= top1 <= 1)):
         raise ValueError(f"{seconds:g} s of training, {epochs:g} epochs, top-1 {top1}")
     rate = step * global_batch_size / seconds
@@ -180,8 +180,8 @@ def comparison_table(found: Comparison) -> Table:
         columns["epochs"] = [f"{cell.median('epochs'):g}" for cell in found.cells]
     columns["training (s)"] = [_range(cell.each("seconds")) for cell in found.cells]
     if found.is_cumulative:
-        told = list(speedups([cell.median("seconds") for cell in found.cells]))
-        columns |= {name: [each[index] for each in told] for index, name in enumerate(SPEEDUP_TITLES)}
+        texts = list(speedups([cell.median("seconds") for cell in found.cells]))
+        columns |= {name: [each[index] for each in texts] for index, name in enumerate(SPEEDUP_TITLES)}
     columns["images/s"] = [f"{cell.median('images_per_second'):,.0f}" for cell in found.cells]
     if found.is_cumulative and any(cell.each("evaluation_seconds") for cell in found.cells):
         columns["an evaluation (s)"] = [_range(cell.each("evaluation_seconds")) for cell in found.cells]
@@ -208,12 +208,12 @@ def best_of(found: Comparison) -> str:
 
 def cell_label(cell: Cell, *, without: str = "") -> str:
     """Write the values of a cell: a case without its key, others with their keys."""
-    told = {key: value for key, value in cell.values.items() if key != without}
+    values = {key: value for key, value in cell.values.items() if key != without}
     return ", ".join(
         str(value)
-        if key in (CASE, RUN) or (len(told) == 1 and isinstance(value, str))
+        if key in (CASE, RUN) or (len(values) == 1 and isinstance(value, str))
         else f"{short_key(key)} {value_text(value)}"
-        for key, value in told.items()
+        for key, value in values.items()
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from bigbatch.experiments.engine.plan import describe_values
 from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
-from bigbatch.launch.tables import NOT_MEASURED, NOT_TOLD, Table, table_of
+from bigbatch.launch.tables import NOT_MEASURED, UNREPORTED, Table, table_of
 from bigbatch.trainer.run.noise_scale import describe_noise_scale
 from bigbatch.words import count, percent
 
@@ -201,7 +201,7 @@ def conditions_table(conditions: Mapping[str, Any]) -> Table:
 
 
 def _energy(joules: float | None, *, images: float = 1.0) -> str:
-    return NOT_TOLD if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
+    return UNREPORTED if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:

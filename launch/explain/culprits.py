@@ -310,11 +310,11 @@ def _signature(operation: Operation, *, is_exact: bool) -> tuple[object, ...]:
     parts = tuple(_signature(each, is_exact=is_exact) for each in operation.parts)
     kind = operation.kind
     may_differ = kind.startswith("all_to_all") or kind.endswith(("_v", "_v_single"))
-    told: list[object] = []
+    facts: list[object] = []
     for sizes, types, own in zip(operation.sizes, operation.types, (OWN_INPUTS, OWN_OUTPUTS), strict=True):
         if not may_differ and kind not in own:
-            told += [sizes if is_exact else sum(map(math.prod, sizes)), frozenset(types)]
-    return kind, *told, parts
+            facts += [sizes if is_exact else sum(map(math.prod, sizes)), frozenset(types)]
+    return kind, *facts, parts
 
 
 def _amount(message: Operation) -> tuple[int, frozenset[str]]:

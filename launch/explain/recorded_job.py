@@ -12,8 +12,8 @@ class RecordedJob:
 
     def __init__(self, recordings: Mapping[int, Recording]) -> None:
         self.recordings = recordings
-        told = {rank for each in recordings.values() for group in each.groups.values() for rank in group.ranks}
-        self.ranks = sorted(told | recordings.keys())
+        grouped = {rank for each in recordings.values() for group in each.groups.values() for rank in group.ranks}
+        self.ranks = sorted(grouped | recordings.keys())
         """All known ranks, with and without a dump."""
         self.waiting = {rank: each.waiting for rank, each in recordings.items() if each.waiting is not None}
         """Rank -> the first operation that it has not ended."""

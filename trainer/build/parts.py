@@ -126,11 +126,11 @@ def _load_weights_(
         model, Path(stated.weights), config=config, new_head=stated.new_head, partial=stated.partial_weights
     )
     communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
-    told = [taken.told] if taken.told else []
+    notes = [taken.note] if taken.note else []
     if classes is None or not taken.has_head:
-        return told
+        return notes
     if taken.classes is None:
-        return [*told, f"{stated.weights} keeps no class names: those of {config.data.root} are not compared"]
+        return [*notes, f"{stated.weights} keeps no class names: those of {config.data.root} are not compared"]
     require_same_names(
         taken.classes,
         classes,
@@ -138,7 +138,7 @@ def _load_weights_(
         root=config.data.root,
         remedy="Set model.new_head=true to train a new last layer, or name data of the same classes",
     )
-    return told
+    return notes
 
 
 def _make_grid(config: Config, plan: Plan) -> Grid | None:

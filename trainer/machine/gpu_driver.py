@@ -81,5 +81,5 @@ class EnergyMeter:
 
     def _read(self) -> float:
         """Return millijoules since the driver was loaded; NaN if unknown: a silent driver must not end the training."""
-        told = _query(self._found, lambda nvml, handle: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))
-        return float("nan") if told is None else told
+        millijoules = _query(self._found, lambda nvml, handle: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))
+        return float("nan") if millijoules is None else millijoules

@@ -161,8 +161,8 @@ def read_xids(root: Path = Path("/")) -> dict[str, int]:
     found: dict[str, int] = {}
     for match in XID.finditer(_kernel_log(root / "dev/kmsg").decode(errors="replace")):
         if int(match["number"]) in HARDWARE_XIDS:
-            told = f"Xid {match['number']} of {match['address']}"
-            found[told] = found.get(told, 0) + 1
+            error = f"Xid {match['number']} of {match['address']}"
+            found[error] = found.get(error, 0) + 1
     return found
 
 

@@ -67,11 +67,11 @@ def partly_from_foreign(
         )
     fresh = [name for name in own if name not in taken]
     unused = [name for name in tensors if name not in taken]
-    told = (
+    note = (
         f"model.partial_weights: {len(taken)} of {len(own)} tensors are from {source}; {len(fresh)} are initialized"
         f"{_listed(fresh)}; {len(unused)} of the file's are not used{_listed(unused)}"
     )
-    return own | {name: tensors[name] for name in taken}, told
+    return own | {name: tensors[name] for name in taken}, note
 
 
 def _listed(names: Sequence[str]) -> str:

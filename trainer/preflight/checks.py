@@ -180,8 +180,8 @@ def _nvlinks(host: Host) -> Iterator[str]:
 
 @_check("Xid", "look it up in NVIDIA's list of Xids; reset the GPU, or reboot", is_finding=False)
 def _xids(host: Host) -> Iterator[str]:
-    for told, times in host.xids.items():
-        yield f"{told}, {times} times since the host started"
+    for error, times in host.xids.items():
+        yield f"{error}, {times} times since the host started"
 
 
 def _state(port: Port) -> str:

@@ -100,8 +100,8 @@ def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
         folder: start_query(partial(free_gb, folder), late=late) for folder in folders
     }
     found = {folder: answer() for folder, answer in answers.items()}
-    numbers = {folder: told for folder, told in found.items() if isinstance(told, float)}
-    return numbers, {folder: told for folder, told in found.items() if isinstance(told, str)}
+    numbers = {folder: value for folder, value in found.items() if isinstance(value, float)}
+    return numbers, {folder: value for folder, value in found.items() if isinstance(value, str)}
 
 
 def free_gb(folder: str) -> float | str:

@@ -97,15 +97,17 @@ def remarks(nodes: Sequence[Node]) -> list[str]:
     """List remarks, which do not end the job."""
     found = []
     for check in CHECKS:
-        told: dict[str, list[str]] = {}
+        hosts_of: dict[str, list[str]] = {}
         for node in nodes if not check.is_finding else ():
             for text in node.troubles.get(check.name, ()):
-                told.setdefault(text, []).append(node.host)
-        found += [f"{', '.join(hosts)}: {text}: {check.remedy}" for text, hosts in told.items()]
+                hosts_of.setdefault(text, []).append(node.host)
+        found += [f"{', '.join(hosts)}: {text}: {check.remedy}" for text, hosts in hosts_of.items()]
     counts = next((dict(node.images) for node in nodes if node.images), {})
     if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
         shown = f"{counts['training']:,} training and {counts['validation']:,} validation images"
-        found.append(f"1,000 classes, but {shown}: ImageNet has 1,281,167 and 50,000")
+        found.append(
+            f"1,000 classes, but {shown}: ImageNet has {IMAGENET['training']:,} and {IMAGENET['validation']:,}"
+        )
     return found
 
 
@@ -113,15 +115,15 @@ def _troubles(nodes: Sequence[Node]) -> list[NodeFinding]:
     found = []
     for check in CHECKS:
         if check.is_finding:
-            told = [(node.host, text) for node in nodes for text in node.troubles.get(check.name, ())]
-            found += clear_common([NodeFinding.at(host, f"{text}: {check.remedy}") for host, text in told], nodes)
+            pairs = [(node.host, text) for node in nodes for text in node.troubles.get(check.name, ())]
+            found += clear_common([NodeFinding.at(host, f"{text}: {check.remedy}") for host, text in pairs], nodes)
     return found
 
 
 def _addresses(nodes: Sequence[Node]) -> list[NodeFinding]:
-    told = "which other nodes cannot reach: fix /etc/hosts there, or state --interface"
+    remedy = "which other nodes cannot reach: fix /etc/hosts there, or state --interface"
     local = [node for node in nodes if node.address.startswith("127.") and len(nodes) > 1]
-    return [NodeFinding.at(node.host, f"its address is {node.address}, {told}") for node in local]
+    return [NodeFinding.at(node.host, f"its address is {node.address}, {remedy}") for node in local]
 
 
 def _reachability(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -201,9 +203,9 @@ def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
         ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
     ):
         usual = median_high(rates.values())
-        told = f"the median node at {usual:,.1f}: look for other processes, heat and power caps"
+        usual_text = f"the median node at {usual:,.1f}: look for other processes, heat and power caps"
         slow = {host: rate for host, rate in rates.items() if rate < SLOW_SHARE * usual}
-        found += [NodeFinding.at(host, f"{what} at {rate:,.1f} {unit}, {told}") for host, rate in slow.items()]
+        found += [NodeFinding.at(host, f"{what} at {rate:,.1f} {unit}, {usual_text}") for host, rate in slow.items()]
     return found
 
 
@@ -229,8 +231,10 @@ def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
         return []
     usual = median_high(rates.values())
     slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
-    told = f"the median node's {gbit(usual)}: look at cable, port and interface"
-    found = [NodeFinding.at(host, f"its link carries {gbit(rates[host])}, {told}") for host in rates if host in slow]
+    usual_text = f"the median node's {gbit(usual)}: look at cable, port and interface"
+    found = [
+        NodeFinding.at(host, f"its link carries {gbit(rates[host])}, {usual_text}") for host in rates if host in slow
+    ]
     for node in nodes:
         for other, rate in node.link_bytes_per_second.items():
             # each pair once, from the host that sorts first

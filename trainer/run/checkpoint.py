@@ -101,25 +101,25 @@ def write_on_first(write: Callable[[], str | None], control: Control, *, what: s
     PeerLostError naming rank 0 for any other error and after timeout_seconds.
     """
     error: Exception | None = None
-    told = ""
+    answer = ""
     if control.rank == 0:
         try:
             # encoded in one text: + and the result, - and a user's error, ! and an unexpected error
-            told = f"+{write() or ''}"
+            answer = f"+{write() or ''}"
         except UserError as found:
-            error, told = found, f"-{found}"
+            error, answer = found, f"-{found}"
         except Exception as found:  # any error: the other ranks must not wait until their time limit
-            error, told = found, f"!{': '.join(filter(None, (type(found).__name__, str(found))))}"
-    told = control.tell_all(told, what=what, timeout_seconds=timeout_seconds)
-    if told[0] == "+":
-        return told[1:]
+            error, answer = found, f"!{': '.join(filter(None, (type(found).__name__, str(found))))}"
+    answer = control.tell_all(answer, what=what, timeout_seconds=timeout_seconds)
+    if answer[0] == "+":
+        return answer[1:]
     where = control.host_of(0)
     control.gather_text("", what=what)  # rank 0 may host the store: it ends after all have read the reason
     if error:
         raise error
-    if told[0] == "-":
-        raise CheckpointError(told[1:])
-    raise PeerLostError(f"rank {control.rank}: {what} failed; no answer from rank 0 on {where}, which met {told[1:]}")
+    if answer[0] == "-":
+        raise CheckpointError(answer[1:])
+    raise PeerLostError(f"rank {control.rank}: {what} failed; no answer from rank 0 on {where}, which met {answer[1:]}")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -110,18 +110,18 @@ class DigestRecorder:
         )
         if parts.communicator.rank != 0:
             return {}
-        told = [json.loads(text) for text in texts]
+        gathered = [json.loads(text) for text in texts]
         return {
             "step": done,
-            **self._by_place([each[:2] for each in told]),
-            **self._by_microbatch([rows for _, _, rows in told]),
+            **self._by_place([each[:2] for each in gathered]),
+            **self._by_microbatch([rows for _, _, rows in gathered]),
             **digests_of_update(parts, done=done, is_sharded=self._is_sharded),
         }
 
-    def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
+    def _by_place(self, gathered_P: Sequence[Any]) -> dict[str, Any]:
         """Merge the ranks' digests of single images, in the order of the global batch."""
-        ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(images) for images, _ in told_P)
-        for rank, (images, positions) in enumerate(told_P):
+        ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(images) for images, _ in gathered_P)
+        for rank, (images, positions) in enumerate(gathered_P):
             numbers = self._plan.division.of(rank)
             size = len(images) // len(numbers)
             for index, pair in enumerate(zip(images, positions, strict=True)):

@@ -162,11 +162,11 @@ class GradientAudit:
         audited = drawn.audited_by(rank)
         # rows is empty if this rank had no batch of its own: then no batch follows it
         again = self._compute(lambda: next(self._batches), drawn.microbatches_P[audited]) if rows else None
-        told_2P = torch.zeros(2 * num_ranks, dtype=torch.float64)
-        told_2P[rank], told_2P[num_ranks + audited] = _number(own), _number(again)
+        numbers_2P = torch.zeros(2 * num_ranks, dtype=torch.float64)
+        numbers_2P[rank], numbers_2P[num_ranks + audited] = _number(own), _number(again)
         done = self._step + 1
-        told = communicator.sum_(told_2P.to(communicator.device), label=f"audit of step {done}").tolist()
-        pairs = [(told[each], told[num_ranks + each]) for each in range(num_ranks)]
+        summed = communicator.sum_(numbers_2P.to(communicator.device), label=f"audit of step {done}").tolist()
+        pairs = [(summed[each], summed[num_ranks + each]) for each in range(num_ranks)]
         if odd := [each for each, (one, other) in enumerate(pairs) if one and other and one != other]:
             raise self._name_faulty(odd, drawn, own=own, again=again)
         compared = sum(bool(one and other) for one, other in pairs)
@@ -199,8 +199,8 @@ class GradientAudit:
             "again": again if drawn.audited_by(rank) in odd else None,
             "thirds": thirds,
         }
-        told_P = communicator.gather(mine)
-        found = [verdict(told_P, drawn, each) for each in odd]
+        gathered_P = communicator.gather(mine)
+        found = [verdict(gathered_P, drawn, each) for each in odd]
         sentences = dict(reversed(found))  # of several on the same ranks the first
         return ReplicasDiffer(
             f"in step {self._step + 1} {'; '.join(reversed(sentences.values()))} (a bit has flipped, or that processor "
@@ -208,20 +208,20 @@ class GradientAudit:
         )
 
 
-def verdict(told_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tuple[frozenset[int], str]:
+def verdict(gathered_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tuple[frozenset[int], str]:
     """Return the ranks that may have computed the given rank's microbatch wrongly, and the sentence on them.
 
-    told_P: from each rank its device and digests: own, again (as an auditor), thirds (as a third rank, by rank).
+    gathered_P: from each rank its device and digests: own, again (as an auditor), thirds (as a third rank, by rank).
     """
     auditor, third, number = drawn.auditor_of(rank), drawn.third_of(rank), drawn.microbatches_P[rank]
-    one, other = told_P[rank]["own"], told_P[auditor]["again"]
-    decisive = None if third is None else told_P[third]["thirds"].get(str(rank))
+    one, other = gathered_P[rank]["own"], gathered_P[auditor]["again"]
+    decisive = None if third is None else gathered_P[third]["thirds"].get(str(rank))
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     what = IMAGES if IMAGES in names else f"the gradient of {names[0]}"
     if what != IMAGES and names[1:]:
         what += f" and {len(names) - 1} more of {len(one) - 1} tensors"
     what += f" in microbatch {number}"
-    device_of = [told["device"] for told in told_P]
+    device_of = [each["device"] for each in gathered_P]
     if rank == auditor:
         return frozenset([rank]), f"{device_of[rank]} computed other bits the second time: {what}"
     if third is None or decisive not in (one, other):

@@ -27,10 +27,10 @@ class NoiseRecorder:
         if not self._every_steps or not self._plan.first_step:
             return
         before = running(read_records(rundir.metrics)) if communicator.rank == 0 else Moments()
-        told = communicator.control.tell_all(
+        text = communicator.control.tell_all(
             json.dumps(asdict(before)), what="noise scale so far", timeout_seconds=timeout_seconds
         )
-        self._moments = Moments(**json.loads(told))
+        self._moments = Moments(**json.loads(text))
 
     def take(self) -> list[dict[str, Any]]:
         """Return the records of all measurements since the last call. Collective; synchronizes with the device."""

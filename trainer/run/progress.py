@@ -143,8 +143,8 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
                 for own, figure in value.items()
             ]
         elif name == "noise_scale":
-            told = describe_noise_scale(summary)
-            shown.append((name, told if told == UNMEASURED else f"{told} images"))
+            scale = describe_noise_scale(summary)
+            shown.append((name, scale if scale == UNMEASURED else f"{scale} images"))
         elif name not in NOT_YET:
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown

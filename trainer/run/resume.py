@@ -182,12 +182,12 @@ def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path |
             state = load_intact(path)
         except DamagedCheckpoint as error:
             why = str(error)
-        is_common, told = _compare(path.name, why, control)
-        if not told:
+        is_common, reason = _compare(path.name, why, control)
+        if not reason:
             return path, state, damaged
         if not is_common:
-            raise CheckpointError(told)
-        damaged[path] = told
+            raise CheckpointError(reason)
+        damaged[path] = reason
     _compare("", "", control)  # matches the collective of a rank that sees a further checkpoint
     return None, {}, damaged
 
@@ -197,7 +197,7 @@ def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
     seen = [text.partition(" ") for text in control.gather_text(f"{name} {why}", what="search for a checkpoint")]
     if any(other != name for other, _, _ in seen):
         return False, why
-    return True, next((told for _, _, told in seen if told), "")
+    return True, next((reason for _, _, reason in seen if reason), "")
 
 
 def require_same_optimizer(old: str, name: str, *, path: Path) -> None:

@@ -237,16 +237,16 @@ class CheckpointSaver:
         if self._step is None:
             return None
         step = self._step
-        told = write_on_first(
+        seconds = write_on_first(
             lambda: self._say(wait=wait),
             self._parts.communicator.control,
             what=f"checkpoint of step {step}",
             timeout_seconds=self._config.run.checkpoint_timeout_seconds + REPLY_SECONDS,
         )
-        if not told:
+        if not seconds:
             return None
         self._step = self._write = None
-        return Saved(step, checkpoint_path(self._checkpoints, step=step), float(told))
+        return Saved(step, checkpoint_path(self._checkpoints, step=step), float(seconds))
 
     def close(self, exit_code: int) -> None:
         """After a failure, wait at most LEAVE_SECONDS for the checkpoint being written. Not collective.

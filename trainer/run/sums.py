@@ -60,10 +60,10 @@ def sums_notes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         changed = [key for key in changed if key != "nodes"]
     if not changed:
         return []
-    told = "; ".join(f"{key} {before[key]}, now {now[key]}" for key in changed)
+    changes = "; ".join(f"{key} {before[key]}, now {now[key]}" for key in changed)
     return [
-        f"sums over ranks go another way than in the checkpoint ({told}): the last bits may differ from those of a run "
-        "that was not interrupted; run.reproducible would keep them"
+        f"sums over ranks go another way than in the checkpoint ({changes}): the last bits may differ from those of a "
+        "run that was not interrupted; run.reproducible would keep them"
     ]
 
 

@@ -34,7 +34,7 @@ ONLY_AT_START = ("model.options.zero_gamma", "model.options.whitening_eps")
 class LoadedWeights:
     """Result of loading weights into a model."""
 
-    told: str
+    note: str
     """Log text if only a part was loaded, or the file has a loss scale; else empty."""
     has_head: bool
     """Whether the last layer was loaded."""
@@ -59,11 +59,11 @@ def load_weights_(
         state = evaluated_weights(state)
     elif path.suffix == ".safetensors":
         names = _exported_names(path)
-    told = ""
+    note = ""
     if partial is None:
         weights = from_foreign(state, model, source=str(path), new_head=new_head)
     else:
-        weights, told = partly_from_foreign(state, model, source=str(path), patterns=partial)
+        weights, note = partly_from_foreign(state, model, source=str(path), patterns=partial)
     if empty := [name for name, tensor in weights.items() if tensor.is_meta]:
         raise CheckpointError(
             f"{path}: {empty[0]} is on the meta device, without values: save the model from another device"
@@ -77,8 +77,8 @@ def load_weights_(
     model.load_state_dict(weights)
     if scale and config.optimizer.loss_scale not in (None, scale):
         hint = f"{path} holds apex.amp's loss scale {scale:g}: to start with it, add --optimizer.loss_scale {scale:g}"
-        told = f"{told}; {hint}" if told else hint
-    return LoadedWeights(told, has_head, classes)
+        note = f"{note}; {hint}" if note else hint
+    return LoadedWeights(note, has_head, classes)
 
 
 def _apex_scale(state: Any) -> float | None:

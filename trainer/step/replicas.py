@@ -90,29 +90,29 @@ def require_same(communicator: Communicator, names: Iterable[str], digest_N: Ten
     Collective: 8 bytes per rank. Raises: ReplicasDiffer, on all ranks alike.
     """
     mine = digest_N.tolist()
-    told_P = torch.zeros(communicator.world_size, dtype=torch.float64)
+    hash_P = torch.zeros(communicator.world_size, dtype=torch.float64)
     # 48 bits, which fp64 holds exactly; the other ranks add 0
-    told_P[communicator.rank] = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:6], "big")
-    told_P = communicator.sum_(told_P.to(communicator.device), label=f"comparison of weights after step {done}")
-    told = told_P.tolist()
-    if len(set(told)) > 1:
-        raise _difference(communicator, list(names), mine, told, done=done)
+    hash_P[communicator.rank] = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:6], "big")
+    hash_P = communicator.sum_(hash_P.to(communicator.device), label=f"comparison of weights after step {done}")
+    hashes = hash_P.tolist()
+    if len(set(hashes)) > 1:
+        raise _difference(communicator, list(names), mine, hashes, done=done)
 
 
 def _difference(
-    communicator: Communicator, names: list[str], mine: list[int], told: list[float], *, done: int
+    communicator: Communicator, names: list[str], mine: list[int], hashes: list[float], *, done: int
 ) -> ReplicasDiffer:
     """Return a line on the ranks that differ, and in which tensors. Collective."""
-    commonest, count = Counter(told).most_common(1)[0]
-    reference = told.index(commonest)
-    odd = [rank for rank, other in enumerate(told) if other != commonest]
+    commonest, count = Counter(hashes).most_common(1)[0]
+    reference = hashes.index(commonest)
+    odd = [rank for rank, other in enumerate(hashes) if other != commonest]
     is_asked = communicator.rank in (reference, odd[0])
     theirs = communicator.gather(mine if is_asked else None)
     pairs = zip(names, theirs[reference], theirs[odd[0]], strict=True)
     differing = [name for name, one, other in pairs if one != other]
     what = differing[0] + (f" and {len(differing) - 1} more of {len(names)} tensors" if differing[1:] else "")
     places = [f"{rank} on {communicator.control.host_of(rank)}" for rank in odd]
-    if 2 * count > len(told):
+    if 2 * count > len(hashes):
         who = f"rank{'s' if odd[1:] else ''} {', '.join(places)} and the {count} others"
     else:
         who = f"rank {reference} on {communicator.control.host_of(reference)} and rank {', '.join(places)}"

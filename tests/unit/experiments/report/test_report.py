@@ -522,7 +522,7 @@ def test_report_has_no_column_of_unknown_energy() -> None:
     )
     assert "energy" not in accuracy_table([(Path("a"), untold)], price=None).head
     rows = accuracy_table([(Path("a"), untold), (Path("b"), told)], price=None).rows
-    assert [row[-1] for row in rows] == ["not told by a driver", "1.0000 kWh"]
+    assert [row[-1] for row in rows] == ["not reported by a driver", "1.0000 kWh"]
 
 
 @pytest.mark.long

@@ -115,6 +115,6 @@ def test_weights_beside_the_state_of_amp_are_read_and_its_scale_is_told(
     amp = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 17}}
     torch.save({"model": theirs.state_dict(), "optimizer": {}, "amp": amp}, tmp_path / "amp.pt")
     found = load_weights_(ours, tmp_path / "amp.pt", config=config)
-    assert found.told.endswith(told)
-    assert bool(found.told) == bool(told)
+    assert found.note.endswith(told)
+    assert bool(found.note) == bool(told)
     assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))

@@ -296,7 +296,7 @@ def test_part_of_a_shallow_networks_weights_starts_a_deeper_one(tmp_path: Path) 
     path, weights = checkpoint_of(config_of(*RESNET), tmp_path)
     model = random_model(config_of(*DEEPER), seed=2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    told = load_weights_(model, path, config=config_of(*DEEPER), partial=FIRST).told
+    told = load_weights_(model, path, config=config_of(*DEEPER), partial=FIRST).note
     found = model.state_dict()
     shared = {name for name in weights if not name.startswith("fc.")}  # 18 has two blocks a stage, and so all of these
     assert_equal({name: found[name] for name in shared}, {name: weights[name] for name in shared})
