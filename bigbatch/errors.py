@@ -147,13 +147,13 @@ class SchedulerError(UserError, RuntimeError):
     """A scheduler refused, or its programs are not installed; the message quotes it."""
 
 
-LEAST_LIKENESS = 0.6
+MIN_LIKENESS = 0.6
 """Least similarity for difflib; less similar names are not suggested."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the known word most like a misspelt one; empty if none is similar."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=LEAST_LIKENESS)), "")
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=MIN_LIKENESS)), "")
 
 
 def or_nearest(word: str, known: Iterable[str], *, words: str = "the nearest is") -> str:

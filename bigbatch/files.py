@@ -157,7 +157,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-MOST_OWN_BYTES = 1 << 24
+MAX_OWN_BYTES = 1 << 24
 """Largest size of a file that bigbatch writes for itself."""
 
 
@@ -232,9 +232,9 @@ def read_own(path: Path) -> bytes:
         facts = os.fstat(file.fileno())
         if facts.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_OWN_BYTES:
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_OWN_BYTES:
             raise OSError(errno.EINVAL, "it is not a regular file, or too long")
-        return file.read(MOST_OWN_BYTES)
+        return file.read(MAX_OWN_BYTES)
 
 
 def parse_json(text: str | bytes, **how: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from bigbatch.comm.rendezvous.control import Control
 
-MOST_TRACED_RANKS = 64
+MAX_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
 
 
@@ -88,7 +88,7 @@ class Timeline:
     def gather(self, control: Control) -> str:
         """Take the events of the first ranks' timelines; return one trace of them on rank 0. Collective."""
         mine = self.take(rank=control.rank, host=control.host)
-        texts = control.collect_text(mine if control.rank < MOST_TRACED_RANKS else "", what="collection of traces")
+        texts = control.collect_text(mine if control.rank < MAX_TRACED_RANKS else "", what="collection of traces")
         return merge(texts)
 
 

@@ -20,7 +20,7 @@ CAUSE_IN_SUMS = (
     "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
 )
 """Likely cause if gradients are equal before their sum but not after it."""
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Largest number of layers, microbatches or ranks to list."""
 
 
@@ -101,9 +101,9 @@ class Places:
 
 
 def listed(things: Sequence[object]) -> str:
-    """Return the first MOST_NAMED things as text, with the number of the others."""
-    more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
-    return ", ".join(map(str, things[:MOST_NAMED])) + more
+    """Return the first MAX_NAMED things as text, with the number of the others."""
+    more = f" and {len(things) - MAX_NAMED} more" if len(things) > MAX_NAMED else ""
+    return ", ".join(map(str, things[:MAX_NAMED])) + more
 
 
 def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | None:

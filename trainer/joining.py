@@ -50,7 +50,7 @@ LOOK_SECONDS = 0.5
 """Pause between two attempts to reach the running ranks."""
 MORE_SECONDS = 30.0
 """Added to twice comm.timeout_seconds: the time that the running ranks may take to open a new store after a loss."""
-MOST_ATTEMPTS = 5
+MAX_ATTEMPTS = 5
 """Attempts after which a rank gives up if each time it was admitted, but a loss prevented that it got the state."""
 Facts = Callable[[], Mapping[str, str]]
 """Returns the facts that must be equal on all ranks, by name."""
@@ -199,7 +199,7 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
 
 def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Connected]:
     """Ask the running ranks until this rank has their state. Raises: as join_running_job."""
-    for attempt in range(MOST_ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         admitted = _ask(config, job, facts)
         try:
             connected = connect_group(config, admitted.group, kept=None, device=job.communicator.device)
@@ -207,7 +207,7 @@ def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[A
         except PeerLostError:  # the other ranks go on without this one, or lost another one meanwhile
             abort_connection(admitted.group.control)
             admitted.leave()
-            if attempt + 1 == MOST_ATTEMPTS:
+            if attempt + 1 == MAX_ATTEMPTS:
                 raise
         else:
             break

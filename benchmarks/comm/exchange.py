@@ -32,7 +32,7 @@ from bigbatch.comm.measure.timing import count_different, expected_pattern, fill
 from bigbatch.errors import CommError
 
 SIZES = "1e3,3e3,1e4,3e4,1e5,3e5,1e6,3e6,1e7,3e7,1e8"
-LOOP_SECONDS, MOST_LOOPS = 0.1, 50
+LOOP_SECONDS, MAX_LOOPS = 0.1, 50
 HOPELESS_BYTES, HOPELESS_RATIO = 1_000_000, 2.0
 """From this size on, one of ours that is slower than our best by this factor is not tried at larger sizes."""
 
@@ -117,7 +117,7 @@ def measure_size(
     checked = {name: check(job, name, entry, parts[entry.memory]) for name, entry in entries.items()}
     first = {name: seconds for name, (seconds, _) in checked.items()}
     chosen = within_time(first, seconds=options.seconds_per_size, repetitions=options.repetitions)
-    loops = {name: max(1, min(MOST_LOOPS, int(LOOP_SECONDS / first[name]))) for name in entries}
+    loops = {name: max(1, min(MAX_LOOPS, int(LOOP_SECONDS / first[name]))) for name in entries}
     for part_N in parts.values():
         part_N.zero_()
     contestants = [

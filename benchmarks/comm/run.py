@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.comm.cases import Case, choose_cases
 from benchmarks.comm.summary import read_records, summarise
 
-MOST_TIMES_LONGER = 4
+MAX_TIMES_LONGER = 4
 """Factor of a case's expected time after which it is ended."""
 STOP_SECONDS = 20
 
@@ -65,9 +65,9 @@ def run_case(case: Case, *, out: Path) -> bool:
     start = time.monotonic()
     process = subprocess.Popen(case.command(path))
     try:
-        code: int | str = process.wait(timeout=MOST_TIMES_LONGER * case.seconds)
+        code: int | str = process.wait(timeout=MAX_TIMES_LONGER * case.seconds)
     except subprocess.TimeoutExpired:
-        code = f"took longer than {MOST_TIMES_LONGER * case.seconds} s"
+        code = f"took longer than {MAX_TIMES_LONGER * case.seconds} s"
     finally:
         stop(process)
     print(f"== {case.name}: {code or 'done'}, {time.monotonic() - start:.0f} s ==", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = conditions(options)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(1)
-    index = subset(read_index(options.root, options.split), number=options.pictures)
+    index = subset(read_index(options.root, options.split), number=options.images)
     work = Work(
         index,
         options.image_size,
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add, count = parser.add_argument, at_least(1)
     add("root", type=Path, help="folder with <split>/<class>/<image>")
     add("--split", default="train")
-    add("--pictures", type=count, default=2000, help="drawn from the split, for all alike (default: %(default)s)")
+    add("--images", type=count, default=2000, help="drawn from the split, for all alike (default: %(default)s)")
     add("--image-size", type=count, default=224, help="pixels (default: %(default)s)")
     add("--threads", type=count, default=1, help="threads or workers, and cores (default: %(default)s)")
     add("--batch", type=count, default=64, help="images (default: %(default)s)")
@@ -109,7 +109,7 @@ def read_all(index: ImageIndex) -> dict[str, float]:
         num_bytes += len(data)
         num_pixels += height * width
     return {
-        "pictures": len(index),
+        "images": len(index),
         "bytes": num_bytes,
         "mean_bytes": num_bytes / len(index),
         "mean_megapixels": num_pixels / len(index) / 1e6,

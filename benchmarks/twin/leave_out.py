@@ -25,11 +25,11 @@ UNSEEN = {
     "input_share": 0.0,
 }
 """Fitted constant -> the value at which it costs nothing, for families that alone show the constant."""
-MOST_ERROR = 0.7
+MAX_ERROR = 0.7
 """Largest error, as a logarithm, that counts: a row that no constant explains must not choose one."""
-LEAST_GAIN = 2e-4
+MIN_GAIN = 2e-4
 """Least decrease of the mean error for which another value is taken."""
-LEAST_MOVE = 1e-4
+MIN_MOVE = 1e-4
 """Least change of a step, as a share of it, by which a constant concerns it."""
 STATED = 0.9
 """The coverage that intervals state."""
@@ -51,7 +51,7 @@ class Steps:
         for name in UNSEEN:
             moved = replace(DEFAULTS, **{name: 1.5 * getattr(DEFAULTS, name)})
             self._concern[name] = {
-                row.id for row in self.rows if abs(self._predict(row, moved) - plain[row.id]) > LEAST_MOVE
+                row.id for row in self.rows if abs(self._predict(row, moved) - plain[row.id]) > MIN_MOVE
             }
 
     def families(self) -> dict[str, list[Row]]:
@@ -80,7 +80,7 @@ def constants_without(steps: Steps, family: str | None) -> RowConstants:
     others = [rows for name, rows in steps.families().items() if name != family]
 
     def loss(constants: RowConstants) -> float:
-        return fmean(fmean(min(abs(steps.error(row, constants)), MOST_ERROR) for row in rows) for rows in others)
+        return fmean(fmean(min(abs(steps.error(row, constants)), MAX_ERROR) for row in rows) for rows in others)
 
     found = DEFAULTS
     for name, unseen in UNSEEN.items():
@@ -89,7 +89,7 @@ def constants_without(steps: Steps, family: str | None) -> RowConstants:
             continue
         for factor in FACTORS:
             value = replace(found, **{name: factor * getattr(DEFAULTS, name)})
-            found = value if loss(value) < loss(found) - LEAST_GAIN else found
+            found = value if loss(value) < loss(found) - MIN_GAIN else found
     return found
 
 

@@ -27,8 +27,8 @@ from bigbatch.launch.simulate.show import write
 from bigbatch.launch.simulate.step import Compute, SimulatedStep, fit_compute
 from bigbatch.words import count
 
-MOST_DEVICES = 2048
-LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5
+MAX_DEVICES = 2048
+MIN_BATCH_SHARE, MAX_BATCH_SHARE = 0.1, 2.5
 """Range of local batches, as shares of the scaled row's, that published rows have checked."""
 
 NOISE = 0.03
@@ -40,7 +40,7 @@ CONTRADICTS = 1.25
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
-MOST_TRANSFER = 2.0
+MAX_TRANSFER = 2.0
 """Largest ratio of a second row's correction to its own error: a larger system may need more of it."""
 CORRECTED_DOUBT = 0.8
 """Factor of an interval's width if a second row has corrected the prediction. ASSUMED."""
@@ -100,7 +100,7 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
         else:
             of_second, own = (each.interval.above if error > 0 else each.interval.below for each in (checked, found))
             # the share of the error that is not the second row's noise; larger where the model is less certain
-            shift = error * of_second**2 / (of_second**2 + NOISE**2) * min(MOST_TRANSFER, own / of_second)
+            shift = error * of_second**2 / (of_second**2 + NOISE**2) * min(MAX_TRANSFER, own / of_second)
             low, high = (
                 found.seconds * math.exp(shift) * (bound / found.seconds) ** CORRECTED_DOUBT for bound in (low, high)
             )
@@ -202,8 +202,8 @@ def is_extrapolated(question: Row, base: Row) -> bool:
     return (
         _kinship(question, base) != "ladder"
         or question.shape_name is None
-        or question.num_devices > MOST_DEVICES
-        or not LEAST_BATCH_SHARE <= share <= MOST_BATCH_SHARE
+        or question.num_devices > MAX_DEVICES
+        or not MIN_BATCH_SHARE <= share <= MAX_BATCH_SHARE
     )
 
 
@@ -247,7 +247,7 @@ def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
 COLUMNS = ("id", "ms_per_step", "low", "high", "extrapolated", "scaled_from")
 
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 """Most rows left out of a table that are named; further ones are counted."""
 
 
@@ -327,8 +327,8 @@ def commitment(answers: Answers) -> dict[str, object]:
 
 
 def _few(lines: Sequence[str]) -> list[str]:
-    more = len(lines) - MOST_NAMED
-    return [*lines[:MOST_NAMED], *([f"and {more} more rows of the same table"] if more > 0 else [])]
+    more = len(lines) - MAX_NAMED
+    return [*lines[:MAX_NAMED], *([f"and {more} more rows of the same table"] if more > 0 else [])]
 
 
 def _line(each: Prediction) -> Sequence[str]:

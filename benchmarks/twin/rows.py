@@ -29,7 +29,7 @@ from bigbatch.numbers import decimal
 
 NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
 """Columns that a row must state to be used; a global batch replaces a local one."""
-MOST_STATED = 1e9
+MAX_STATED = 1e9
 """Largest number that a row may state: accelerators, images, Gbit/s, milliseconds."""
 
 UNIT_ERROR = 0.05
@@ -37,7 +37,7 @@ UNIT_ERROR = 0.05
 
 BROKEN = "exclude"
 """The role of a row that its table excludes from comparisons."""
-MOST_PLAIN_GBIT = 25
+MAX_PLAIN_GBIT = 25
 """Highest rate of a node's Ethernet that is assumed to have no RDMA, unless its name says so."""
 MEBIBYTE = 2**20
 DDP_FIRST_BYTES = MEBIBYTE
@@ -141,7 +141,7 @@ class Row:
         """Return whether NCCL finds no RDMA on the link: slow Ethernet, as in clouds' machines."""
         is_ethernet = re.search(r"ethernet|gbe", self["inter_node_link"], re.IGNORECASE)
         has_rdma = re.search(r"roce|rdma|efa", self["inter_node_link"], re.IGNORECASE)
-        return bool(is_ethernet and not has_rdma) and (self.link_gbit_per_s or math.inf) <= MOST_PLAIN_GBIT
+        return bool(is_ethernet and not has_rdma) and (self.link_gbit_per_s or math.inf) <= MAX_PLAIN_GBIT
 
     @property
     def software(self) -> tuple[str, str]:
@@ -259,8 +259,8 @@ class Row:
             value = decimal(text)
         except ValueError:
             raise SimulationError(f"row {self.id}: {column}={text} is not a number") from None
-        if not 0 < value <= MOST_STATED:
-            raise SimulationError(f"row {self.id}: {column}={text} must be above 0, and {MOST_STATED:.0e} at most")
+        if not 0 < value <= MAX_STATED:
+            raise SimulationError(f"row {self.id}: {column}={text} must be above 0, and {MAX_STATED:.0e} at most")
         return value
 
     def _count(self, column: str) -> int | None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LEAST_TOLERANCE = 0.01
+MIN_TOLERANCE = 0.01
 """Relative gain below which a switch of algorithm never pays."""
-MOST_TOLERANCE = 0.04
+MAX_TOLERANCE = 0.04
 """Limit for noisy times: no choice is slower than the fastest median by more, so hybrid loses less than 5%."""
 
 
@@ -102,7 +102,7 @@ Times = Mapping[int, Mapping[str, MeasuredTimes]]
 def make_hybrid(times: Times) -> HybridTable:
     """Return the table with the fewest switches whose choice is near the fastest at every measured size.
 
-    Near means within that size's noise, and at most MOST_TOLERANCE; of tables with equally many switches, the fastest
+    Near means within that size's noise, and at most MAX_TOLERANCE; of tables with equally many switches, the fastest
     wins. Between two sizes with different choices the limit is the size at which both take equally long.
     Raises: ValueError without any size, or for a size without any time.
     """
@@ -147,7 +147,7 @@ def _near_best(at_size: Mapping[str, MeasuredTimes]) -> dict[str, float]:
     for name, loss in losses.items():
         # the uncertainty of a difference of two independent medians
         noise = math.hypot(at_size[name].noise, at_size[best].noise)
-        if loss <= min(max(noise, LEAST_TOLERANCE), MOST_TOLERANCE):
+        if loss <= min(max(noise, MIN_TOLERANCE), MAX_TOLERANCE):
             found[name] = loss
     return found
 

@@ -11,7 +11,7 @@ from bigbatch.colours import COLOURS
 from bigbatch.comm.algorithms import travelling_dtype
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.measure.cost_model import least_seconds
+from bigbatch.comm.measure.cost_model import min_seconds
 from bigbatch.comm.measure.report import Columns, table_line
 from bigbatch.comm.measure.timing import Sums
 from bigbatch.errors import CommError
@@ -88,7 +88,7 @@ class Limit:
     def seconds(self, num_bytes: int) -> float:
         """Return the least seconds of an all-reduce over m nodes: 2(m-1)/m * bytes / bandwidth."""
         wire_bytes = num_bytes * self.wire_bytes_per_byte
-        return least_seconds(wire_bytes, num_nodes=self.num_nodes, bytes_per_second=self.bytes_per_second)
+        return min_seconds(wire_bytes, num_nodes=self.num_nodes, bytes_per_second=self.bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -232,10 +232,10 @@ def plot_sweep(rows: Sequence[BenchRow], path: Path, *, limit: Limit | None, tit
         axes.grid(alpha=0.25, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
     if limit:
-        least_us = [limit.seconds(size) * 1e6 for size in sizes]
+        min_us = [limit.seconds(size) * 1e6 for size in sizes]
         bus_factor = rows[0].busbw_gb_per_s / rows[0].algbw_gb_per_s
-        busbw = [size / us / 1e3 * bus_factor for size, us in zip(sizes, least_us, strict=True)]
-        for axes, values in ((time_axes, least_us), (busbw_axes, busbw)):
+        busbw = [size / us / 1e3 * bus_factor for size, us in zip(sizes, min_us, strict=True)]
+        for axes, values in ((time_axes, min_us), (busbw_axes, busbw)):
             axes.plot(sizes, values, "--", color="0.45", linewidth=1.2, label="limit of the links", zorder=1)
     busbw_axes.set(title="Bus bandwidth", ylabel="busbw (GB/s)", ylim=(0, None))
     time_axes.legend(frameon=False, loc="upper left")

@@ -17,19 +17,19 @@ from bigbatch.errors import CommError
 SMALLEST_BYTES = 1024
 FACTOR = 4
 REPETITIONS = 100
-MOST_REPETITIONS = 400
+MAX_REPETITIONS = 400
 CONTENDER_RATIO = 1.5
 """If time is short, an algorithm that is slower than the best by more than this ratio is timed once."""
 FIRST_SHARE = 0.6
 """Share of the time for all sizes; the rest is for sizes with an uncertain choice."""
-MOST_NOISE = 0.02
+MAX_NOISE = 0.02
 """A choice is measured again only if two contenders' joint noise exceeds this; two such errors stay below 4%."""
 MAX_SIZE_RATIO = 1.5
 """If two neighbouring sizes choose differently and differ by more than this ratio, one between them is measured."""
-LEAST_REFINEMENT = 5
+MIN_REFINEMENT = 5
 """Fewest repetitions for which a second measurement is worth its check."""
 LARGEST_BYTES = 256 << 20
-LEAST_BYTES = 1_000_000
+MIN_BYTES = 1_000_000
 """From here bandwidth counts, not latency (benchmarks/results/comm-exchange-*.json), so larger sums choose alike."""
 EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
@@ -54,13 +54,13 @@ def sizes_below(num_bytes: int) -> tuple[int, ...]:
 def make_table(times: Times, *, beyond: str) -> HybridTable:
     """Return the hybrid table; if only short sums were measured, algorithm `beyond` sums larger buffers.
 
-    That happens if slow links or many ranks left no time for sums of LEAST_BYTES, or for any sum.
+    That happens if slow links or many ranks left no time for sums of MIN_BYTES, or for any sum.
     """
     if not times:
         return HybridTable((HybridRow(None, beyond),))
     table, largest = make_hybrid(times), max(times)
     last = table.rows[-1].algorithm
-    if largest >= LEAST_BYTES or last == beyond:
+    if largest >= MIN_BYTES or last == beyond:
         return table
     return HybridTable((*table.rows[:-1], HybridRow(largest, last), HybridRow(None, beyond)))
 
@@ -231,10 +231,10 @@ class _Sweep:
             expected = [_expected_seconds(self.times, size, name) for name in names]
             each = sum(expected) * loops_of(min(expected))
             # twice: the check of the sum, and pilots, come first
-            if 2 * LEAST_REFINEMENT * each > left:
+            if 2 * MIN_REFINEMENT * each > left:
                 break
             # a quarter, so that several open choices get a turn, but enough for a useful measurement
-            self.measure(size, names, Effort(REPETITIONS, max(left / 4, LEAST_REFINEMENT * each)))
+            self.measure(size, names, Effort(REPETITIONS, max(left / 4, MIN_REFINEMENT * each)))
 
 
 def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:
@@ -262,7 +262,7 @@ def next_uncertain(times: Times, *, granularity: int) -> tuple[int, list[str]] |
             return middle, [name for name in both if name in chosen] or both or chosen
     doubts = {size: _uncertainty(times[size]) for size in sizes}
     doubt, size = max((doubt, size) for size, (doubt, _) in doubts.items())
-    return (size, doubts[size][1]) if doubt > MOST_NOISE else None
+    return (size, doubts[size][1]) if doubt > MAX_NOISE else None
 
 
 def _uncertainty(at_size: Mapping[str, MeasuredTimes]) -> tuple[float, list[str]]:
@@ -273,7 +273,7 @@ def _uncertainty(at_size: Mapping[str, MeasuredTimes]) -> tuple[float, list[str]
         for name, measured in at_size.items()
         if name != best
         and (noise := math.hypot(measured.noise, at_size[best].noise)) >= measured.median / at_size[best].median - 1
-        and len(measured.seconds) < MOST_REPETITIONS
+        and len(measured.seconds) < MAX_REPETITIONS
     }
     return max(open_ones.values(), default=0.0), [best, *open_ones]
 

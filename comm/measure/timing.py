@@ -11,10 +11,10 @@ from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.hangs import exchange, sum_label
 
-LEAST_REPETITIONS = 2
+MIN_REPETITIONS = 2
 REPETITIONS_IN_A_ROW = 5
 """Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift affects all equally."""
-LOOP_SECONDS, MOST_LOOPS = 0.02, 20
+LOOP_SECONDS, MAX_LOOPS = 0.02, 20
 """Seconds of one repetition of several sums in a row, and the most sums; its time is divided by their number."""
 MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
 """Sizes of messages that are timed; each a multiple of 4."""
@@ -35,7 +35,7 @@ class Effort:
 
     def repetitions_of(self, seconds: float) -> int:
         """Return how often to repeat an operation that takes that many seconds."""
-        return max(LEAST_REPETITIONS, min(self.repetitions, int(self.seconds / max(seconds, 1e-9))))
+        return max(MIN_REPETITIONS, min(self.repetitions, int(self.seconds / max(seconds, 1e-9))))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def time_sums(
         wrong[name] = _count_wrong_sums(tensor_N, communicator, label=sum_label(f"check of {label}", name))
     pilots = first_times()
     # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
-    affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
+    affordable = int(effort.seconds / MIN_REPETITIONS / max(sum(pilots.values()), 1e-9))
     loops = max(1, min(loops_of(min(pilots.values())), affordable))
     if loops > 1:  # a single short sum is no repetition, and does not show which algorithm is fast
         pilots = first_times()
@@ -110,7 +110,7 @@ def time_sums(
 
 def loops_of(seconds: float) -> int:
     """Return how many sums in a row, of that many seconds each, are one repetition."""
-    return max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(seconds, 1e-9))))
+    return max(1, min(MAX_LOOPS, int(LOOP_SECONDS / max(seconds, 1e-9))))
 
 
 def wait_for(device: torch.device) -> None:

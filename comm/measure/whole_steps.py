@@ -18,8 +18,8 @@ from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.comm.measure.sizes import elapsed_seconds
 from bigbatch.comm.measure.timing import slowest, wait_for
 
-LEAST_BACKWARDS = 2
-MOST_BACKWARDS = 7
+MIN_BACKWARDS = 2
+MAX_BACKWARDS = 7
 
 
 def measure_backward(
@@ -65,7 +65,7 @@ def measure_backward(
         start = time.perf_counter()
         run()  # warm-up: allocations, and libraries' searches for kernels
         (each,) = slowest([time.perf_counter() - start], communicator)
-        runs = [run() for _ in range(max(LEAST_BACKWARDS, min(MOST_BACKWARDS, int(seconds / each))))]
+        runs = [run() for _ in range(max(MIN_BACKWARDS, min(MAX_BACKWARDS, int(seconds / each))))]
     finally:
         for hook in hooks:
             hook.remove()
@@ -85,13 +85,13 @@ def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backw
 
 BUFFER_BYTES = tuple(1 << power for power in (20, 22, 24, 26, 28))
 """Sizes of fusion buffers to try: 1, 4, 16, 64 and 256 MiB, as far as the gradients fill them."""
-LEAST_STEPS, MOST_STEPS = 3, 20
+MIN_STEPS, MAX_STEPS = 3, 20
 """Steps of one candidate in one turn: in the first turn, and the most in any."""
 ENOUGH_STEPS = 60
 """Steps of each candidate after which no more are measured, even if time is left."""
 DROP_RATIO = 1.1
 """Candidates slower than the fastest by more than this factor, and by more than noise, get no further turn."""
-LEAST_GAIN = 0.002
+MIN_GAIN = 0.002
 """Least gain that counts, as a share of a step."""
 
 
@@ -151,7 +151,7 @@ def measure_steps(
     turn: time_turn of a model. step_seconds: an estimate. Candidates without a turn in the time are not in the result.
     """
     steps: dict[StepCandidate, MeasuredTimes] = {}
-    alive, count, start = list(candidates), LEAST_STEPS, time.perf_counter()
+    alive, count, start = list(candidates), MIN_STEPS, time.perf_counter()
     while True:
         for each in alive:
             # a turn takes a step to warm up and those that count
@@ -165,7 +165,7 @@ def measure_steps(
         if len(alive) == 1 or min(len(steps[each].seconds) for each in alive) >= ENOUGH_STEPS:
             return steps
         left = seconds - elapsed_seconds(communicator, start)
-        count = max(1, min(MOST_STEPS, int(left / 3 / sum(steps[each].median for each in alive)) - 1))
+        count = max(1, min(MAX_STEPS, int(left / 3 / sum(steps[each].median for each in alive)) - 1))
         alive.reverse()  # so that a drift of the machine affects all equally
 
 
@@ -218,4 +218,4 @@ def choose_step(steps: Steps) -> StepCandidate:
 
 def noise_between(one: MeasuredTimes, other: MeasuredTimes) -> float:
     """Return the seconds below which a difference between the two is noise."""
-    return max(math.hypot(*(each.median * each.noise for each in (one, other))), LEAST_GAIN * other.median)
+    return max(math.hypot(*(each.median * each.noise for each in (one, other))), MIN_GAIN * other.median)

@@ -11,7 +11,7 @@ from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_erro
 from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
 from bigbatch.comm.rendezvous.limits import (
-    MOST_PEER_CHECKS_PER_SECOND,
+    MAX_PEER_CHECKS_PER_SECOND,
     PEER_CHECK_SECONDS,
     POLL_SECONDS,
     SILENCE_SECONDS,
@@ -178,7 +178,7 @@ class Control:
     def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:
         """Wait for a key; end if another rank reports a failure. source: rank that writes it, watched meanwhile."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        pause = min(PEER_CHECK_SECONDS, max(POLL_SECONDS, self.world_size / MOST_PEER_CHECKS_PER_SECOND))
+        pause = min(PEER_CHECK_SECONDS, max(POLL_SECONDS, self.world_size / MAX_PEER_CHECKS_PER_SECOND))
         start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
         with self.detector.waiting():
             while not store.wait_for(key, min(pause, max(0.0, limit - seconds))):

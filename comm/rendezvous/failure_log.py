@@ -94,7 +94,7 @@ class FailureLog:
         self.look()
         while not is_over() and (left := deadline - awake_seconds()) > 0:
             # a store that tells of news at once would be asked by all ranks after each line
-            time.sleep(self._job.world_size / limits.MOST_LOOKS_PER_SECOND if self._job.store.can_wait else pause)
+            time.sleep(self._job.world_size / limits.MAX_LOOKS_PER_SECOND if self._job.store.can_wait else pause)
             self.look(wait=min(pause, left))
             is_awaited = self.is_holder or self.state.caller == self._job.rank
             pause = min(2 * pause, limits.COUNT_PAUSE_SECONDS if is_awaited else limits.LONGEST_PAUSE_SECONDS)

@@ -24,7 +24,7 @@ from bigbatch.comm.rendezvous import limits
 
 LATE, LOST = "late", "lost"
 """Why the ranks are asked to answer: a time limit; the end or failure of a rank."""
-MOST_STALLS = 8
+MAX_STALLS = 8
 """Number of stalls kept, the newest: each group of ranks may have one."""
 
 NONE: frozenset[int] = frozenset()
@@ -177,7 +177,7 @@ def _waits(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobS
     # a union of ranks, because groups use the same operation numbers
     stall = replace(known, ranks=known.ranks | ranks, waiting=known.waiting | {rank})
     others = [each for each in state.stalls if each.number != number]
-    return replace(state, stalls=(*others, stall)[-MOST_STALLS:])
+    return replace(state, stalls=(*others, stall)[-MAX_STALLS:])
 
 
 _TRANSITIONS: Mapping[str, Callable[[JobState, int, Sequence[Any], float], JobState]] = {

@@ -22,7 +22,7 @@ from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, STORE_NAME, pac
 
 RETRY_SECONDS = 0.1
 """Pause between two attempts to connect, if the store does not listen yet or has refused the connection."""
-MOST_REFUSALS = 3
+MAX_REFUSALS = 3
 LONGEST_POLL_SECONDS = 3600.0
 START_SECONDS = 60.0
 END_SECONDS = 5.0
@@ -55,7 +55,7 @@ class StoreConnections:
                 self._idle.append(self._connect(left))
             except (OSError, RejectedError) as error:
                 num_refusals += isinstance(error, RejectedError)
-                if num_refusals == MOST_REFUSALS or awake_seconds() + RETRY_SECONDS > deadline:
+                if num_refusals == MAX_REFUSALS or awake_seconds() + RETRY_SECONDS > deadline:
                     self.close()
                     raise
                 time.sleep(RETRY_SECONDS)

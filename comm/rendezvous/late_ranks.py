@@ -7,7 +7,7 @@ from threading import Event, Thread
 from bigbatch.awake import wait_awake
 from bigbatch.errors import tell
 
-MOST_NAMED = 8
+MAX_NAMED = 8
 WARN_SECONDS = 20.0
 """Default of comm.warn_seconds: when the missing ranks are named for the first time."""
 
@@ -38,8 +38,8 @@ def reporting_late(seconds: float, describe: Callable[[], str]) -> Iterator[None
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 3, 4, 5", or the first MOST_NAMED of many; "" for none."""
+    """Return "rank 3", "ranks 3, 4, 5", or the first MAX_NAMED of many; "" for none."""
     if not ranks:
         return ""
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"

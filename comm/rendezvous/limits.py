@@ -12,8 +12,8 @@ POLL_SECONDS = 0.05
 regroups after a loss waits for it each time."""
 PEER_CHECK_SECONDS = 1.0
 """Time limit of a check for failed ranks during another wait; also the longest pause between two checks."""
-MOST_PEER_CHECKS_PER_SECOND = 1000
-"""Most such checks of all ranks together while they wait for a text: a quarter of MOST_LOOKS_PER_SECOND."""
+MAX_PEER_CHECKS_PER_SECOND = 1000
+"""Most such checks of all ranks together while they wait for a text: a quarter of MAX_LOOKS_PER_SECOND."""
 SILENCE_SECONDS = 3.0
 """Time after the end of a wait within which the store must answer; otherwise it is unreachable."""
 ROLL_CALL_SECONDS = 5.0
@@ -28,7 +28,7 @@ REQUESTS_SECONDS = 1.0
 """Additional time for the requests themselves."""
 FIRST_PAUSE_SECONDS, COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1, 0.8
 """Pauses between looks at the log: the first; the longest of a rank that counts or holds the store; of the others."""
-MOST_LOOKS_PER_SECOND = 4000
+MAX_LOOKS_PER_SECOND = 4000
 """Most looks of all ranks together while the log grows: a store on one core answers more."""
 GRACE_SECONDS = 1.0
 """Time after a limit of torch's own before we give up: torch's error says more."""

@@ -14,7 +14,7 @@ from bigbatch.files import parse_json
 
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 """Matches 'nccl:send 0->1' and 'nccl:recv 1<-0': kind, own number and peer's number in the group."""
-MOST_NUMBERS = 1 << 20
+MAX_NUMBERS = 1 << 20
 """Most tensor sizes that a dump may hold, plus two per byte of it: a pickle can refer to one list many times."""
 _PLAIN = re.compile(
     rb"(?:"
@@ -118,7 +118,7 @@ def read_recording(data: bytes) -> Recording:
     if not isinstance(dump, dict) or not {"entries", "pg_config"} & dump.keys():
         raise ValueError("it is not a dump of torch's flight recorder")
     groups = {str(name): _group(str(name), entry) for name, entry in dict(dump.get("pg_config") or {}).items()}
-    reader = _Reader(groups, left=MOST_NUMBERS + 2 * len(data))
+    reader = _Reader(groups, left=MAX_NUMBERS + 2 * len(data))
     for entry in dump.get("entries") or ():  # JSON dumps have no list if there are no entries
         reader.add(entry)
     return Recording(groups, reader.finish())

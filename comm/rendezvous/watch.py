@@ -102,7 +102,7 @@ class Watch:
 
     def _follow_log(self) -> None:
         store, size = self._control.store, self._control.world_size
-        pause = size / limits.MOST_LOOKS_PER_SECOND if store.can_wait else self._look_seconds
+        pause = size / limits.MAX_LOOKS_PER_SECOND if store.can_wait else self._look_seconds
         while not self._closed.wait(pause):
             try:
                 self.look(wait=self._look_seconds)

@@ -9,7 +9,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.files import parse_json, read_own, write_own
 
-MOST_SHOWN = 100
+MAX_SHOWN = 100
 """Most characters of a difference, in the line that reports it."""
 
 
@@ -46,7 +46,7 @@ def difference_of(there: Any, here: Any, *, name: str = "it") -> str:
     if there == here:
         return ""
     values = f"{there!r} there, {here!r} here"
-    return f"{name} {values}" if len(values) <= MOST_SHOWN else name
+    return f"{name} {values}" if len(values) <= MAX_SHOWN else name
 
 
 def store_record(path: Path | None, record: dict[str, Any]) -> str:

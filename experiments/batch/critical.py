@@ -14,7 +14,7 @@ from bigbatch.trainer.run.noise_scale import FEWEST, Moments, NoiseScale, Share
 
 FEWEST_IN_SEGMENT = 20
 """Least number of measurements over which the noise scale is taken as constant."""
-MOST_SEGMENTS = 20
+MAX_SEGMENTS = 20
 WIDE_BAND_RATIO = 4.0
 """Ratio of a band's upper end to its lower end, above which a recommendation is in doubt."""
 DOUBLINGS = 3
@@ -35,7 +35,7 @@ class BatchCost:
 
 def segments(pairs: Sequence[Pair]) -> list[Share]:
     """Cut a run into parts with the same number of measurements, and return the signal's share of each part."""
-    count = max(1, min(MOST_SEGMENTS, len(pairs) // FEWEST_IN_SEGMENT))
+    count = max(1, min(MAX_SEGMENTS, len(pairs) // FEWEST_IN_SEGMENT))
     bounds = [round(index * len(pairs) / count) for index in range(count + 1)]
     shares = [_moments(pairs[low:high]).share() for low, high in pairwise(bounds)]
     return [share for share in shares if share is not None]

@@ -32,7 +32,7 @@ REPLACED_KEYS = {
     "repeats": "seeds: N runs each point with N seeds",
 }
 """Keys of earlier files, and their replacements."""
-MOST_POINTS = 10_000
+MAX_POINTS = 10_000
 """Most points of a sweep: more would take hours to check and list."""
 SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
 
@@ -201,8 +201,8 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
         yield "script: [] names none: give a script, or -m and a module, or leave the key out"
     num_points = math.prod(len(values) for values in plan.grid.values() if isinstance(values, list))
     num_points *= max(1, len(plan.cases)) * plan.seeds
-    if num_points > MOST_POINTS:
-        yield f"{num_points:,} points, of all combinations and seeds, are more than {MOST_POINTS:,}: state fewer values"
+    if num_points > MAX_POINTS:
+        yield f"{num_points:,} points, of all combinations and seeds, are more than {MAX_POINTS:,}: state fewer values"
     if plan.search:
         yield "search: this is the folder of a search: continue it by bigbatch tune search"
     yield from _check_launch(plan)

@@ -15,7 +15,7 @@ SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
 """Titles of the two columns of speedups()."""
 NOT_COMPARED = ("run.directory", "run.seed")
 """Keys in which compared runs may differ."""
-MOST_KEYS = 6
+MAX_KEYS = 6
 """Runs that differ in more keys are labelled by their folders."""
 RUN, SEED = "run", "seed"
 
@@ -144,7 +144,7 @@ def differing_keys(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
 
 def label_runs(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun]:
     """Label runs by these keys, of the experiment or of a sweep; by their folders if the keys are too many."""
-    if len(keys) > MOST_KEYS:
+    if len(keys) > MAX_KEYS:
         return [replace(run, values={RUN: run.name}) for run in runs]
     return [replace(run, values={key: run.values.get(key, run.config.get(key)) for key in keys}) for run in runs]
 

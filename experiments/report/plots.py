@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MARKERS = "osD^vP*"
 PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), strict=True))
 UNSPLIT_COLOUR = "#DDDDDD"
-MOST_BARS = 50
+MAX_BARS = 50
 """Bars of a plot: more do not fit on a screen."""
-MOST_NAMED = 20
+MAX_NAMED = 20
 """Lines that a legend names, and ticks that are labelled."""
-MOST_CHARACTERS = 60
+MAX_CHARACTERS = 60
 """Characters of a label: a longer one leaves no room for the plot."""
 
 
@@ -50,7 +50,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
 def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     """Draw the parts of lost efficiency as a stacked bar for each point; none of the points is its own base."""
     title = "Where it goes" + _left_out(points)
-    points = points[:MOST_BARS]
+    points = points[:MAX_BARS]
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{plain_text(variant_name(each))}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
@@ -118,7 +118,7 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
 def _draw_cases(found: Comparison) -> "Figure":
     from matplotlib.figure import Figure
 
-    panels, cells = 2 if found.has_accuracy else 1, found.cells[:MOST_BARS]
+    panels, cells = 2 if found.has_accuracy else 1, found.cells[:MAX_BARS]
     figure = Figure(figsize=(9, 1.6 + 0.36 * len(cells)), layout="constrained")
     left, *right = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     names = [plain_text(cell_label(cell)) or found.title for cell in cells]
@@ -155,7 +155,7 @@ def _title(title: str, name: str | None) -> str:
 
 
 def _left_out(bars: Sequence[object]) -> str:
-    return f": the first {MOST_BARS} of {len(bars)}" if len(bars) > MOST_BARS else ""
+    return f": the first {MAX_BARS} of {len(bars)}" if len(bars) > MAX_BARS else ""
 
 
 def plain_text(text: str) -> str:
@@ -163,14 +163,14 @@ def plain_text(text: str) -> str:
 
     A blank comes before _, because a legend leaves out labels that begin with it.
     """
-    half = MOST_CHARACTERS // 2
+    half = MAX_CHARACTERS // 2
     text = printable(text)
-    text = text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    text = text if len(text) <= MAX_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
     return " " * text.startswith("_") + text.replace("$", r"\$")
 
 
 def _set_ticks(axes: Any, ticks: Sequence[float]) -> None:
-    if len(ticks) <= MOST_NAMED:
+    if len(ticks) <= MAX_NAMED:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
 
@@ -178,7 +178,7 @@ def _set_ticks(axes: Any, ticks: Sequence[float]) -> None:
 def _draw_line(axes: Any, index: int, x: Sequence[float], y: Sequence[float], *, label: str) -> None:
     """Draw the index-th line of a plot, distinct from the others in colour, marker or dashes."""
     marker, colour = MARKERS[index % len(MARKERS)], COLOURS[index % len(COLOURS)]
-    named = label if index < MOST_NAMED else "others" if index == MOST_NAMED else ""
+    named = label if index < MAX_NAMED else "others" if index == MAX_NAMED else ""
     axes.plot(x, y, marker=marker, color=colour, linestyle="-" if index < len(COLOURS) else "--", label=named or None)
 
 

@@ -15,9 +15,9 @@ from bigbatch.launch.explain.culprits import STUCK, find_culprits
 from bigbatch.launch.explain.verdict import describe_last_operation, headline, nothing_wrong, record, table
 from bigbatch.paths import as_path
 
-MOST_BYTES = 1 << 26
+MAX_BYTES = 1 << 26
 """Largest dump: some fifty times the size of 2,000 operations with stack traces."""
-MOST_DESCRIBED = 4
+MAX_DESCRIBED = 4
 """Most culprits of a finding for which the last operation is printed."""
 
 _SUFFIXES = (".json", ".pickle", ".pkl")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         print_lines(nothing_wrong(job))
     for finding in findings:
         print_lines(headline(finding))
-        for rank in finding.ranks[: MOST_DESCRIBED if finding.kind != STUCK else 1]:
+        for rank in finding.ranks[: MAX_DESCRIBED if finding.kind != STUCK else 1]:
             if rank in job.recordings:
                 print_lines(f"  {describe_last_operation(job, rank)}")
     print_lines(f"\n{table(job, findings[0].group if findings else None)}")
@@ -148,8 +148,8 @@ def read_dump(path: Path) -> Recording:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError("it is not a file")  # recorders are asked for dumps by pipes, which would never end
-        if facts.st_size > MOST_BYTES:
-            raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+        if facts.st_size > MAX_BYTES:
+            raise ValueError(f"it is longer than {MAX_BYTES} bytes")
         return read_recording(path.read_bytes())
     except OSError as error:
         raise FaultError(f"{path}: {error.strerror}") from error

@@ -20,10 +20,10 @@ from bigbatch.launch.explain.recorded_job import RecordedJob
 from bigbatch.numbers import spans
 from bigbatch.words import count
 
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Most ranks that are named one by one."""
-MOST_FRAMES = 3
-MOST_PARTS = 3
+MAX_FRAMES = 3
+MAX_PARTS = 3
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "/torch/")
 """Parts of file names that do not belong to the job's own code."""
 HEAD = ("rank", "group", "last begun", "last ended", "now", "where")
@@ -91,7 +91,7 @@ def _differing(finding: Culprit, names: str, what: str) -> str:
     if not finding.waiting:
         return f"{names} differ, and no majority says which one is wrong: {_each(finding.theirs, 'calls')}"
     calls = {describe(each, is_numbered=False) for each in finding.theirs.values()}
-    what = " or ".join(sorted(calls)[:MOST_PARTS])
+    what = " or ".join(sorted(calls)[:MAX_PARTS])
     most = describe(finding.operation, is_numbered=False)
     verb = "call" if len(finding.ranks) > 1 else "calls"
     return f"{names} {verb} {what} as {number}, where {len(finding.waiting)} of the others call {most}"
@@ -113,8 +113,8 @@ def describe_last_operation(job: RecordedJob, rank: int) -> str:
 def describe(operation: Operation, *, is_numbered: bool = True) -> str:
     parts = [f"{each.name} {_shapes(each)}".rstrip() for each in operation.parts]
     if parts and operation.kind == "coalesced":
-        hidden = f" and {len(parts) - MOST_PARTS} more" if len(parts) > MOST_PARTS else ""
-        what = f"{operation.name} of {', '.join(parts[:MOST_PARTS])}{hidden}"
+        hidden = f" and {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else ""
+        what = f"{operation.name} of {', '.join(parts[:MAX_PARTS])}{hidden}"
     else:
         what = f"{operation.name} {_shapes(operation)}".rstrip()
     what = printable(what)
@@ -122,7 +122,7 @@ def describe(operation: Operation, *, is_numbered: bool = True) -> str:
     return f"{kind} {operation.number} ({what})" if is_numbered else what
 
 
-def called_at(operation: Operation, *, most: int = MOST_FRAMES) -> str:
+def called_at(operation: Operation, *, most: int = MAX_FRAMES) -> str:
     """Return the innermost lines of the job's own code, the innermost first; of any code if there are none."""
     frames = [*operation.frames] or [frame for part in operation.parts[:1] for frame in part.frames]
     python = [each for each in frames if not str(each.get("filename", "??")).startswith("??")]
@@ -174,7 +174,7 @@ def _last(job: RecordedJob, rank: int) -> Operation | None:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return ranks for a sentence, each with the word rank, so that a search finds it; many ranks as spans."""
-    if len(ranks) > MOST_NAMED:
+    if len(ranks) > MAX_NAMED:
         return f"{len(ranks)} ranks ({spans(ranks)})"
     names = [f"rank {rank}" for rank in ranks]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
@@ -232,7 +232,7 @@ def _operation_record(operation: Operation) -> dict[str, Any]:
 def _each(operations: Mapping[int, Operation], verb: str) -> str:
     some = list(operations.items())
     words = [f"rank {rank} {verb} {describe(each)} of group {printable(each.group.name)}" for rank, each in some]
-    return "; ".join(words[:MOST_NAMED])
+    return "; ".join(words[:MAX_NAMED])
 
 
 def _group(group: ProcessGroup) -> str:
@@ -242,6 +242,6 @@ def _group(group: ProcessGroup) -> str:
 
 def _shapes(operation: Operation) -> str:
     """Return sizes and types; the outputs' only if they differ."""
-    inputs, outputs = (" ".join(str(list(each)) for each in sizes[:MOST_PARTS]) for sizes in operation.sizes)
+    inputs, outputs = (" ".join(str(list(each)) for each in sizes[:MAX_PARTS]) for sizes in operation.sizes)
     sizes = " -> ".join(dict.fromkeys(text for text in (inputs, outputs) if text))
     return f"{sizes} {'/'.join(sorted({*operation.types[0], *operation.types[1]}))}".strip()

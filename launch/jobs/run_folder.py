@@ -161,12 +161,12 @@ class FirstRankWatch:
         """
         self._folder, self._start = folder, start
         self._counts_good_end = heal_seconds is not None
-        self._most_checks = CHECKS_AFTER_FAILURE if heal_seconds is None else heal_seconds
+        self._max_checks = CHECKS_AFTER_FAILURE if heal_seconds is None else heal_seconds
         self._num_checks = 0
         self._thread: Thread | None = None
 
     def __call__(self) -> bool:
-        has_ended = self._num_checks > self._most_checks
+        has_ended = self._num_checks > self._max_checks
         if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=self._check, name="bigbatch-first-rank", daemon=True)
             self._thread.start()

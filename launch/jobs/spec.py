@@ -121,7 +121,7 @@ class JobSpec:
         return 120 if self.stop_seconds is None else self.stop_seconds
 
 
-MOST_RANKS = 10**6
+MAX_RANKS = 10**6
 """Limit of ranks: more than any cluster has; without it a typing error could fill this host's memory."""
 
 SCHEDULER_FIELDS = (
@@ -230,9 +230,9 @@ def make_job(
     total = num_ranks if num_ranks is not None else slots or nodes * (given or default_ranks)
     if total < 1 or (hosts and total > slots):
         raise LaunchOptionError(f"--ranks {total} is not between 1 and the {slots or 'available'} slots of --hosts")
-    if total > MOST_RANKS:
+    if total > MAX_RANKS:
         of_nodes = "" if num_nodes is None else f" of --nodes {num_nodes}"
-        raise LaunchOptionError(f"{total} ranks{of_nodes} are more than any job has: state {MOST_RANKS} or fewer")
+        raise LaunchOptionError(f"{total} ranks{of_nodes} are more than any job has: state {MAX_RANKS} or fewer")
     if total % nodes or (ranks_per_node is not None and total != nodes * ranks_per_node):
         raise LaunchOptionError(f"--ranks {total} does not fill --nodes {nodes} evenly: state --ranks-per-node instead")
     return JobSpec(

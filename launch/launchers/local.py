@@ -28,7 +28,7 @@ REFUSED = {
     "logs": "it prints what all ranks print: add > FILE",
     "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
 }
-MOST_RANKS_OF_A_HOST = 4096
+MAX_RANKS_OF_A_HOST = 4096
 """Limit of ranks on a host; each is a process that imports torch."""
 
 
@@ -39,9 +39,9 @@ def local_processes(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
     Raises: JobRefused for unsupported options, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="local", refused=REFUSED)
-    if job.ranks_per_node > MOST_RANKS_OF_A_HOST:
+    if job.ranks_per_node > MAX_RANKS_OF_A_HOST:
         raise LaunchOptionError(
-            f"{job.ranks_per_node} ranks on one host are more than it can run: state {MOST_RANKS_OF_A_HOST} or fewer"
+            f"{job.ranks_per_node} ranks on one host are more than it can run: state {MAX_RANKS_OF_A_HOST} or fewer"
         )
     node_rank, (address, port) = rendezvous_of(job, port=port)
     if job.restarts and (job.num_nodes or 1) > 1:

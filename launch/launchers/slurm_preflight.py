@@ -2,7 +2,7 @@
 
 from bigbatch.exit_codes import INTERRUPTED, UNFIT
 
-MOST_EXCLUSIONS = 3
+MAX_EXCLUSIONS = 3
 """Limit of requeues to get other nodes. Restarts for other reasons do not count."""
 
 RUN_PREFLIGHT = f"""\
@@ -28,7 +28,7 @@ EXCLUDE_UNFIT = f"""\
 # Add the unfit nodes to the job's excluded nodes. The job is requeued on hold, and released when Slurm has accepted
 # the list. Slurm sends SIGTERM to all processes here; this shell outlives it for some seconds, its commands may not.
 bad=$(paste -sd, "$logs/bad-nodes" 2>/dev/null)
-if [ -n "$bad" ] && [ "$(cat "$logs/excluded" 2>/dev/null | wc -l)" -lt {MOST_EXCLUSIONS} ]; then
+if [ -n "$bad" ] && [ "$(cat "$logs/excluded" 2>/dev/null | wc -l)" -lt {MAX_EXCLUSIONS} ]; then
   echo "$bad" >> "$logs/excluded" || exit "$fit"
   echo "bigbatch: $(date '+%F %T') requeuing, to run without $bad"
   known=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')

@@ -80,7 +80,7 @@ newest >> "$starts"
 """
 
 
-MOST_STARTS = 5
+MAX_STARTS = 5
 """Limit of starts from the queue for a job that states no restarts."""
 
 WAIT_FOR_RANKS = """\
@@ -262,7 +262,7 @@ def _setup(job: JobSpec) -> str:
 
 def _progress(job: JobSpec, *, folder: str | None) -> str:
     """Return bash that ends a job which restarts repeatedly without a new checkpoint."""
-    most = job.restarts + 1 if job.restarts else MOST_STARTS
+    most = job.restarts + 1 if job.restarts else MAX_STARTS
     # folder is this host's answer: the recipe inside the image may name another one
     looked = '[ -d "$run" ] || run=""   # of another release in the image\n' if job.image and folder else ""
     return f"run={_quoted([folder or ''], job)}\n{looked}{END_IF_STUCK.replace('@MOST', str(most))}"

@@ -22,8 +22,8 @@ from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
 
 PROG = "bigbatch simulate"
-MOST_COUNTS = 64
-MOST_DEVICES = 1_000_000
+MAX_COUNTS = 64
+MAX_DEVICES = 1_000_000
 CHOICES = (*ALGORITHMS, BY_SIZE)
 REMOVED_OPTIONS = ("--given", "--rows", "--out")
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
@@ -164,16 +164,16 @@ def read_counts(text: str, *, per_node: int) -> list[int]:
     for word in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", word.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= first <= last <= MOST_DEVICES:
+        if not 1 <= first <= last <= MAX_DEVICES:
             raise LaunchOptionError(
-                f"--gpus {word} is not a number from 1 to {MOST_DEVICES:,}, nor a range such as 8..2048"
+                f"--gpus {word} is not a number from 1 to {MAX_DEVICES:,}, nor a range such as 8..2048"
             )
         while first < last:
             counts.append(first)
             first *= 2
         counts.append(last)
-    if len(set(counts)) > MOST_COUNTS:
-        raise LaunchOptionError(f"--gpus names {len(set(counts))} numbers, more than {MOST_COUNTS}")
+    if len(set(counts)) > MAX_COUNTS:
+        raise LaunchOptionError(f"--gpus names {len(set(counts))} numbers, more than {MAX_COUNTS}")
     return sorted(set(counts))
 
 

@@ -13,7 +13,7 @@ NUM_FIRST_SIZES = 16
 NUM_THRESHOLDS = 8
 """Values of each size to try: some thousand plans for ResNet-50's 161 gradients."""
 
-LEAST_GAIN = 0.002
+MIN_GAIN = 0.002
 """Least saving, as a share of backward and exposed time, that is worth more buffers, as each costs the host some work.
 """
 
@@ -59,7 +59,7 @@ class PlanChoice:
 def search_plan(
     tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf, *, stated: PlanSizes | None = None
 ) -> PlanChoice:
-    """Return the plan with the fewest buffers of those with an exposed time within LEAST_GAIN of the least.
+    """Return the plan with the fewest buffers of those with an exposed time within MIN_GAIN of the least.
 
     For few gradients it tries all sizes that make a difference, else a geometric series, and the stated sizes. Raises:
     ValueError without gradients.
@@ -83,7 +83,7 @@ def search_plan(
     plans = [(sizes, sizes.plan(tensors)) for sizes in (*candidates, *([stated] if stated else ()))]
     choices = [PlanChoice(sizes, plan, exposed_seconds(plan, backward, seconds_of)) for sizes, plan in plans]
     best = min(c.exposed_seconds for c in choices)
-    good = best + LEAST_GAIN * (backward.seconds + best)
+    good = best + MIN_GAIN * (backward.seconds + best)
     return min(
         (c for c in choices if c.exposed_seconds <= good),
         # among equals the largest threshold: it sends the fewest gradients alone

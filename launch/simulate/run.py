@@ -19,7 +19,7 @@ MEASURED on two busy cores: benchmarks/results/checkpoint.json, 205 MB in 92 ms.
 RESTART_SECONDS = 60.0
 """Seconds from a failure to the first new step. ASSUMED: emulated clusters took 7 to 34 s; starts of GPUs and their
 library add to it."""
-LEAST_EFFECTIVE = 0.01
+MIN_EFFECTIVE = 0.01
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def time_of_run(
         return planned
     between = min([run.eval_every_epochs * steps_per_epoch, *asked])
     effective = effective_share(between * step_seconds, failures, num_nodes=num_nodes)
-    if effective < LEAST_EFFECTIVE:
+    if effective < MIN_EFFECTIVE:
         raise SimulationError(
             f"a run on {count(num_nodes, 'node')} almost never reaches its next checkpoint if each node fails every "
             f"{failures.node_hours:g} h: write checkpoints more often (run.checkpoint_every_steps)"

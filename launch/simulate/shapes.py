@@ -17,7 +17,7 @@ each parameter]]. `python -m benchmarks.twin.layers` makes it from torchvision's
 PIXELS = {"inception_v3": 299, "resnet9": 32}
 """Image sizes of models that are not stored at 224."""
 RESNET9_WIDTH = 64
-LEAST_SQUARE = 30_000
+MIN_SQUARE = 30_000
 """Elements of resnet9's tensors from which on they grow by the square of its width; the others by the width."""
 
 
@@ -79,7 +79,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
     if config.name != "resnet9" or not config.options:
         return shape
     factor = config.options["width"] / RESNET9_WIDTH
-    elements = tuple(round(n * (factor**2 if n >= LEAST_SQUARE else factor)) for n in shape.num_elements)
+    elements = tuple(round(n * (factor**2 if n >= MIN_SQUARE else factor)) for n in shape.num_elements)
     return replace(shape, num_elements=elements, operations=shape.operations * factor**2)
 
 

@@ -31,7 +31,7 @@ def diff(a: Path, b: Path, capsys: pytest.CaptureFixture[str], *, code: int) -> 
     return capsys.readouterr().out.splitlines()
 
 
-def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_pictures(
+def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_images(
     base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert diff(base, base, capsys, code=0) == [
@@ -59,7 +59,7 @@ def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_picture
         pytest.param({"batch.bn_span": 16, "batch.microbatch_size": 16}, "config: batch.bn_span=16 (was 8)"),
     ],
 )
-def test_diff_finds_the_pictures_equal_however_the_batch_lies(
+def test_diff_finds_the_images_equal_however_the_batch_lies(
     settings: dict[str, object], fact: str, base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = train_command(data, tmp_path, {**RECORDED, **settings})
@@ -96,7 +96,7 @@ def test_diff_finds_the_step_after_a_bit_flipped(
         assert "units in the last place apart" in line
 
 
-def test_diff_names_the_place_of_one_picture_and_the_element_of_its_activation(
+def test_diff_names_the_place_of_one_image_and_the_element_of_its_activation(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two files of one class change names: steps differ from the first on that has one of the two."""

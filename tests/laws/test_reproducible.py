@@ -215,7 +215,7 @@ def test_healed_at_another_size(data: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.weekly
 @pytest.mark.skipif(not REAL_DATA.exists(), reason=f"no real images at {REAL_DATA}")
-def test_resnet18_on_real_pictures(tmp_path: Path) -> None:
+def test_resnet18_on_real_images(tmp_path: Path) -> None:
     overrides = {
         **EXACT,
         **dict.fromkeys(("batch.microbatch_size", "batch.bn_span"), 6),  # each microbatch sums 11.7 million weights

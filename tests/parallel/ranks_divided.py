@@ -16,7 +16,7 @@ from bigbatch.trainer.step.divided_work import DividedWork
 def check_divided_update(communicator: Communicator) -> None:
     """Check every promise of the divided update."""
     # of four matrices on more than a few ranks most of a gather is padding
-    with patch.object(divided_work, "MOST_PADDING", communicator.world_size):
+    with patch.object(divided_work, "MAX_PADDING", communicator.world_size):
         for dtype in (torch.float32, torch.bfloat16):
             check_results(communicator, dtype=dtype)
         for name in WHOLE:
@@ -76,7 +76,7 @@ def check_update(communicator: Communicator, *, name: str, precision: str) -> No
 
 def check_padding(communicator: Communicator) -> None:
     """One matrix and many ranks: the work is not divided, and all ranks do it."""
-    if communicator.world_size <= divided_work.MOST_PADDING:
+    if communicator.world_size <= divided_work.MAX_PADDING:
         return
     with patch.object(ScatterGather, "start_all_gather", side_effect=AssertionError("nothing to gather")):
         (found,) = DividedWork(communicator)([torch.ones(3, 2)], list, costs=[1.0], dtype=torch.float32)()

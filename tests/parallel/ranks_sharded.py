@@ -135,7 +135,7 @@ def check_sharded_update(communicator: Communicator) -> None:
     """Check every promise of the sharded update."""
     check_halves_of_a_sum(communicator)
     # of four matrices on more than a few ranks most of a gather is padding
-    with patch.object(divided_work, "MOST_PADDING", communicator.world_size):
+    with patch.object(divided_work, "MAX_PADDING", communicator.world_size):
         for name in (*OPTIMIZERS, *SIGNS, *WHOLE):
             # one by vectors and one by matrices in each precision, the others in one
             one = "fp32" if name in SIGNS else "bf16"

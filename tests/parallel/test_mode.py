@@ -68,7 +68,7 @@ class Played:
 
 def train_by_rates(rates: str, share: str, *command: str) -> int:
     """Run a command of bigbatch as on GPUs. rates: by rank and microbatch, in JSON. share: of the run's time."""
-    budget.LEAST_IMAGES, budget.SHARE_OF_RUN = 0, float(share)  # the runs of a test are short
+    budget.MIN_IMAGES, budget.SHARE_OF_RUN = 0, float(share)  # the runs of a test are short
     played = Played(json.loads(rates)[read_process_env().rank])
     training_job.choose_mode = partial(  # type: ignore[attr-defined]
         choose_mode, measures=lambda communicator: True, start_trials=lambda config, **_: played

@@ -253,7 +253,7 @@ OWN = {"flowers": ("rose", "tulip", "iris"), "birds": ("heron", "stork")}
 
 
 @pytest.fixture(scope="module")
-def own_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data/flowers in class folders, its recipe and its run, and data/birds with a table."""
     folder = tmp_path_factory.mktemp("own")
     for name, classes in OWN.items():
@@ -404,7 +404,7 @@ def test_bigbatch_commands(
     num_ranks = 1
     is_own = any(name in line for name in (*OWN, "data/shards"))
     if is_own:
-        monkeypatch.chdir(request.getfixturevalue("own_pictures"))
+        monkeypatch.chdir(request.getfixturevalue("own_images"))
         capsys.readouterr()  # what was said as they were made
         if words[0] in ("init", "data"):
             assert main([*words, *(["--force"] if words[0] == "init" else []), "--workers", "1"]) == 0

@@ -149,7 +149,7 @@ def test_files_of_ones_own_are_plain_ones(tmp_path: Path, monkeypatch: pytest.Mo
     folder.symlink_to(tmp_path)
     with pytest.raises(PermissionError):
         write_own(folder / "a", b"")
-    monkeypatch.setattr(files, "MOST_OWN_BYTES", 2)
+    monkeypatch.setattr(files, "MAX_OWN_BYTES", 2)
     with pytest.raises(OSError, match=rf"Errno {errno.EINVAL}\b"):
         read_own(there)
 
@@ -157,7 +157,7 @@ def test_files_of_ones_own_are_plain_ones(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 def test_files_plain_ones_alone_are_read(kind: str, tmp_path: Path) -> None:
     """A read of a pipe without writer would never return; a device may have no end."""
-    path = tmp_path / "picture.jpg"
+    path = tmp_path / "image.jpg"
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
@@ -175,7 +175,7 @@ def test_files_plain_ones_alone_are_read(kind: str, tmp_path: Path) -> None:
 def test_files_a_file_that_comes_in_parts_or_grows_is_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, read = tmp_path / "picture.jpg", os.read
+    path, read = tmp_path / "image.jpg", os.read
     path.write_bytes(content := bytes(range(200)))
     monkeypatch.setattr(os, "read", lambda descriptor, length: read(descriptor, min(length, 70)))
     assert read_plain(path) == content

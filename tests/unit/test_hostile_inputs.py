@@ -251,7 +251,7 @@ def webdataset_of(folder: Path, name: str) -> Read:
 
 
 def packed_of(folder: Path, name: str) -> Read:
-    source, target = folder / "pictures", folder / "packed"
+    source, target = folder / "images", folder / "packed"
     write_dataset(source, train_per_class=1, val_per_class=1, side_pixels=(32, 32))
     pack(source, target, recipe=PackRecipe(), splits=("val",))
     (target / "val" / "kept").touch()

@@ -92,7 +92,7 @@ def test_claim_of_other_types_tells_nothing(change: dict[str, object], tmp_path:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_shard_with_an_unreadable_record_is_packed_again(text: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "pictures", tmp_path / "packed"
+    source, target = tmp_path / "images", tmp_path / "packed"
     write_dataset(source, train_per_class=1, val_per_class=1, side_pixels=(32, 32))
     pack(source, target, recipe=PackRecipe(), splits=("val",))
     index = (target / "val" / "index.json").read_bytes()

@@ -39,8 +39,8 @@ def write_trained(folder: Path) -> tuple[Path, Path]:
     write_dataset(data, train_per_class=1, val_per_class=1, side_pixels=(50, 60))
     for split in ("train", "val"):
         first = min((data / split).iterdir())
-        picture = min(first.iterdir())
-        picture.rename(picture.with_name(f"{NAME}.jpg"))
+        image = min(first.iterdir())
+        image.rename(image.with_name(f"{NAME}.jpg"))
         first.rename(first.with_name(NAME))
     config = load_config(["--config", "quickstart", *KEYS, f"--data.root={data}"])
     model = build_model("resnet9", num_classes=10, norm=torch.nn.BatchNorm2d, width=4)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import BatchConfig
 
-LEAST_SPAN = 8
+MIN_SPAN = 8
 """Smallest ghost batch that an error proposes: statistics of fewer images are too noisy."""
 
 
@@ -133,9 +133,9 @@ def _can_share(batch: BatchConfig, size: int, *, num_ranks: int) -> bool:
 
 def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
     """Return a remedy: a smaller microbatch, which keeps the update, else values that change the update."""
-    whole = _fitting_microbatch(batch, num_ranks=num_ranks, least_shares=1, most_shares=1)
+    whole = _fitting_microbatch(batch, num_ranks=num_ranks, min_shares=1, max_shares=1)
     shared = _fitting_microbatch(
-        batch, num_ranks=num_ranks, least_shares=max(2, ranks_per_ghost(batch)), most_shares=batch.bn_span
+        batch, num_ranks=num_ranks, min_shares=max(2, ranks_per_ghost(batch)), max_shares=batch.bn_span
     )
     per_step = batch.microbatch_size * num_ranks
     below = batch.global_batch_size // per_step * per_step
@@ -147,20 +147,20 @@ def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
     if shared:
         return f"{other_batch}, or, without mixup and cutmix, batch.microbatch_size to {shared}"
     together = largest_divisor(batch.global_batch_size, batch.bn_span) if num_ranks == 1 else 0
-    if together < LEAST_SPAN or batch.virtual_ranks is not None:
+    if together < MIN_SPAN or batch.virtual_ranks is not None:
         return other_batch
     return f"{other_batch}, or batch.microbatch_size and batch.bn_span to {together}"
 
 
-def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, least_shares: int, most_shares: int) -> int | None:
+def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, min_shares: int, max_shares: int) -> int | None:
     """Return the legal microbatch, up to the config's, with the most equal shares of the ranks; the largest of several.
 
-    None if no microbatch spreads a ghost batch over least_shares to most_shares ranks.
+    None if no microbatch spreads a ghost batch over min_shares to max_shares ranks.
     """
     largest_shares = {}
     for size in range(batch.microbatch_size, 0, -1):
         shares, rest = divmod(batch.bn_span, size) if size < batch.bn_span else (1, size % batch.bn_span)
-        if rest == 0 and least_shares <= shares <= most_shares and _can_share(batch, size, num_ranks=num_ranks):
+        if rest == 0 and min_shares <= shares <= max_shares and _can_share(batch, size, num_ranks=num_ranks):
             largest_shares[size] = size * Division(batch.global_batch_size // size, num_ranks, shares).most
     return min(largest_shares, key=largest_shares.__getitem__, default=None)
 

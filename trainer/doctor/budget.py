@@ -9,7 +9,7 @@ from bigbatch.trainer.doctor.modes import Mode
 
 RESERVE_SECONDS = 5.0
 """Seconds reserved for the start before the clock runs, for the ends of processes and for the report."""
-LEAST_SECONDS = 1.0
+MIN_SECONDS = 1.0
 """Least seconds for any part that has started."""
 STEPS_IN_BUDGET = 120
 """A step that takes more than a budget divided by this number is measured in part."""
@@ -24,11 +24,11 @@ START_MARGIN = 1.25
 EXTRA_SECONDS: Mapping[str, float] = {"compile": 60.0, "graph": 5.0}
 """Assumed seconds of a speedup before its first step, for a ResNet."""
 
-MOST_SECONDS = 240.0
+MAX_SECONDS = 240.0
 """Most seconds for all trials of a start: enough to start the process, try eager modes, and compile a ResNet-50."""
 SHARE_OF_RUN = 0.1
 """Most that all trials take, as a share of the run's seconds in the stated mode."""
-LEAST_IMAGES = 50_000
+MIN_IMAGES = 50_000
 """Images per rank in the whole run below which nothing is tried.
 
 Starting the process and timing the stated mode take 10 s at least: a tenth of a run of 100 s. ResNet-50 at 32 images,
@@ -62,7 +62,7 @@ class Budget:
 
     def limit(self, seconds: float) -> float:
         """Return that many seconds, or the rest of the budget if it is less."""
-        return min(seconds, max(LEAST_SECONDS, self.left()))
+        return min(seconds, max(MIN_SECONDS, self.left()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class TrialTime:
 
     @property
     def is_too_short(self) -> bool:
-        return self.num_images < LEAST_IMAGES
+        return self.num_images < MIN_IMAGES
 
     def allowed(self, images_per_second: float) -> tuple[float, str]:
         """Return the seconds for all trials, and what limits them.
@@ -128,14 +128,14 @@ class TrialTime:
         """
         seconds = self.num_images / images_per_second if images_per_second else math.inf
         return min(
-            (MOST_SECONDS, "the most for any run"),
+            (MAX_SECONDS, "the most for any run"),
             (SHARE_OF_RUN * seconds, f"{SHARE_OF_RUN:.0%} of this run's time"),
             (self.wait_seconds, "half of comm.timeout_seconds"),
         )
 
     def first_limit(self, mode: Mode) -> float:
         """Return the seconds for the stated mode, which is tried before its rate is known."""
-        return min(MOST_SECONDS if mode.compile else FIRST_SECONDS, self.wait_seconds)
+        return min(MAX_SECONDS if mode.compile else FIRST_SECONDS, self.wait_seconds)
 
 
 def seconds_needed(mode: Mode) -> float:

@@ -31,7 +31,7 @@ from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import recorded_run
-from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
+from bigbatch.trainer.doctor.budget import MIN_SECONDS, Budget
 from bigbatch.trainer.doctor.examine import Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import IMAGES, TENSORS, ProbeChild, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
@@ -45,7 +45,7 @@ TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 QUICK_SECONDS = 60.0
 LOAD_SECONDS, LARGE_LOAD = 0.5, 0.1
 """Seconds to measure the share of the cores that other processes use, and the share above which it is reported."""
-LEAST_WITHIN = 20.0
+MIN_WITHIN = 20.0
 """Least seconds of --within: torch takes some to start, several times."""
 
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except DoctorError as error:
-        if budget.left() > LEAST_SECONDS:
+        if budget.left() > MIN_SECONDS:
             raise
         step = findings.steps
         slow = f"; a step of {step['images']} images took {step['seconds']:.1f} s" if step else ""
@@ -212,8 +212,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} {value:g} must be a positive number of seconds")
-    if arguments.within is not None and not LEAST_WITHIN <= arguments.within < math.inf:
-        raise ConfigError(f"--within {arguments.within:g} must be {LEAST_WITHIN:g} seconds or more")
+    if arguments.within is not None and not MIN_WITHIN <= arguments.within < math.inf:
+        raise ConfigError(f"--within {arguments.within:g} must be {MIN_WITHIN:g} seconds or more")
     if read_process_env().world_size > 1:
         raise ConfigError("bigbatch doctor starts the ranks that it measures: run it once, without bigbatch launch")
     if arguments.ranks < 1:

@@ -19,7 +19,7 @@ from bigbatch.trainer.preflight.rates import make_product, median_seconds
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
-LEAST_PAIRS = 3
+MIN_PAIRS = 3
 TINY_LR = 1e-6
 """Learning rate at which weights hardly move: arithmetic with very large or small numbers may take another time."""
 TINY_GRADIENT = 1e-3
@@ -42,7 +42,7 @@ def measure_update(settings: OptimizerConfig, parts: Parts, *, seconds: float) -
         step()  # allocates momenta
     pairs: list[list[float]] = []
     end = time.perf_counter() + seconds
-    while len(pairs) < LEAST_PAIRS or time.perf_counter() < end:
+    while len(pairs) < MIN_PAIRS or time.perf_counter() < end:
         pairs.append([seconds_of(step, parts.communicator.device) for step in steps])
     fused, unfused = zip(*pairs, strict=True)
     return {

@@ -20,8 +20,8 @@ from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record,
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor.budget import (
-    LEAST_IMAGES,
-    MOST_SECONDS,
+    MAX_SECONDS,
+    MIN_IMAGES,
     SHARE_OF_RUN,
     TrialTime,
     seconds_needed,
@@ -113,10 +113,10 @@ def choose_mode(
         trial_time=trial_time,
     )
     if record is None and trial_time.is_too_short:
-        few = f"{trial_time.num_images:,} images of each GPU, fewer than {LEAST_IMAGES:,}, are too few for trials"
+        few = f"{trial_time.num_images:,} images of each GPU, fewer than {MIN_IMAGES:,}, are too few for trials"
         return ChosenMode(config, f"{prefix}{told}{modes.stated}, as stated: {few}")
     if record is None and is_dry_run:
-        limits = f"{SHARE_OF_RUN:.0%} of the run's time, {MOST_SECONDS:g} s at most"
+        limits = f"{SHARE_OF_RUN:.0%} of the run's time, {MAX_SECONDS:g} s at most"
         return ChosenMode(config, f"{prefix}{told}the first start would time {modes}, for {limits}")
     if record is None:
         trials = start_trials(config, modes=modes, device=communicator.device)

@@ -33,7 +33,7 @@ from bigbatch.trainer.step.precision import set_tf32
 COMMAND = "mode"
 """Subcommand of `bigbatch doctor` that runs in the separate process."""
 TIMED_STEPS = 2
-LEAST_FREE = 0.1
+MIN_FREE = 0.1
 """Share of the device's memory that a mode must leave: for the sums over ranks, and for decoding."""
 
 
@@ -74,8 +74,8 @@ class ModeTrials:
         if mode == self._modes.stated:
             return ""  # it ran
         loss, gradients, free = (float(answer[name]) for name in ("loss", "gradients", "free_share"))
-        if free < LEAST_FREE:
-            return f"it leaves {free:.0%} of the memory free, less than {LEAST_FREE:.0%}"
+        if free < MIN_FREE:
+            return f"it leaves {free:.0%} of the memory free, less than {MIN_FREE:.0%}"
         return disagreement(loss=loss, gradients=gradients, precision=self._config.optimizer.precision)
 
     def _attempt(self, ask: Callable[..., Mapping[str, Any]], detail: Any, *, deadline: float) -> Mapping[str, Any]:

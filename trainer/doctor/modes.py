@@ -8,9 +8,9 @@ from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, r
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.speedups import try_values
 
-MOST_IMAGES = 512
+MAX_IMAGES = 512
 """Largest microbatch that is tried, unless the config's own is larger. A tried step has at most two of that size."""
-LEAST_GAIN = 0.03
+MIN_GAIN = 0.03
 """Gain in images/s below which the simpler mode stays: about the noise of two steps."""
 BOUNDS = {"fp32": 2e-5, "tf32": 0.1, "fp16": 0.1, "fp16_autocast": 0.1, "bf16": 0.3, "bf16_autocast": 0.3}
 """Precision -> largest relative difference from the eager step's loss: the bounds of law 1 (docs/design.md)."""
@@ -94,7 +94,7 @@ def find_modes(config: Config, *, world_size: int) -> Modes:
     batch, compute, keeps = config.batch, config.compute, config.compute.mode_keeps
     stated = Mode(batch.microbatch_size, compute.compile, compute.cuda_graph)
     steps = accumulation_steps(batch, world_size=world_size)
-    most = largest_divisor(steps, max(1, MOST_IMAGES // batch.microbatch_size))
+    most = largest_divisor(steps, max(1, MAX_IMAGES // batch.microbatch_size))
 
     def is_legal(**changed: Any) -> bool:
         return isinstance(try_values(config, replace(stated, **changed).values(), world_size=world_size), Config)
@@ -137,7 +137,7 @@ def best_and_next(modes: Modes, tried: Mapping[Mode, Trial]) -> tuple[Mode, Mode
         return best, None
 
     def is_better(mode: Mode) -> bool:
-        return tried[mode].images_per_second > (1 + LEAST_GAIN) * tried[best].images_per_second
+        return tried[mode].images_per_second > (1 + MIN_GAIN) * tried[best].images_per_second
 
     for size in modes.sizes[1:]:
         mode = replace(best, microbatch_size=size)

@@ -42,7 +42,7 @@ from bigbatch.trainer.step.plan import Parts, Plan
 
 ENDLESS = 2**40
 """More steps than any measurement takes."""
-WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
+WARM_SECONDS, MIN_WARM, MAX_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
 FIRST_IMAGES, GROWTH, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
 """For estimate: first number of images and its growth; seconds that suffice for a pass, and for a first pass."""
@@ -265,9 +265,9 @@ class _Probe:
             self._timed(stream, ahead if flushes else 0)
             return
         # a warm model needs one step with the other kind of batches, to learn its seconds
-        self._timed(stream, 0 if self._step_seconds else LEAST_WARM - 1)
+        self._timed(stream, 0 if self._step_seconds else MIN_WARM - 1)
         taken = self._timed(stream, 1)
-        more = int(self._agreed(min(MOST_WARM, min(WARM_SECONDS, 2 * seconds) // taken)))
+        more = int(self._agreed(min(MAX_WARM, min(WARM_SECONDS, 2 * seconds) // taken)))
         self._step_seconds[batches] = self._timed(stream, more) / more if more else taken
 
     def _agreed(self, number: float) -> float:

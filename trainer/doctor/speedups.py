@@ -12,7 +12,7 @@ from bigbatch.trainer.config.schema import Config, with_values
 from bigbatch.trainer.config.sections import READERS, SCALED
 from bigbatch.trainer.input.loaders import dali
 
-MOST_MICROBATCHES = 8
+MAX_MICROBATCHES = 8
 FEWEST_IMAGES = 2
 """Fewest images of a ghost batch that is cut for a slow machine: statistics need two."""
 ROUNDS = "changes rounding: verify accuracy"
@@ -63,12 +63,12 @@ class Machine:
 
 
 def part_of_step(config: Config, *, world_size: int) -> Config:
-    """Return the config with a global batch of at most MOST_MICROBATCHES microbatches per rank. Raises: ConfigError.
+    """Return the config with a global batch of at most MAX_MICROBATCHES microbatches per rank. Raises: ConfigError.
 
     One rank alone could have 256 of them in a step that many ranks share in a real run.
     """
     steps = accumulation_steps(config.batch, world_size=world_size)
-    kept = largest_divisor(steps, MOST_MICROBATCHES)
+    kept = largest_divisor(steps, MAX_MICROBATCHES)
     if kept == steps:
         return config
     # a divisor of the steps, so that ghost batches still fill the smaller step

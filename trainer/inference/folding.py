@@ -15,7 +15,7 @@ from bigbatch.trainer.step.precision import to_half_
 
 WARMUP_BATCHES = 2
 """Batches before a rate is measured: they choose kernels and fill caches."""
-MEASURED_SECONDS, LEAST_BATCHES, MOST_BATCHES = 0.5, 3, 100
+MEASURED_SECONDS, MIN_BATCHES, MAX_BATCHES = 0.5, 3, 100
 """Seconds for which a rate is measured, and the least and most batches."""
 
 
@@ -103,7 +103,7 @@ def forward_rate(forward: Callable[[], object], *, num_images: int, device: torc
     for _ in range(WARMUP_BATCHES):
         forward()
     count = round(MEASURED_SECONDS / seconds_of(forward, device))
-    count = min(max(count, LEAST_BATCHES), MOST_BATCHES)
+    count = min(max(count, MIN_BATCHES), MAX_BATCHES)
 
     def repeat() -> None:  # keeps no outputs
         for _ in range(count):

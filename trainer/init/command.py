@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         with show_progress(f"looking at {folder}") as on_progress:
             measured = measure(
                 splits,
-                most_images=arguments.samples,
+                max_images=arguments.samples,
                 seed=arguments.seed,
                 num_workers=arguments.workers,
                 max_pixels=round(1e6 * arguments.max_megapixels),

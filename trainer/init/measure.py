@@ -39,18 +39,18 @@ class SampleStatistics:
 def measure(
     splits: Mapping[str, ImageSource],
     *,
-    most_images: int,
+    max_images: int,
     seed: int,
     num_workers: int = 1,
     max_pixels: int = MAX_PIXELS,
     on_progress: Advance = show_nothing,
 ) -> SampleStatistics:
-    """Decode and measure at most most_images images, drawn by seed from all splits; larger than max_pixels is unusable.
+    """Decode and measure at most max_images images, drawn by seed from all splits; larger than max_pixels is unusable.
 
     Raises: DataError if no training image of the sample is usable; ConfigError for an illegal num_workers.
     """
     total = sum(map(len, splits.values()))
-    chosen_N = np.sort(epoch_order(seed=seed, epoch=0, num_samples=total)[:most_images])
+    chosen_N = np.sort(epoch_order(seed=seed, epoch=0, num_samples=total)[:max_images])
     tasks: list[tuple[str, list[int]]] = []
     first = 0
     for split, images in splits.items():

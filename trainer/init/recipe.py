@@ -13,7 +13,7 @@ from bigbatch.trainer.init.measure import SampleStatistics
 
 MIN_STEPS = 8
 """Least updates per epoch: with fewer, the recipe has a smaller batch than its base."""
-LEAST_BATCH = 16
+MIN_BATCH = 16
 """Smallest global batch, if there are as many images: a smaller one leaves batch norm too few."""
 
 
@@ -86,7 +86,7 @@ def _batch(base: Config, *, num_train: int) -> tuple[int, int, int]:
     if num_train // batch.global_batch_size >= MIN_STEPS:
         return batch.global_batch_size, batch.microbatch_size, batch.bn_span
     # a power of two, so that one, two and more ranks can share it
-    wanted = max(num_train // MIN_STEPS, min(LEAST_BATCH, num_train), 1)
+    wanted = max(num_train // MIN_STEPS, min(MIN_BATCH, num_train), 1)
     size = 1 << (wanted.bit_length() - 1)
     micro = largest_divisor(size, min(batch.microbatch_size, max(1, size // 2)))
     return size, micro, largest_divisor(micro, min(batch.bn_span, micro))

@@ -119,7 +119,7 @@ UsableImage = tuple[int, bytes, Sequence[int]]
 
 IMAGES_PER_SECOND = 12_000
 """Target rate of reads: above any GPU's need, because the threads of a batch also wait for its slowest read."""
-MOST_THREADS = 64
+MAX_THREADS = 64
 
 
 class ReadingThreads:
@@ -138,7 +138,7 @@ class ReadingThreads:
         do not become slower; slower ones wait for cores, the interpreter lock or a busy server. The next attempt comes
         after as many batches as there are threads: few threads need long for a batch, and one may be slow by chance.
         """
-        needed = max(self._least, min(MOST_THREADS, math.ceil(IMAGES_PER_SECOND * latency_seconds)))
+        needed = max(self._least, min(MAX_THREADS, math.ceil(IMAGES_PER_SECOND * latency_seconds)))
         before, self._before = self._before, None
         if before is not None and latency_seconds > 1.5 * before[1]:
             self.number = self._pause_batches = before[0]

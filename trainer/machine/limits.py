@@ -19,7 +19,7 @@ class Limits:
     locked_bytes: float = math.inf
     open_files: float = math.inf
     """Soft limit of a process."""
-    most_open_files: float = math.inf
+    max_open_files: float = math.inf
     """Hard limit, to which the process may raise the soft one."""
     tasks: float = math.inf
     """Threads and processes that the job may still start."""

@@ -28,7 +28,7 @@ LINK = re.compile(r"^GPU (?P<gpu>\d+):|^\s+Link \d+: (?:(?P<active>[\d.]+ GB/s)|
 XID = re.compile(r"NVRM: Xid \(PCI:(?P<address>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 119, 120, 140)
 """Xids of faults of memory, NVLink, bus and system processor, without those of programs' errors (13, 31, 43, 45)."""
-MOST_LOG_BYTES = 16 << 20
+MAX_LOG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _kernel_log(path: Path) -> bytes:
     with suppress(OSError):  # PermissionError: no right to open it; BlockingIOError: no more records
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            while (record := _record(descriptor)) and len(log) < MOST_LOG_BYTES:
+            while (record := _record(descriptor)) and len(log) < MAX_LOG_BYTES:
                 log += record
         finally:
             os.close(descriptor)

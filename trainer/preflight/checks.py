@@ -13,19 +13,19 @@ from bigbatch.trainer.machine.network import Card, Port, usual_rate
 from bigbatch.trainer.machine.nvidia import Driver
 from bigbatch.words import count
 
-LEAST_OPEN_FILES = 1024
+MIN_OPEN_FILES = 1024
 """Open files for connections, shards and libraries: Linux's default limit."""
 FILES_PER_RANK = 4
 """Open files per rank in the store's process, to which all ranks connect; it raises its soft limit to the hard one."""
-LEAST_TASKS = 256
+MIN_TASKS = 256
 """Least tasks that a rank may start: threads of NCCL, the loader and libraries."""
-LEAST_MEMORY_BYTES = 1e9
+MIN_MEMORY_BYTES = 1e9
 """Least memory of a rank: PyTorch alone."""
-LEAST_LOCKED_BYTES = 1 << 30
+MIN_LOCKED_BYTES = 1 << 30
 """Least locked memory, for NCCL's buffers: 4 MiB per channel, peer and direction, for 32 channels and a few peers."""
 RDMA_SHARE = SOCKET_SHARE = 0.5
 """Least share of a link's nominal rate, each way: far below a healthy link's, and above that of its fallback."""
-MOST_SOCKET_GBIT = 1.5
+MAX_SOCKET_GBIT = 1.5
 """Gbit/s that suffice for one TCP connection, however fast the card: more than a card of 1 Gbit/s carries, and less
 than a busy core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds limit a
 connection to 5."""
@@ -238,8 +238,8 @@ def _gpudirect(host: Host) -> Iterator[str]:
 )
 def _locked_memory(host: Host) -> Iterator[str]:
     is_registered = host.on_gpus and host.crosses_nodes and host.usable_ports
-    if is_registered and host.limits.locked_bytes < LEAST_LOCKED_BYTES:
-        yield f"a rank may lock {host.limits.locked_bytes / 1024:,.0f} KiB, below {LEAST_LOCKED_BYTES >> 10:,}"
+    if is_registered and host.limits.locked_bytes < MIN_LOCKED_BYTES:
+        yield f"a rank may lock {host.limits.locked_bytes / 1024:,.0f} KiB, below {MIN_LOCKED_BYTES >> 10:,}"
 
 
 def _expected_gbit(host: Host) -> tuple[float, str] | None:
@@ -254,7 +254,7 @@ def _expected_gbit(host: Host) -> tuple[float, str] | None:
     for card in host.cards:
         if card.name in names:
             used = f", and ranks use {host.interface}" if host.interface not in (None, card.name) else ""
-            least = min(SOCKET_SHARE * card.gbit_per_second, MOST_SOCKET_GBIT)
+            least = min(SOCKET_SHARE * card.gbit_per_second, MAX_SOCKET_GBIT)
             return least, f"{card.name} has {card.gbit_per_second:g}{used}"
     return None
 
@@ -272,23 +272,23 @@ def _bandwidth(host: Host) -> Iterator[str]:
 
 @_check("open files", "raise it (ulimit -n; LimitNOFILE of slurmd; --ulimit nofile=16384)", is_finding=False)
 def _open_files(host: Host) -> Iterator[str]:
-    most = LEAST_OPEN_FILES + FILES_PER_RANK * host.world_size
-    if host.limits.open_files < LEAST_OPEN_FILES:
-        yield f"a rank may open {host.limits.open_files:,.0f} files, below {LEAST_OPEN_FILES:,}"
-    elif host.limits.most_open_files < most:
-        yield f"{host.limits.most_open_files:,.0f} open files at most, below {most:,} for {host.world_size:,} ranks"
+    most = MIN_OPEN_FILES + FILES_PER_RANK * host.world_size
+    if host.limits.open_files < MIN_OPEN_FILES:
+        yield f"a rank may open {host.limits.open_files:,.0f} files, below {MIN_OPEN_FILES:,}"
+    elif host.limits.max_open_files < most:
+        yield f"{host.limits.max_open_files:,.0f} open files at most, below {most:,} for {host.world_size:,} ranks"
 
 
 @_check("threads", "raise pids.max of the job (--pids-limit of a container)", is_finding=False)
 def _tasks(host: Host) -> Iterator[str]:
-    if host.limits.tasks < LEAST_TASKS * host.num_ranks:
+    if host.limits.tasks < MIN_TASKS * host.num_ranks:
         ranks = count(host.num_ranks, "rank")
-        yield f"{host.limits.tasks:,.0f} more threads may start, below {LEAST_TASKS} for each of {ranks}"
+        yield f"{host.limits.tasks:,.0f} more threads may start, below {MIN_TASKS} for each of {ranks}"
 
 
 @_check("memory", "ask for more (--mem of Slurm, --memory of a container)", is_finding=False)
 def _memory(host: Host) -> Iterator[str]:
-    least = LEAST_MEMORY_BYTES * host.num_ranks
+    least = MIN_MEMORY_BYTES * host.num_ranks
     if host.limits.memory_bytes < least:
         left = host.limits.memory_bytes / 1e9
         yield f"{left:,.1f} GB of memory left, below {least / 1e9:g} for {count(host.num_ranks, 'rank')}"

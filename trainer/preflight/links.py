@@ -16,11 +16,11 @@ from bigbatch.trainer.machine.host import seconds_of
 
 CONNECT_SECONDS = 3.0
 CONNECT_THREADS = 256
-MOST_ROUNDS = {"cpu": 15, "cuda": 5}
+MAX_ROUNDS = {"cpu": 15, "cuda": 5}
 """Most rounds of pairs. With more nodes, each one is paired with some of the others only, which suffices to measure its
 own link; NCCL needs time to connect two ranks."""
 PROBE_BYTES = 256 << 10
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 AIM_SECONDS = 0.15
 REPEATS = 3
 
@@ -83,7 +83,7 @@ def measure_pairs(communicator: Communicator, leaders: Sequence[int]) -> dict[in
     """
     own = leaders.index(communicator.rank)
     rates = {}
-    for pairs in rounds_of_pairs(len(leaders))[: MOST_ROUNDS[communicator.device.type]]:
+    for pairs in rounds_of_pairs(len(leaders))[: MAX_ROUNDS[communicator.device.type]]:
         for pair in pairs:
             if own in pair:
                 other = pair[0] if own == pair[1] else pair[1]
@@ -96,7 +96,7 @@ def _measure_pair(communicator: Communicator, other: int) -> float:
     size = torch.zeros(1, dtype=torch.float64, device=communicator.device)
     if communicator.rank < other:
         # both must exchange the same number of bytes: the lower rank decides, by its own time
-        size.fill_(min(MOST_BYTES, max(PROBE_BYTES, PROBE_BYTES * AIM_SECONDS / probe)))
+        size.fill_(min(MAX_BYTES, max(PROBE_BYTES, PROBE_BYTES * AIM_SECONDS / probe)))
         communicator.backend.start_send(size, to=other).wait()
     else:
         communicator.backend.start_receive(size, source=other).wait()

@@ -14,7 +14,7 @@ from bigbatch.trainer.machine.host import seconds_of, wait_for
 
 CPU_SIDE, GPU_SIDE = 768, 8192
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-LEAST_REPEATS = 5
+MIN_REPEATS = 5
 BUSY_REPEATS = 64
 """Products that keep a GPU busy while its clock is read: about 0.1 s."""
 
@@ -62,6 +62,6 @@ def median_seconds(work: Callable[[], object], device: torch.device, *, seconds:
     wait_for(device)
     taken: list[float] = []
     end = time.perf_counter() + seconds
-    while len(taken) < LEAST_REPEATS or time.perf_counter() < end:
+    while len(taken) < MIN_REPEATS or time.perf_counter() < end:
         taken.append(seconds_of(work, device))
     return median(taken)

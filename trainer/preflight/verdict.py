@@ -10,8 +10,8 @@ from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.checks import CHECKS
 
-LEAST_FREE_GB = 1.0
-LEAST_SHM_GB = 0.5
+MIN_FREE_GB = 1.0
+MIN_SHM_GB = 0.5
 SLOW_SHARE = 0.7
 """Share of the median node's rate below which a node is slow: below the noise between equal nodes."""
 SLOW_LINK_SHARE = 0.6
@@ -175,7 +175,7 @@ def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
             if folder in node.disk_trouble
         ]
         is_shm = folder == "/dev/shm"
-        least = LEAST_SHM_GB if is_shm else LEAST_FREE_GB
+        least = MIN_SHM_GB if is_shm else MIN_FREE_GB
         remedy = "free some" + (", or start the container with a larger one (--shm-size 1g)" if is_shm else "")
         full = [
             NodeFinding.at(node.host, f"{folder} has {left:g} GB left, below {least:g}: {remedy}")

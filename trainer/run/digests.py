@@ -26,7 +26,7 @@ MODULUS = 1 << 64
 MIX = 0x9E3779B97F4A7C15 - MODULUS
 """Odd constant for mixing, so that two changes do not cancel."""
 IMAGES, ACTIVATIONS, BEFORE_SUM = "images", "activations", "gradients before the sum"
-MOST_NAMES = 12
+MAX_NAMES = 12
 """Limit of layer names listed in an error."""
 Row = tuple[str, str, int, str]
 """(phase, name of the layer or parameter, microbatch's number in the step, digest)."""
@@ -296,7 +296,7 @@ def _chosen(names: Sequence[str], patterns: Sequence[str], *, key: str, what: st
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3)
             others = [name for name in names if name not in near]
-            listed = [*near, *others][:MOST_NAMES]
+            listed = [*near, *others][:MAX_NAMES]
             more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
             raise ConfigError(f"{key}: no {what} is named {pattern}: there are {', '.join(listed)}{more}")
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

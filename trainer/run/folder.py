@@ -17,7 +17,7 @@ from bigbatch.trainer.config.trust import RUN_CONFIG
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_REPORTS = 20_000
+MAX_REPORTS = 20_000
 """Limit of reports in a plot: more than a curve can show."""
 
 
@@ -113,7 +113,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file for a plot: at most MOST_REPORTS reports, evenly spread; no digests.
+    """Return the records of a metrics file for a plot: at most MAX_REPORTS reports, evenly spread; no digests.
 
     Reports come first. Memory does not grow with the file's length.
     """
@@ -122,7 +122,7 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
     for number, record in enumerate(record for record in read_records(path) if record["kind"] == "train"):
         if number % stride == 0:
             reports.append(record)
-            if len(reports) > MOST_REPORTS:
+            if len(reports) > MAX_REPORTS:
                 reports, stride = reports[::2], 2 * stride
     return reports + [record for record in read_records(path) if record["kind"] not in ("train", "digests")]
 

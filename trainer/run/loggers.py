@@ -137,7 +137,7 @@ def _run_id(rundir: RunDir, *, is_new: bool) -> str:
     return run_id
 
 
-MOST_PARAMS = 100
+MAX_PARAMS = 100
 """MLflow's limit of parameters in one request."""
 
 
@@ -173,8 +173,8 @@ class _MlflowRun:
             kept = client.create_run(experiment, run_name=settings.get("run_name", rundir.path.name)).info.run_id
             rundir.write_text(rundir.mlflow_id, f"{kept}\n")
             params = [Param(key, str(value)) for key, value in flat_options(flatten(stated)).items()]
-            for first in range(0, len(params), MOST_PARAMS):
-                client.log_batch(kept, params=params[first : first + MOST_PARAMS])
+            for first in range(0, len(params), MAX_PARAMS):
+                client.log_batch(kept, params=params[first : first + MAX_PARAMS])
         self._run = kept
         tell(f"mlflow: run {kept} of experiment {name} at {settings['tracking_uri']}")
 

@@ -20,7 +20,7 @@ KEPT = 0.98
 FEWEST = 5
 """Least number of measurements for an estimate: with fewer its band is too wide."""
 CONFIDENCE = 0.95
-MOST_SQUARED = 1e100
+MAX_SQUARED = 1e100
 """Limit above any squared norm in fp32 (1.2e77) and any value computed from two of them."""
 
 
@@ -125,7 +125,7 @@ def measured(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, floa
 
 def _can_be_measured(value: object) -> TypeGuard[float]:
     """Return whether a value is a number whose square and products are finite; False for NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_SQUARED
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_SQUARED
 
 
 def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = None) -> Moments:

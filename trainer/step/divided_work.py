@@ -10,7 +10,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.trainer.optim.matrices import Finish, Work
 
-MOST_PADDING = 2
+MAX_PADDING = 2
 """Limit of gathered elements per element of the tensors: at 2, a gather sends as many bytes as an all-reduce."""
 
 
@@ -43,7 +43,7 @@ def share_out(costs: Sequence[float], num_elements: Sequence[int], *, world_size
 def gathered_elements(shares: Shares, num_elements: Sequence[int], *, world_size: int) -> int:
     """Return the elements in a gather; 0 if each rank does all work instead (one rank, or too much padding)."""
     gathered = shares.part * world_size
-    return 0 if world_size == 1 or gathered > MOST_PADDING * sum(num_elements) else gathered
+    return 0 if world_size == 1 or gathered > MAX_PADDING * sum(num_elements) else gathered
 
 
 class DividedWork:

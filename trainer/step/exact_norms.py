@@ -11,16 +11,16 @@ Together = Callable[[Tensor], Tensor]
 """Combines the vectors (N) of all ranks into one. Collective."""
 
 
-def exact_norms(pieces: Sequence[Tensor], *, most_elements: int, all_maxima: Together, all_sums: Together) -> Tensor:
+def exact_norms(pieces: Sequence[Tensor], *, max_elements: int, all_maxima: Together, all_sums: Together) -> Tensor:
     """Return the L2 norms (N) of tensors that lie in pieces, perhaps empty, on the ranks. Collective.
 
     Each square is rounded once to a whole number of steps, and these are summed in int64: any order and any pieces
     give the same bits. The step depends on a tensor's largest number, which the ranks exchange first, and lets a sum of
-    most_elements squares fit: below 2**22 elements it is 2**-40 of the largest square, and the error of a square is at
+    max_elements squares fit: below 2**22 elements it is 2**-40 of the largest square, and the error of a square is at
     most half a step. A number that is not finite makes its norm infinite. No host sync.
     all_maxima: in fp32, NaN if any is NaN; all_sums: in int64.
     """
-    bits = (SUM_BITS - most_elements.bit_length()) // 2
+    bits = (SUM_BITS - max_elements.bit_length()) // 2
     largest = [
         torch.linalg.vector_norm(piece, ord=torch.inf).float()
         if piece.numel()

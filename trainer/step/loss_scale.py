@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.config.optimizer import LARGEST_SCALE, SMALLEST_SCALE
 
-MOST_OVERFLOWS_IN_A_ROW = 32
+MAX_OVERFLOWS_IN_A_ROW = 32
 """24 halve the largest scale to the smallest; 8 are a margin. A skipped update leaves the weights unchanged, so later
 steps are not more likely to succeed. If half of all steps overflow by chance, 32 in a row have probability 2e-10."""
 
@@ -84,12 +84,12 @@ class LossScale:
         return {"loss_scale": float(self.state.scale), "overflow_steps": int(self.state.overflow_steps)}
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
-        """Raise TrainingDiverged if the last MOST_OVERFLOWS_IN_A_ROW steps, or all steps of a run, overflowed.
+        """Raise TrainingDiverged if the last MAX_OVERFLOWS_IN_A_ROW steps, or all steps of a run, overflowed.
 
         Waits for the device.
         """
         num = int(self.state.overflows_in_a_row)
-        if num < MOST_OVERFLOWS_IN_A_ROW and not (is_last and num == done):
+        if num < MAX_OVERFLOWS_IN_A_ROW and not (is_last and num == done):
             return
         scale = float(self.state.scale)
         lower = "" if scale == SMALLEST_SCALE else f"set optimizer.loss_scale below {scale:g}, "

@@ -115,10 +115,8 @@ class ShardedWeights:
         With a grid, squares are summed as integers: the same bits for any division into pieces.
         """
         if self._is_exact:
-            most_elements = max(p.numel() for p in self.layout.parameters.values())
-            return exact_norms(
-                tensors, most_elements=most_elements, all_maxima=self._all_maxima, all_sums=self._all_sums
-            )
+            max_elements = max(p.numel() for p in self.layout.parameters.values())
+            return exact_norms(tensors, max_elements=max_elements, all_maxima=self._all_maxima, all_sums=self._all_sums)
         # norms of pieces do not add up, their squares do; the norm of an empty piece is 0
         return self._all_sums(torch.stack(torch._foreach_norm(tensors)).double().square_()).sqrt_().float()
 

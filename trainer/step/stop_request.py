@@ -13,7 +13,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.exit_record import record_end
-from bigbatch.comm.rendezvous.limits import MOST_LOOKS_PER_SECOND
+from bigbatch.comm.rendezvous.limits import MAX_LOOKS_PER_SECOND
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.step.signals import STOP_SIGNALS, handled_signals
 
@@ -113,7 +113,7 @@ class StopRequest:
         rings.setblocking(False)
         previous = signal.set_wakeup_fd(rings.fileno(), warn_on_full_buffer=False)
         # in each check every rank sends up to three requests
-        soon_seconds = max(AGREE_SECONDS, 3 * control.world_size / MOST_LOOKS_PER_SECOND)
+        soon_seconds = max(AGREE_SECONDS, 3 * control.world_size / MAX_LOOKS_PER_SECOND)
         what = (heard, self._departure, acknowledge, wants_join, soon_seconds)
         listener = Thread(target=self._listen, args=what, name="bigbatch-stop", daemon=True)
         listener.start()

@@ -9,7 +9,7 @@ from benchmarks.gpu.suite.cifar import RECIPE
 from benchmarks.gpu.suite.torchvision_peer import SCRIPT
 from benchmarks.record import table
 
-MOST_LOST = 0.05
+MAX_LOST = 0.05
 """Share of a rate, or added share of a time, that may be lost without failing."""
 WATCHED = {"images/s": 1, "TFLOP/s": 1, "GB/s": 1, "s": -1}
 """Units: 1 if more is better, -1 if less is. Ratios are not watched: a peer may have become faster."""
@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def has_lost(self) -> bool:
-        return self.loss > MOST_LOST
+        return self.loss > MAX_LOST
 
     def __str__(self) -> str:
         now = "not measured" if self.now is None else f"{self.now:,.4g}"

@@ -42,7 +42,7 @@ BATCHES = {80: 1280, 140: 2560}
 """Card's memory in 1e9 bytes -> batch of that table."""
 LOSS_SCALE = 256.0
 MODES: dict[str, dict[str, Any]] = {"eager": {}, "compile": COMPILED, "cuda_graph": CAPTURED}
-MOST_BATCHES_AHEAD = 2
+MAX_BATCHES_AHEAD = 2
 """Batches ahead of each worker of torch's DataLoader, which are consumed before the clock starts."""
 EVALUATIONS = 3
 """Most rounds of evaluations: each takes a minute or more."""
@@ -178,7 +178,7 @@ def from_files(context: Context, root: Path, *, loader: str) -> dict[str, Any]:
 
 def rate_alone(each: Contestant, context: Context) -> float:
     """Measure images per second once all batches read ahead have been consumed."""
-    ahead = MOST_BATCHES_AHEAD * torchvision_peer.num_workers(context)
+    ahead = MAX_BATCHES_AHEAD * torchvision_peer.num_workers(context)
     turn(each, steps=ahead + context.size.steps, device=context.device)
     return turn(each, steps=3 * context.size.steps, device=context.device)
 

@@ -50,7 +50,7 @@ def test_feed(shapes, tmp_path):
     done = run_benchmark("input.feed", shapes, "--ranks", 1, "--repetitions", 1, "--out", out, "--", *OPTIONS)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
-    assert found["conditions"]["pictures"] == 80
+    assert found["conditions"]["images"] == 80
     assert 0 < found["real"]["input_wait_fraction"]["median"] < 1
     assert found["real"]["loader_images_per_second"]["median"] > 0
     assert found["real / generated"]["median"] > 0

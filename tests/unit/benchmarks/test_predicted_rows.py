@@ -110,7 +110,7 @@ def test_faster_version_of_the_same_device_is_scaled_within_its_ladder():
         ),
     ],
 )
-def test_older_software_has_more_time_a_step_that_no_picture_explains(stated, older):
+def test_older_software_has_more_time_a_step_that_the_model_does_not_explain(stated, older):
     assert Row(ONE | stated).fixed_seconds(DEFAULTS) > Row(ONE | older).fixed_seconds(DEFAULTS)
 
 

@@ -27,7 +27,7 @@ POWERS = range(25)
 """Exponents of the loss scales that a config may state: 1 to 2^24."""
 TOLERANCE = 0.001
 """Largest excess over the least underflow, and largest share of lost gradients, as shares of the values."""
-LEAST_DOUBLINGS = 3
+MIN_DOUBLINGS = 3
 """Fewest doublings of the gradients that must fit before they overflow."""
 SAFE_DOUBLINGS = 8
 """Doublings that allow a static scale: a warm-up and a falling loss change gradients by less."""
@@ -60,7 +60,7 @@ def choose_scale(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
     Each kind is compared with its own least underflow: half of the activations may be 0 at any scale.
     """
-    allowed = [record for record in records if record["doublings"] >= LEAST_DOUBLINGS]
+    allowed = [record for record in records if record["doublings"] >= MIN_DOUBLINGS]
     keys = ("weights_underflow", "activations_underflow")
     # underflow falls as the scale rises: the largest scale has the least
     return next((each for each in allowed if all(each[key] <= allowed[-1][key] + TOLERANCE for key in keys)), None)
@@ -75,7 +75,7 @@ def recommend(records: Sequence[dict[str, Any]], config: Config) -> tuple[dict[s
     lost = max(best["weights_lost"], best["activations_lost"]) if best else 0.0
     precision, scale, growth_steps = "bf16", None, None
     if best is None:
-        reason = f"no loss scale leaves fp16 gradients room to grow {2**LEAST_DOUBLINGS} times"
+        reason = f"no loss scale leaves fp16 gradients room to grow {2**MIN_DOUBLINGS} times"
     elif lost > TOLERANCE:
         reason = f"fp16 makes {lost:.2%} of the gradients 0 even at loss scale {best['loss_scale']:.0f}"
     else:

@@ -278,7 +278,7 @@ def test_effort_bounds_repetitions() -> None:
     assert len(few["slow"].measured.seconds) == 3
     many = times(effort=Effort(repetitions=13, seconds=60), slow=slow, fast=fast)
     assert [len(each.measured.seconds) for each in many.values()] == [13, 13]
-    assert slow.calls == fast.calls == 2 + 13 * timing.MOST_LOOPS  # and the check, and a first look
+    assert slow.calls == fast.calls == 2 + 13 * timing.MAX_LOOPS  # and the check, and a first look
 
 
 def test_effort_repeats_only_contenders_where_time_is_short(clock: Clock) -> None:

@@ -23,7 +23,7 @@ from bigbatch.comm.measure.timing import MeasuredLinks
 from bigbatch.comm.measure.tune import TuneResults, explain_choice, near_the_fastest
 from bigbatch.comm.measure.whole_steps import (
     ENOUGH_STEPS,
-    LEAST_STEPS,
+    MIN_STEPS,
     StepCandidate,
     Steps,
     choose_step,
@@ -171,7 +171,7 @@ def test_steps_keep_to_their_time_and_drop_the_slow(monkeypatch: pytest.MonkeyPa
     assert list(found) == tried
     assert played.turns.count(tried[2]) == 1
     counts = [len(each.seconds) for each in found.values()]
-    assert counts[2] == LEAST_STEPS < min(counts[0], counts[1], counts[3])
+    assert counts[2] == MIN_STEPS < min(counts[0], counts[1], counts[3])
     assert choose_step(found) == tried[1]
 
 
@@ -193,7 +193,7 @@ def test_steps_end_where_enough_are_measured_or_one_is_left(monkeypatch: pytest.
     assert all(ENOUGH_STEPS <= len(each.seconds) < 2 * ENOUGH_STEPS for each in found.values())
     played = PlayedSteps(monkeypatch, dict(zip(tried, (1e-3, 2e-3), strict=True)))
     found = played.measure(tried, seconds=1e6)
-    assert [len(each.seconds) for each in found.values()] == [LEAST_STEPS] * 2
+    assert [len(each.seconds) for each in found.values()] == [MIN_STEPS] * 2
 
 
 def test_whole_steps_of_a_model_are_timed_and_leave_no_gradients() -> None:

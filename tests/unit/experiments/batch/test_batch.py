@@ -17,7 +17,7 @@ from tiny_training import TINY_OPTIONS, bigbatch
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.experiments.batch import recommend
 from bigbatch.experiments.batch.critical import (
-    MOST_SEGMENTS,
+    MAX_SEGMENTS,
     Pair,
     batch_costs,
     critical_batch,
@@ -63,7 +63,7 @@ def test_a_noise_scale_that_grows_is_averaged_over_progress_and_not_over_gradien
 def test_segments_are_even_and_few() -> None:
     assert len(segments(pairs_of([100.0] * 39))) == 1
     assert [share.num_measurements for share in segments(pairs_of([100.0] * 60))] == [20, 20, 20]
-    assert len(segments(pairs_of([100.0] * 4000))) == MOST_SEGMENTS
+    assert len(segments(pairs_of([100.0] * 4000))) == MAX_SEGMENTS
     # of 11, 13 and 14 the middle alone would be long enough for a figure, and be taken for the early one
     counts = {number: len(thirds(pairs_of([100.0] * number), global_batch_size=BATCH)) for number in range(5, 20)}
     assert counts == {number: 3 if number >= 15 else 0 for number in range(5, 20)}

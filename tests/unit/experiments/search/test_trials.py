@@ -214,7 +214,7 @@ TRIALS = [
 
 
 @pytest.mark.parametrize("axes", [(LR,), (LR, DECAY, BATCH, MODEL)])
-def test_search_picture_has_no_texts_over_each_other(axes):
+def test_search_plot_has_no_texts_over_each_other(axes):
     figure = draw_search(TRIALS, axes, metric="top1")
     figure.draw_without_rendering()
     for panel in figure.axes:
@@ -230,7 +230,7 @@ def test_search_picture_has_no_texts_over_each_other(axes):
     assert box.x1 <= figure.bbox.x1
 
 
-def test_search_picture_has_its_star_where_the_table_has_its_first_row():
+def test_search_plot_has_its_star_where_the_table_has_its_first_row():
     """The pruned trial's last evaluation was higher: it is hollow, and says where it ended."""
     figure = draw_search(TRIALS, (LR, MODEL), metric="top1")
     stars = [panel.collections[-1].get_offsets().tolist() for panel in figure.axes]

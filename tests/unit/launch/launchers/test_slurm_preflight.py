@@ -7,7 +7,7 @@ import pytest
 from slurm_stubs import JOB, Stubs
 
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.slurm_preflight import MOST_EXCLUSIONS
+from bigbatch.launch.launchers.slurm_preflight import MAX_EXCLUSIONS
 from bigbatch.launch.launchers.slurm_script import sbatch_script
 
 SRUN = """#!/bin/sh
@@ -66,7 +66,7 @@ def test_slurm_checks_change_the_nodes_of_a_job_near_its_time_limit(stubs: Stubs
 
 @pytest.mark.parametrize("restarts", [9])
 def test_slurm_checks_count_exclusions_and_no_other_restarts(stubs: Stubs, restarts: int) -> None:
-    for done in range(1, MOST_EXCLUSIONS + 1):
+    for done in range(1, MAX_EXCLUSIONS + 1):
         code, output = look(stubs, "exclude", fit=4, bad=f"n{done}\\nm{done}\\n", restarts=restarts)
         assert code == 4
         assert f"requeuing, to run without n{done},m{done}\n" in output
@@ -74,7 +74,7 @@ def test_slurm_checks_count_exclusions_and_no_other_restarts(stubs: Stubs, resta
     code, output = look(stubs, "exclude", fit=4, bad="n9\\n", restarts=restarts)
     assert code == 4
     assert output.endswith(" ended before training started: preflight ended with exit code 4\n")
-    assert calls(stubs, "scontrol", "requeuehold") == MOST_EXCLUSIONS == 3
+    assert calls(stubs, "scontrol", "requeuehold") == MAX_EXCLUSIONS == 3
     assert calls(stubs, "srun", "train") == 0
     excluded = (stubs.folder / f"logs/bigbatch-{JOB}/excluded").read_text()
     assert excluded == "n1,m1\nn2,m2\nn3,m3\n"

@@ -9,7 +9,7 @@ from error_texts import naming
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.launch.simulate.plan_search import (
-    LEAST_GAIN,
+    MIN_GAIN,
     exposed_seconds,
     search_plan,
     simulate,
@@ -83,7 +83,7 @@ def test_search_finds_the_best_of_all_sizes(seed: int) -> None:
         for threshold, buffer, first in itertools.product(tried, tried, [None, *tried])
     )
     choice = search_plan(tensors, times, seconds_of)
-    assert best - 1e-12 <= choice.exposed_seconds <= best + LEAST_GAIN * (times.seconds + best) + 1e-12
+    assert best - 1e-12 <= choice.exposed_seconds <= best + MIN_GAIN * (times.seconds + best) + 1e-12
     assert exposed_seconds(choice.sizes.plan(tensors), times, seconds_of) == choice.exposed_seconds
 
 

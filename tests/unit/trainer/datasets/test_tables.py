@@ -197,12 +197,12 @@ def test_tables_that_no_reader_can_follow_are_refused_by_name(tmp_path: Path) ->
     save(tmp_path / "untold", table(0, 1).replace_schema_metadata({"huggingface": deep}))
     with pytest.raises(DataError, match=naming("data-00000", "--columns")):
         unpack(tmp_path / "untold")
-    pictures = pa.array(IMAGES[:2])
-    save(tmp_path / "twice", pa.Table.from_arrays([pictures, pictures, pa.array(["a", "b"])], ["x", "x", "y"]))
+    images = pa.array(IMAGES[:2])
+    save(tmp_path / "twice", pa.Table.from_arrays([images, images, pa.array(["a", "b"])], ["x", "x", "y"]))
     with pytest.raises(DataError, match=naming("data-00000", "several columns 'x'")):
         unpack(tmp_path / "twice", columns=("x", "y"))
     no_text = pa.array([b"\xff", b"\xfe"]).cast(pa.string(), safe=False)
-    save(tmp_path / "bytes", pa.Table.from_arrays([pictures, no_text], ["x", "y"]))
+    save(tmp_path / "bytes", pa.Table.from_arrays([images, no_text], ["x", "y"]))
     with pytest.raises(DataError, match=naming("data-00000", "damaged")):
         unpack(tmp_path / "bytes", columns=("x", "y"))
 

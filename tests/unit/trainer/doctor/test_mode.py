@@ -26,7 +26,7 @@ from bigbatch.trainer.doctor import budget, consult
 from bigbatch.trainer.doctor import mode as doctor_mode
 from bigbatch.trainer.doctor.exchange import ProbeChild
 from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode, graph_hint
-from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, TrialStep, relative_distance, take_step
+from bigbatch.trainer.doctor.mode_trials import MIN_FREE, ModeTrials, TrialStep, relative_distance, take_step
 from bigbatch.trainer.doctor.modes import (
     BOUNDS,
     GRADIENT_BOUNDS,
@@ -352,9 +352,9 @@ def test_mode_trial_that_hangs_is_cut_and_tried_once_more(tmp_path: Path) -> Non
     """It gets all of the time that is left, and the last start's answer holds."""
     hangs = Played(SIZES)
     first = choose(quickstart(), hangs, tmp_path)
-    assert hangs.now == budget.MOST_SECONDS
+    assert hangs.now == budget.MAX_SECONDS
     assert hangs.limits[Mode(8)] == budget.FIRST_SECONDS, "it starts the process"
-    assert hangs.limits[Mode(16)] == (budget.MOST_SECONDS - 5) / 2
+    assert hangs.limits[Mode(16)] == (budget.MAX_SECONDS - 5) / 2
     assert first.config.batch.microbatch_size == 32
     assert first.told.endswith("; microbatch 32, compiled refused: hangs")
     slower = Played({mode: rate / 2 for mode, rate in SIZES.items() if isinstance(rate, float)})
@@ -395,12 +395,12 @@ def test_mode_search_ends_in_time(tmp_path: Path) -> None:
 
 
 def test_mode_trials_take_a_tenth_of_the_run_and_of_several_ranks_half_of_the_timeout() -> None:
-    for rate, most in ((100.0, 200.0), (1000.0, 20.0), (10.0, budget.MOST_SECONDS), (0.0, budget.MOST_SECONDS)):
+    for rate, most in ((100.0, 200.0), (1000.0, 20.0), (10.0, budget.MAX_SECONDS), (0.0, budget.MAX_SECONDS)):
         assert budget.TrialTime(200_000).allowed(rate)[0] == most
-    time = budget.TrialTime(budget.LEAST_IMAGES, 30.0)
+    time = budget.TrialTime(budget.MIN_IMAGES, 30.0)
     assert time.first_limit(Mode(8)) == 30.0
     assert time.allowed(100.0) == (30.0, "half of comm.timeout_seconds")
-    assert budget.TrialTime(budget.LEAST_IMAGES).first_limit(Mode(8, "default")) == budget.MOST_SECONDS, "it compiles"
+    assert budget.TrialTime(budget.MIN_IMAGES).first_limit(Mode(8, "default")) == budget.MAX_SECONDS, "it compiles"
 
 
 def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_mode_of_a_short_run_is_as_stated_without_a_trial(tmp_path: Path) -> Non
             "compute.mode auto: eager, microbatch 8, as stated: 384 images of each GPU, fewer than 50,000, are too few "
             "for trials",
         )
-    most = budget.LEAST_IMAGES // (12 * 32) * 32
+    most = budget.MIN_IMAGES // (12 * 32) * 32
     assert choose(quickstart(), untried, tmp_path, num_samples=most).config == quickstart()
     assert (untried.limits, list(tmp_path.iterdir())) == ({}, [])
     longer = Played(SIZES)
@@ -456,7 +456,7 @@ def test_mode_of_a_run_of_medium_length_leaves_the_compilation_to_a_longer_one(t
         assert (again.config, untried.limits) == (medium.config, {}), "there is no more time than then"
     played = Played(COMPILED, seconds=20.0, compile_seconds=100.0)
     long = choose(quickstart(), played, tmp_path)
-    assert played.limits[Mode(32, "default")] == budget.MOST_SECONDS - 60.0, "a compilation gets all that is left"
+    assert played.limits[Mode(32, "default")] == budget.MAX_SECONDS - 60.0, "a compilation gets all that is left"
     assert "tried once more, since a trial was cut short or left out" in long.told
     assert long.config.compute.compile == "default"
     assert choose(quickstart(), untried, tmp_path).config == long.config
@@ -586,7 +586,7 @@ def test_mode_trial_is_timed_once_all_ranks_are_warm(fails: str, monkeypatch: py
     [
         ({**RIGHT, "gradients": 0.5}, "its gradients and the eager step's differ by 0.5, above 0.01"),
         ({**RIGHT, "loss": float("nan")}, "its loss or the eager step's: not finite"),
-        ({**RIGHT, "free_share": LEAST_FREE / 2}, "it leaves 5% of the memory free, less than 10%"),
+        ({**RIGHT, "free_share": MIN_FREE / 2}, "it leaves 5% of the memory free, less than 10%"),
         ({"failure": "out of memory"}, "out of memory"),
     ],
 )

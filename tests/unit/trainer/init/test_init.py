@@ -227,7 +227,7 @@ def test_labels_of_many_forms(tmp_path: Path, table: str) -> None:
     assert (found.names is None) == table.startswith("a.jpg")
 
 
-def test_labels_name_by_column_and_never_two_pictures_at_once(tmp_path: Path) -> None:
+def test_labels_name_by_column_and_never_two_images_at_once(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("n,kind,file\n1,cat,x/a.jpg\n2,dog,a.jpg\n3,,y/a.jpg\n")
     found = read_labels(tmp_path / "t.csv", ["x/a.jpg", "y/a.jpg"], columns=("file", "kind"))
     assert found.labels == {"x/a.jpg": "cat"}
@@ -345,7 +345,7 @@ def test_measure_against_a_closed_form(tmp_path: Path) -> None:
     write(tmp_path / "train", {"a/0.png": png((0, 51, 9), (255, 51, 9), side=2), "b/0.png": png((51, 51, 9), side=8)})
     write(tmp_path / "val", {"a/0.png": png((200, 200, 200), side=4), "b/0.png": b""})
     splits = {split: read_index(tmp_path, split) for split in ("train", "val")}
-    found = measure(splits, most_images=100, seed=0)
+    found = measure(splits, max_images=100, seed=0)
     assert found.mean == pytest.approx((0.35, 0.2, 9 / 255))
     assert found.std == pytest.approx((np.std([0, 1, 0.2, 0.2]), 0, 0), abs=1e-9)
     assert (found.num_images, found.num_averaged, found.short_side_pixels) == (4, 2, Spread(2, 4, 8))
@@ -356,7 +356,7 @@ def test_measure_against_a_closed_form(tmp_path: Path) -> None:
 def test_measure_takes_a_sample_by_seed(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", a=10, b=10)
     splits = {"train": read_index(tmp_path, "train")}
-    one, same, other = (measure(splits, most_images=5, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (measure(splits, max_images=5, seed=seed) for seed in (0, 0, 1))
     assert one.num_averaged == 5
     assert one == same != other
 
@@ -364,7 +364,7 @@ def test_measure_takes_a_sample_by_seed(tmp_path: Path) -> None:
 def test_measure_of_nothing_usable(tmp_path: Path) -> None:
     write(tmp_path / "train", {"a/0.png": b"no", "b/0.png": b"no"})
     with pytest.raises(DataError, match=naming("train/a/0.png")):
-        measure({"train": read_index(tmp_path, "train")}, most_images=5, seed=0)
+        measure({"train": read_index(tmp_path, "train")}, max_images=5, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ SPLITS = {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "1.jpg"]}, "val": {"b": [],
 def listed(tmp_path: Path) -> Path:
     """A list beside the folder of its images."""
     names = [path for by_class in SPLITS.values() for paths in by_class.values() for path in paths]
-    write(tmp_path / "pictures", {name: encoded(smooth_image(i, 40, 30)) for i, name in enumerate(names)})
-    write_list(tmp_path / "mine.json", tmp_path / "pictures", SPLITS, seed=3)
+    write(tmp_path / "images", {name: encoded(smooth_image(i, 40, 30)) for i, name in enumerate(names)})
+    write_list(tmp_path / "mine.json", tmp_path / "images", SPLITS, seed=3)
     return tmp_path / "mine.json"
 
 
-def test_listed_pictures_are_sorted_by_class_and_name(listed: Path) -> None:
+def test_listed_images_are_sorted_by_class_and_name(listed: Path) -> None:
     train, val = open_split(listed, "train"), open_split(listed, "val", classes=("a", "b"))
-    folder = listed.parent / "pictures"
+    folder = listed.parent / "images"
     assert [train.name(i) for i in range(len(train))] == [f"{folder}/{name}" for name in ("1.jpg", "2.jpg", "x/3.jpg")]
     assert (train.classes, train.labels_N.tolist()) == (("a", "b"), [0, 0, 1])
     # classes are those of both splits: a class of one image has none to validate with
@@ -39,18 +39,18 @@ def test_listed_pictures_are_sorted_by_class_and_name(listed: Path) -> None:
     assert json.loads(listed.read_text())["made"] == {"seed": 3}
 
 
-def test_listed_pictures_and_list_move_together(tmp_path: Path, listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_images_and_list_move_together(tmp_path: Path, listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_list(Path("mine.json"), Path("pictures"), SPLITS)
+    write_list(Path("mine.json"), Path("images"), SPLITS)
     moved = tmp_path / "moved"
     moved.mkdir()
-    for name in ("mine.json", "pictures"):
+    for name in ("mine.json", "images"):
         (tmp_path / name).rename(moved / name)
     monkeypatch.chdir("/")
     assert open_split(moved / "mine.json", "train").read(0)
 
 
-def test_listed_pictures_are_checked_and_packed(tmp_path: Path, listed: Path) -> None:
+def test_listed_images_are_checked_and_packed(tmp_path: Path, listed: Path) -> None:
     report = check_dataset(listed)
     assert report.problems == ()
     assert {split: facts.num_images for split, facts in report.splits.items()} == {"train": 3, "val": 1}
@@ -114,7 +114,7 @@ def test_listed_class_that_is_there_twice_is_refused(listed: Path) -> None:
 
 def test_listed_name_of_bytes_that_are_no_text_is_read(listed: Path) -> None:
     name = os.fsdecode(b"caf\xe9.jpg")
-    (listed.parent / "pictures/1.jpg").rename(listed.parent / "pictures" / name)
+    (listed.parent / "images/1.jpg").rename(listed.parent / "images" / name)
     listed.write_text(json.dumps(json.loads(listed.read_text()) | {"train": {"a": [name], "b": []}}))
     assert open_split(listed, "train").read(0)
 

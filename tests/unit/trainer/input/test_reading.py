@@ -29,7 +29,7 @@ from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import read_index
-from bigbatch.trainer.input.reading import MOST_THREADS, ReadingThreads
+from bigbatch.trainer.input.reading import MAX_THREADS, ReadingThreads
 from bigbatch.trainer.input.shards import open_split
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 60.0}
@@ -516,7 +516,7 @@ def test_reading_threads_follow_the_latency_by_littles_law():
     assert chosen(threads, [50e-6] * 3) == [2, 2, 2]  # a local disk
     assert chosen(threads, [3e-3] * 6) == [4, 8, 16, 32, 36, 36]
     assert chosen(threads, [1e-3, 60e-6]) == [12, 2]  # now from the page cache
-    assert chosen(threads, [1.0] * 6)[-2:] == [MOST_THREADS] * 2
+    assert chosen(threads, [1.0] * 6)[-2:] == [MAX_THREADS] * 2
 
 
 def test_reading_threads_that_wait_for_each_other_are_not_increased():

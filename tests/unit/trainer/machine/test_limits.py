@@ -15,7 +15,7 @@ from bigbatch.trainer.machine.limits import Limits, read_limits
 def test_limits_of_a_process(tmp_path: Path) -> None:
     add_limits(tmp_path, locked=8388608, files=(1024, 4096))
     write(tmp_path, "proc/self/status", "Name:\tpython\nCapEff:\t00000000a80425fb")  # a container's: without IPC_LOCK
-    assert read_limits(tmp_path) == Limits(locked_bytes=8 << 20, open_files=1024, most_open_files=4096)
+    assert read_limits(tmp_path) == Limits(locked_bytes=8 << 20, open_files=1024, max_open_files=4096)
     add_limits(tmp_path, files=("unlimited", "unlimited"))
     assert read_limits(tmp_path) == Limits()
 

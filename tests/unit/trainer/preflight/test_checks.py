@@ -138,7 +138,7 @@ TROUBLES = (
     ("open files", limited(open_files=256), "a rank may open 256 files, below 1,024"),
     (
         "open files",
-        replace(limited(most_open_files=4096), world_size=2048),
+        replace(limited(max_open_files=4096), world_size=2048),
         "4,096 open files at most, below 9,216 for 2,048 ranks",
     ),
     ("threads", limited(tasks=1000), "1,000 more threads may start, below 256 for each of 8 ranks"),
@@ -202,7 +202,7 @@ def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.
     errors = {f"mlx5_0/1 {name}": 0.0 for name in ("symbol_error", "link_downed", "port_rcv_errors")}
     assert host == replace(
         asked,
-        limits=Limits(locked_bytes=65536, open_files=1024, most_open_files=524288),
+        limits=Limits(locked_bytes=65536, open_files=1024, max_open_files=524288),
         cards=(Card("eth0", 1.0, 1500),),
         ports=(INFINIBAND,),
         interface="eth0",

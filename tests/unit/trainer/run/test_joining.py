@@ -219,7 +219,7 @@ def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monke
     assert (given.get("group"), loss.lost_ranks) == (None, {0})
 
 
-@pytest.mark.parametrize("num_losses", [1, joining.MOST_ATTEMPTS])
+@pytest.mark.parametrize("num_losses", [1, joining.MAX_ATTEMPTS])
 def test_rank_asks_again_if_it_does_not_get_the_state(
     num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +246,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
     ownership: Any = SimpleNamespace(number=0)
     config = replace(QUICKSTART, run=replace(QUICKSTART.run, reproducible=True))
     join = partial(joining.join_running_job, config, job, ownership=ownership)
-    if num_losses == joining.MOST_ATTEMPTS:
+    if num_losses == joining.MAX_ATTEMPTS:
         with pytest.raises(PeerLostError, match="ranks were lost"):
             join()
     else:
@@ -254,7 +254,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
         assert (arrival.healed, arrival.back_at, ownership.number) == ("connected", 9, 5)
         assert arrival.splits is splits, "its first run makes no others"
     assert left == ["left"] * num_losses
-    assert path.exists() == (num_losses == joining.MOST_ATTEMPTS), "the launcher knows whether it has joined"
+    assert path.exists() == (num_losses == joining.MAX_ATTEMPTS), "the launcher knows whether it has joined"
 
 
 def test_rank_that_fails_before_it_has_joined_ends_as_a_lost_one() -> None:

@@ -69,7 +69,7 @@ def test_report_durations_do_not_follow_a_time_of_day_that_is_set(
 def test_report_curves_of_a_long_run_are_of_reports_evenly_spread_and_of_all_evaluations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "MOST_REPORTS", 10)
+    monkeypatch.setattr(folder, "MAX_REPORTS", 10)
     records = [{"kind": "train", "step": step} for step in range(1, 101)]
     records[50:50] = [{"kind": "eval", "step": 50}, {"kind": "start", "step": 50}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.trainer.step.exact_norms import exact_norms
 
-MOST_ELEMENTS = 2**22 - 1
+MAX_ELEMENTS = 2**22 - 1
 
 
 def norms_by_ranks(tensors: list[Tensor], *, cuts: list[int]) -> Tensor:
@@ -24,7 +24,7 @@ def norms_by_ranks(tensors: list[Tensor], *, cuts: list[int]) -> Tensor:
     def ask(share: list[Tensor], together: dict[str, Tensor] | None = None) -> Tensor:
         return exact_norms(
             share,
-            most_elements=MOST_ELEMENTS,
+            max_elements=MAX_ELEMENTS,
             all_maxima=lambda own_N: hear("maxima", own_N) if together is None else together["maxima"],
             all_sums=lambda own_N: (
                 hear("sums", own_N) if together is None or "sums" not in together else together["sums"]

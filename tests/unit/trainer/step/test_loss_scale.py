@@ -7,7 +7,7 @@ from torch import nn
 
 from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.config.optimizer import LARGEST_SCALE, SMALLEST_SCALE
-from bigbatch.trainer.step.loss_scale import MOST_OVERFLOWS_IN_A_ROW, LossScale, Scaling
+from bigbatch.trainer.step.loss_scale import MAX_OVERFLOWS_IN_A_ROW, LossScale, Scaling
 from bigbatch.trainer.step.precision import Precision
 
 CPU = torch.device("cpu")
@@ -116,11 +116,11 @@ def test_loss_scale_that_overflows_without_end_ends_the_run(
     initial: float, growth_steps: int | None, named: tuple[str, ...]
 ) -> None:
     scale = make_scale(initial, growth_steps)
-    run(scale, [False, True, False] + [True] * (MOST_OVERFLOWS_IN_A_ROW - 1))
-    scale.require_progress(3 + MOST_OVERFLOWS_IN_A_ROW - 1, is_last=True)
+    run(scale, [False, True, False] + [True] * (MAX_OVERFLOWS_IN_A_ROW - 1))
+    scale.require_progress(3 + MAX_OVERFLOWS_IN_A_ROW - 1, is_last=True)
     run(scale, [True])
     with pytest.raises(TrainingDiverged, match=naming("steps from 4 to 35 ", "schedule.base_lr", *named)):
-        scale.require_progress(3 + MOST_OVERFLOWS_IN_A_ROW, is_last=False)
+        scale.require_progress(3 + MAX_OVERFLOWS_IN_A_ROW, is_last=False)
     run(scale, [False])
     scale.require_progress(36, is_last=False)
 

@@ -55,7 +55,7 @@ def every_kind():
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pictures")
+    root = tmp_path_factory.mktemp("images")
     files = {f"train/{number % 3}/{name}.JPEG": data for number, (name, data) in enumerate(every_kind().items())}
     return read_index(write(root, files), "train")
 

@@ -28,7 +28,7 @@ LRS = [LR(step) for step in range(STEPS)]
 
 
 @pytest.mark.usefixtures("rendered_figures")
-def test_picture_of_an_explosion_still_shows_the_descent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plot_of_an_explosion_still_shows_the_descent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Between two dollar signs of its title matplotlib would read mathematics, and fail after all of the training."""
     drawn: list[Figure] = []
     save = Figure.savefig
