@@ -1,7 +1,8 @@
 """Compare the simulator's all-reduce with published tables of NCCL's own tests, by size.
 
 busbw of P devices: 2 (P - 1) / P * bytes / seconds. Links have the published rates and latencies of
-benchmarks/twin/hardware.py.
+benchmarks/twin/hardware.py. The rate of PCIe depends on the host: it is that of the table's 128 MiB (of 64 MiB in the
+pull request), as a cluster file states it, and that row is not compared.
 
     python -m benchmarks.twin.nccl_tests
 """
@@ -34,6 +35,10 @@ def _network(
     return Network(num_nodes, devices_per_node, inside_bytes_per_second(link), rate, constants=constants)
 
 
+def _pcie(num_devices: int, gbyte_per_s: float) -> Network:
+    return Network(1, num_devices, gbyte_per_s * 1e9, 1e9)
+
+
 TABLES = (
     Published(  # stas00/ml-engineering, network/benchmarks/results, August 2026; by PyTorch
         "8 H200, NVLink 4",
@@ -59,6 +64,26 @@ TABLES = (
         "4 nodes of 8 B200, EFA 8 x 400 Gbit/s",
         _network(4, "NVLink", across="EFA", gbit_per_s=3200),
         {1: 5.37, 8: 35.1, 16: 64.4, 32: 91.2, 64: 156.7, 128: 197.9, 512: 326.9, 1024: 362},
+    ),
+    Published(  # yumibyte/CS244C-Research, phase1-baseline/nvidial40s_4gpu_results/iteration_2
+        "4 L40S, PCIe 4 of two sockets",
+        _pcie(4, 15.13),
+        {1: 12.29, 2: 14.41, 4: 15.24, 8: 14.93, 16: 14.66, 32: 14.89, 64: 14.96},
+    ),
+    Published(  # tinygrad/open-gpu-kernel-modules, pull request 22
+        "4 RTX 4090, PCIe 4, peer to peer",
+        _pcie(4, 12.76),
+        {1: 10.30, 2: 11.58, 4: 12.32, 8: 12.57, 16: 12.63, 32: 12.69},
+    ),
+    Published(  # kalavai-net/kalavai-client, scripts/README.md
+        "4 RTX 4090, through the host's memory",
+        _pcie(4, 2.57),
+        {1: 2.45, 2: 2.51, 4: 2.54, 8: 2.58, 16: 2.57, 32: 2.58, 64: 2.57, 256: 2.57, 1024: 2.58},
+    ),
+    Published(  # Anthony-Hoo/Anthony-Hoo.github.io, posts/AutoDL_Multi-GPU_Interconnection_Test.md
+        "2 RTX 2080 Ti, PCIe 3, through the host's memory",
+        _pcie(2, 4.0),
+        {1: 3.75, 2: 3.89, 4: 3.94, 8: 3.97, 16: 3.99, 32: 3.99, 64: 3.99, 256: 4.0, 1024: 4.0},
     ),
 )
 
