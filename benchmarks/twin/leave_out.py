@@ -18,7 +18,6 @@ FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
 UNSEEN = {
     "seconds_per_tensor": 0.0,
     "eager_seconds_per_tensor": 0.0,
-    "launch_seconds": 0.0,
     "host_bytes_per_second": 1e12,
     "host_node_seconds": 0.0,
     "straggler_share": 0.0,

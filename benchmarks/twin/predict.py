@@ -40,8 +40,6 @@ CONTRADICTS = 1.25
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
-MAX_TRANSFER = 2.0
-"""Largest ratio of a second row's correction to its own error: a larger system may need more of it."""
 CORRECTED_DOUBT = 0.8
 """Factor of an interval's width if a second row has corrected the prediction. ASSUMED."""
 
@@ -99,8 +97,8 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
             low, high = min(low, found.seconds * math.exp(error)), max(high, found.seconds * math.exp(error))
         else:
             of_second, own = (each.interval.above if error > 0 else each.interval.below for each in (checked, found))
-            # the share of the error that is not the second row's noise; larger where the model is less certain
-            shift = error * of_second**2 / (of_second**2 + NOISE**2) * min(MAX_TRANSFER, own / of_second)
+            # the share of the error that is not the second row's noise; smaller where the model is more certain
+            shift = error * of_second**2 / (of_second**2 + NOISE**2) * min(1.0, own / of_second)
             low, high = (
                 found.seconds * math.exp(shift) * (bound / found.seconds) ** CORRECTED_DOUBT for bound in (low, high)
             )

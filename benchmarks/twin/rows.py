@@ -220,10 +220,10 @@ class Row:
 
     def job(self, constants: RowConstants = DEFAULTS) -> SimulatedJob:
         element_bytes = 2 if self["precision"] == "fp16" else 4  # mixed precision sends fp32
-        if self.fusion is None:  # the start of a sum costs nothing beside its cycle
-            network = self._network(replace(constants, launch_seconds=0.0))
+        network = self._network(constants)
+        if self.fusion is None:
             return CycledJob(self.shape, network, element_bytes=element_bytes)
-        return SimulatedJob(self.shape, self._network(constants), self.fusion, element_bytes=element_bytes)
+        return SimulatedJob(self.shape, network, self.fusion, element_bytes=element_bytes)
 
     def _network(self, constants: RowConstants) -> Network:
         per_node = max(1, self.num_devices // self.num_nodes)

@@ -27,9 +27,6 @@ class Constants:
     """Latency of a hop between two GPUs of a node. PUBLISHED: NCCL's own tables of 2019 and later, 3.4 to 5.7 us."""
     across_latency_seconds: float = 20e-6
     """Latency of a hop between nodes. PUBLISHED: NCCL's own tables, 9.6 to 14 us and more over switches; ASSUMED 20."""
-    launch_seconds: float = 40e-6
-    """Compute time that each all-reduce costs, hidden or not: its kernel's start and the GPU's share that it holds.
-    ASSUMED, from one framework's rows with 25 and with 1 MiB buffers."""
     host_bytes_per_second: float = 2.5e9
     """Bandwidth of MPI's all-reduce in host memory. ASSUMED."""
     host_node_seconds: float = 4e-3

@@ -16,7 +16,7 @@ UNCHECKED_SPREAD = 0.12
 """Standard deviation of a step of a carrier or framework that hardly any published row has checked. ASSUMED."""
 FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0
 """Standard deviations of a step's fixed time and of its stragglers' time, as shares of these. ASSUMED."""
-FACTORS = {"ladder": 1.63, "stranger": 1.7}
+FACTORS = {"ladder": 1.62, "stranger": 1.69}
 """Standard deviations on each side of the 90% interval, if the rate is from a step of the same system or of another.
 Split conformal: 90% quantiles of the errors of systems which neither constants nor factors had seen, with the same
 weight for each system (benchmarks/twin/leave_out.py)."""

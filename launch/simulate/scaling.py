@@ -218,18 +218,14 @@ class Advice:
 
 def advise(scenario: Scenario, point: PredictedPoint) -> Advice:
     """Return the step with a better fusion plan, found by search, and with half the bytes on the wire."""
-    network = _network(scenario, point.num_devices)
-    compute, job = _compute(scenario), _job(scenario, network, algorithm=point.algorithm)
-    local_batch = point.global_batch_size / point.num_devices
-
-    def seconds_of(num_bytes: int) -> float:
-        return job.sum_seconds(num_bytes) + network.constants.launch_seconds
+    job = _job(scenario, _network(scenario, point.num_devices), algorithm=point.algorithm)
+    compute, local_batch = _compute(scenario), point.global_batch_size / point.num_devices
 
     def simulated(changed: SimulatedJob) -> float:
         return changed.simulate(compute, local_batch, num_microbatches=point.num_microbatches).seconds
 
     tensors, stated = job.shape.tensors(job.element_bytes), _sizes(scenario.config)
-    plan = search_plan(tensors, point.step.backward, seconds_of, stated=stated)
+    plan = search_plan(tensors, point.step.backward, job.sum_seconds, stated=stated)
     is_half = job.element_bytes * job.wire_share <= 2
     # a library's own sum is given fp32 unless it may round each addition
     rounds = point.algorithm in LIBRARY_ALGORITHMS

@@ -140,8 +140,8 @@ class SimulatedJob:
             return 0.0
         exposed = max(0.0, transfers[-1].end_seconds - backward.seconds)
         if network.carrier == "host":
-            return exposed + constants.host_node_seconds * doublings
-        return exposed + constants.launch_seconds * len(transfers)
+            exposed += constants.host_node_seconds * doublings
+        return exposed
 
 
 def lateness(num_nodes: int) -> float:
