@@ -20,6 +20,9 @@ FACTORS = {"ladder": 1.62, "stranger": 1.69}
 """Standard deviations on each side of the 90% interval, if the rate is from a step of the same system or of another.
 Split conformal: 90% quantiles of the errors of systems which neither constants nor factors had seen, with the same
 weight for each system (benchmarks/twin/leave_out.py)."""
+POWER_SPREAD = 0.15
+"""Standard deviation of a device's power. PUBLISHED: what the other devices' mean share of their limits misses of the
+share of each; no device has rows of two systems."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,9 @@ def interval_of(
     above = math.hypot(*parts, math.log(slower / step.seconds))
     reach = FACTORS[uncertainty.kind]
     return Interval(step.seconds * math.exp(-reach * below), step.seconds * math.exp(reach * above), below, above)
+
+
+def energy_factors(interval: Interval, kind: str) -> tuple[float, float]:
+    """Return the ends of a 90% interval of a step's energy, as multiples of it: power varies beside the time."""
+    below, above = (FACTORS[kind] * math.hypot(spread, POWER_SPREAD) for spread in (interval.below, interval.above))
+    return math.exp(-below), math.exp(above)

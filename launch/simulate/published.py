@@ -1,8 +1,8 @@
-"""Published figures: steps that the simulator was compared with, and the epochs that a batch needs. Pure."""
+"""Published figures: steps that the simulator was compared with, power, and the epochs that a batch needs. Pure."""
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,30 @@ PUBLISHED_STEPS = (
     PublishedStep("V100, PyTorch's DDP page", "resnext101", 16, 32, 450.0),
     PublishedStep("K80 with parameter servers, EC2", "inception_v3", 128, 64, 2457.7),
 )
+
+
+@dataclass(frozen=True)
+class PublishedPower:
+    """Mean power of a device that trains ResNet-50 on ImageNet; limit_watts: the most that is allowed."""
+
+    device: str
+    watts: float
+    limit_watts: float
+    source: str
+
+
+ZEUS = "board alone, fp32; ml-energy/zeus, traces of NSDI 2023"
+PUBLISHED_POWER = (
+    # at the largest power limit, with 128 or 256 images; of 8 images it is within 9% of these
+    PublishedPower("NVIDIA P100", 165.5, 250.0, ZEUS),
+    PublishedPower("NVIDIA V100", 220.3, 250.0, ZEUS),
+    PublishedPower("NVIDIA Quadro RTX 6000", 230.3, 260.0, ZEUS),
+    PublishedPower("NVIDIA A40", 235.2, 300.0, ZEUS),
+    # 5,671.89 kJ in 13.425 minutes of 8 devices, of a node with 10.2 kW at most (arXiv 2412.08602)
+    PublishedPower("NVIDIA H100 SXM5", 880.2, 1275.0, "an eighth of a node, AC; MLPerf Training v4.0-0090"),
+)
+BOARD_LIMITS = {"NVIDIA V100 SXM2": 300.0, "NVIDIA V100 SXM3": 350.0}
+"""Watts of other boards of a published device. Source: data sheets."""
 BATCH_FACTOR = 2.0
 """Ratio to a model's largest and smallest checked local batch, beyond which a batch counts as unchecked."""
 OTHER_MODEL = 10.0
@@ -94,3 +118,13 @@ def epochs_to_759(global_batch_size: int) -> float | None:
     low, high = batches[right - 1], batches[right]
     share = math.log(global_batch_size / low) / math.log(high / low)
     return EPOCHS_TO_759[low] + share * (EPOCHS_TO_759[high] - EPOCHS_TO_759[low])
+
+
+def power_of(device: str) -> PublishedPower | None:
+    """Return the published power of a device, scaled by the limit of its board; None if none was published."""
+    words = device.replace("-", " ") + " "
+    found = next((each for each in PUBLISHED_POWER if words.startswith(each.device + " ")), None)
+    limit = next((watts for board, watts in BOARD_LIMITS.items() if words.startswith(board + " ")), None)
+    if found is None or limit is None:
+        return found
+    return replace(found, watts=found.watts * limit / found.limit_watts, limit_watts=limit)

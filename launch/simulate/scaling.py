@@ -1,4 +1,4 @@
-"""Predict a recipe on a cluster, at each number of devices: time, losses, cost. Pure."""
+"""Predict a recipe on a cluster, at each number of devices: time, losses, cost, energy. Pure."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.simulate.cluster import Cluster, Rate
-from bigbatch.launch.simulate.interval import RATE_SPREAD, UNCHECKED_CARRIERS, Uncertainty, interval_of
+from bigbatch.launch.simulate.interval import RATE_SPREAD, UNCHECKED_CARRIERS, Uncertainty, energy_factors, interval_of
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, LIBRARY_ALGORITHMS, Network
 from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
-from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759
+from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759, power_of
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.simulate.step import Compute, SimulatedJob, SimulatedStep, fit_compute
@@ -60,6 +60,17 @@ class Scenario:
 
 
 @dataclass(frozen=True)
+class Energy:
+    """Energy of all devices, whose power while they wait is that of training; low and high are a 90% interval."""
+
+    joules_per_image: float
+    low: float
+    high: float
+    kilowatt_hours: float
+    """Of the run."""
+
+
+@dataclass(frozen=True)
 class PredictedPoint:
     """Prediction for one number of devices; low and high are a 90% interval of a step."""
 
@@ -78,6 +89,8 @@ class PredictedPoint:
     beyond_checked: str | None
     """What exceeds all published steps; None within what was checked."""
     sent: SentPerStep
+    energy: Energy | None
+    """None for a device without published power."""
 
     @property
     def images_per_second(self) -> float:
@@ -151,14 +164,8 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
     }
     algorithm = min(found, key=lambda name: found[name].seconds)
     step = found[algorithm]
-    interval = interval_of(
-        replace(job, algorithm=algorithm),
-        compute,
-        step,
-        local_batch,
-        uncertainty_of(scenario),
-        num_microbatches=num_microbatches,
-    )
+    job, uncertainty = replace(job, algorithm=algorithm), uncertainty_of(scenario)
+    interval = interval_of(job, compute, step, local_batch, uncertainty, num_microbatches=num_microbatches)
     run = time_of_run(
         config.run,
         shape=job.shape,
@@ -169,6 +176,11 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
         num_nodes=network.num_nodes,
         failures=scenario.failures,
     )
+    energy = None
+    if power := power_of(scenario.cluster.device):
+        joules = power.watts * count * step.seconds / batch.global_batch_size
+        low, high = (joules * factor for factor in energy_factors(interval, uncertainty.kind))
+        energy = Energy(joules, low, high, power.watts * count * run.total / 1000)
     has_records = config.model.name == "resnet50" and scenario.num_images == IMAGES
     to_759 = epochs_to_759(batch.global_batch_size) if has_records else None
     return PredictedPoint(
@@ -183,7 +195,8 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
         run,
         None if to_759 is None else run.total * to_759 / config.run.epochs,
         beyond_checked(config.model.name, count, local_batch / num_microbatches),
-        sent_per_step(replace(job, algorithm=algorithm), step),
+        sent_per_step(job, step),
+        energy,
     )
 
 

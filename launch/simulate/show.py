@@ -13,7 +13,7 @@ from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.simulate.network import BY_SIZE
-from bigbatch.launch.simulate.published import nearest_published
+from bigbatch.launch.simulate.published import nearest_published, power_of
 from bigbatch.launch.simulate.scaling import (
     PredictedPoint,
     Scenario,
@@ -77,6 +77,8 @@ def assumptions(scenario: Scenario) -> list[str]:
         lines.append(
             f"the recipe's {stated} is not simulated: {cluster.name} sums by {cluster.network.carrier}, in its own form"
         )
+    if power := power_of(cluster.device):
+        lines.append(f"energy: {power.watts:,.0f} W for each {cluster.device} ({power.source}), also while it waits")
     if cluster.assumed:
         lines.append(f"not published, but assumed in {cluster.name}: {', '.join(cluster.assumed)}")
     return lines
@@ -129,6 +131,11 @@ def run_table(points: Sequence[PredictedPoint]) -> Table:
     for cause in ("steps", "evaluations", "checkpoints", "failures"):
         columns[cause] = [duration(getattr(point.run, cause)) for point in points]
     columns["effective"] = [percent(point.run.effective_share) for point in points]
+    if energies := [point.energy for point in points if point.energy]:
+        columns["J per image"] = [
+            f"{each.joules_per_image:,.3g} ({each.low:,.3g} to {each.high:,.3g})" for each in energies
+        ]
+        columns["kWh"] = [f"{each.kilowatt_hours:,.3g}" for each in energies]
     return table_of("The run", columns)
 
 
@@ -279,6 +286,7 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
             "rank_sends_messages": point.sent.rank_messages,
             "node_sends_bytes": point.sent.node_bytes,
             "node_sends_messages": point.sent.node_messages,
+            "energy": point.energy and asdict(point.energy),
         }
         for point, each in zip(points, efficiencies(points), strict=True)
     ]

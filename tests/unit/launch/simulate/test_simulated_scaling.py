@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from statistics import mean
 
 import pytest
 from error_texts import naming
@@ -12,7 +13,8 @@ from bigbatch.errors import LaunchOptionError, SimulationError
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.command import read_counts, read_factors, read_hours
-from bigbatch.launch.simulate.published import epochs_to_759
+from bigbatch.launch.simulate.interval import FACTORS, POWER_SPREAD
+from bigbatch.launch.simulate.published import PUBLISHED_POWER, epochs_to_759, power_of
 from bigbatch.launch.simulate.run import Failures, effective_share
 from bigbatch.launch.simulate.scaling import (
     Factors,
@@ -160,6 +162,45 @@ def test_a_run_is_its_steps_evaluations_and_checkpoints():
     assert point.run.evaluations > 0
     assert point.run.failures == 0
     assert point.hours == point.run.steps + point.run.evaluations + point.run.checkpoints
+
+
+def test_energy_is_published_power_over_the_time_of_a_step_and_of_the_run(tmp_path, capsys):
+    point = simulate_point(ask("dgx1_v100"), 64)
+    watts = 64 * 220.3 * 300 / 250  # boards of 250 W were measured, DGX-1 has some of 300 W
+    assert point.energy is not None
+    assert point.energy.joules_per_image == pytest.approx(watts * point.step.seconds / point.global_batch_size)
+    assert point.energy.kilowatt_hours == pytest.approx(watts * point.hours / 1000)
+    for bound, seconds in ((point.energy.low, point.low_seconds), (point.energy.high, point.high_seconds)):
+        spread = math.hypot(math.log(seconds / point.step.seconds), FACTORS["stranger"] * POWER_SPREAD)
+        assert abs(math.log(bound / point.energy.joules_per_image)) == pytest.approx(spread)
+    written = tmp_path / "points.json"
+    words = ["simulate", "imagenet/resnet50_64k", "--gpus", "64", "--json", str(written)]
+    assert main([*words, "--cluster", "dgx1_v100"]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("energy: 264 W for each NVIDIA V100-SXM2-16GB", "J per image", "kWh"))
+    assert json.loads(written.read_text())["points"][0]["energy"] == dataclasses.asdict(point.energy)
+    assert main([*words, "--cluster", "h200_roce400"]) == 0  # no published power
+    shown = capsys.readouterr().out
+    assert not any(text in shown for text in ("energy:", "J per image", "kWh"))
+    assert json.loads(written.read_text())["points"][0]["energy"] is None
+
+
+def test_spread_of_power_is_what_other_devices_miss():
+    shares = {each.device: math.log(each.watts / each.limit_watts) for each in PUBLISHED_POWER}
+    missed = [share - mean(other for name, other in shares.items() if name != left) for left, share in shares.items()]
+    assert math.sqrt(mean(each**2 for each in missed)) == pytest.approx(POWER_SPREAD, abs=0.005)
+    # without the device's own row, neither in the mean nor in the spread
+    for left, own in shares.items():
+        others = {name: share for name, share in shares.items() if name != left}
+        total = sum(others.values())
+        spread = math.sqrt(mean((share - (total - share) / (len(others) - 1)) ** 2 for share in others.values()))
+        assert abs(own - total / len(others)) <= FACTORS["ladder"] * spread
+    # 8 nodes of 8 H100: 7,867.17 kJ in 2.554 minutes, MLPerf Training v4.0-0092
+    eight_nodes, one = 7_867_170 / (2.554 * 60) / 64, power_of("NVIDIA H100-SXM5-80GB")
+    assert one is not None
+    assert eight_nodes / one.watts == pytest.approx(0.911, abs=0.001)
+    assert power_of("NVIDIA H100 PCIe") is power_of("NVIDIA A400") is power_of("NVIDIA V100S-PCIE-32GB") is None
+    assert power_of("NVIDIA A40") in PUBLISHED_POWER
 
 
 def test_failures_cost_a_restart_and_half_an_interval_each():
