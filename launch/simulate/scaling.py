@@ -67,7 +67,7 @@ class Energy:
     low: float
     high: float
     kilowatt_hours: float
-    """Of the run."""
+    """Energy of the whole run."""
 
 
 @dataclass(frozen=True)
