@@ -12,6 +12,7 @@ from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
+from bigbatch.launch.simulate.interval import UNCHECKED_CARRIERS
 from bigbatch.launch.simulate.network import BY_SIZE
 from bigbatch.launch.simulate.published import nearest_published, power_of
 from bigbatch.launch.simulate.scaling import (
@@ -73,10 +74,11 @@ def assumptions(scenario: Scenario) -> list[str]:
     elif scenario.input_images_per_second is not None:
         lines.append(f"--input-rate has no effect: data.loader={scenario.config.data.loader} reads no files")
     stated = scenario.algorithm or scenario.config.comm.algorithm
-    if cluster.network.carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
-        lines.append(
-            f"the recipe's {stated} is not simulated: {cluster.name} sums by {cluster.network.carrier}, in its own form"
-        )
+    carrier = cluster.network.carrier
+    if carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
+        lines.append(f"the recipe's {stated} is not simulated: {cluster.name} sums by {carrier}, in its own form")
+    if carrier in UNCHECKED_CARRIERS:
+        lines.append(f"carrier {carrier}: hardly any published step checks it, so the interval is wider")
     if power := power_of(cluster.device):
         lines.append(f"energy: {power.watts:,.0f} W for each {cluster.device} ({power.source}), also while it waits")
     if cluster.assumed:
