@@ -28,6 +28,8 @@ from bigbatch.comm.rendezvous.places import release
 from bigbatch.errors import CommError, ConfigError, PeerLostError, UserError
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.input import Images, Splits, describe_images, make_splits
+from bigbatch.trainer.build.parts import can_keep_parts, make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
@@ -45,6 +47,8 @@ from bigbatch.trainer.healing import (
 from bigbatch.trainer.joined_rank import JoinedRank, why_not_healing
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Claim, newest_claim
+from bigbatch.trainer.step.plan import Parts
+from bigbatch.trainer.step.stop_request import StopRequest
 
 LOOK_SECONDS = 0.5
 """Pause between two attempts to reach the running ranks."""
@@ -163,10 +167,11 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
 
 @dataclass(frozen=True)
 class Arrival:
-    """State, job and data of a rank that has joined. back_at: as for admit_ranks."""
+    """State, job, data and parts of a rank that has joined. back_at: as for admit_ranks."""
 
     healed: Healed
     splits: Splits
+    parts: Parts | None
     back_at: int | None
 
 
@@ -174,15 +179,18 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
     """Join the running ranks, and receive the state from one of them.
 
     job: of this process alone. First does what may take seconds, because the other ranks wait from their boundary on:
-    makes the splits, which may load a library, list a data set, or decode it.
+    makes the splits, which may load a library, list a data set, or decode it, and the parts of a step.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
     """
+    parts: Parts | None = None
     with failing_as_lost_rank(job.env):
+        if config.run.reproducible:
+            torch.use_deterministic_algorithms(True)  # here, as the first call loads torch's compiler
         with job.communicator as alone:
             local, _ = stage_data(config, alone)
             splits = make_splits(local, alone)
-        if config.run.reproducible:
-            torch.use_deterministic_algorithms(True)  # here, as the first call loads torch's compiler
+            if can_keep_parts(config):
+                parts = _make_parts(config, alone, splits)
         admitted, connected = _enter(config, job, facts_of(config, splits.images))
     if job.env.joins_file:
         with suppress(OSError):
@@ -194,7 +202,16 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
     healed = heal(
         config, job, kept=None, ownership=ownership, group=group, connected=connected, message=line, since=since
     )
-    return Arrival(healed, splits, told["back_at"])
+    return Arrival(healed, splits, parts, told["back_at"])
+
+
+def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:
+    """Return parts without the state."""
+    plan = make_plan(config, alone, num_samples=splits.train.num_samples, first_step=1)  # not 0: reads no model.weights
+    stop = StopRequest(takes_signals=False)  # a signal ends this rank until it has joined
+    parts = make_parts(config, alone, plan=plan, tuned=None, stop=stop, is_restored=True)
+    parts.close()
+    return parts
 
 
 def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Connected]:

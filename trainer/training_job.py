@@ -9,6 +9,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import measured_folder
 from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.trainer.build.input import list_images, num_train_samples
+from bigbatch.trainer.build.parts import can_keep_parts
 from bigbatch.trainer.build.staging import stage_data, using_staged
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.schema import Config
@@ -88,7 +89,8 @@ class TrainingJob:
 
     def _join(self) -> None:
         arrived = join_running_job(self.config, self.job, ownership=self._ownership)
-        self._inherited, self._back_at = replace(self._inherited, splits=arrived.splits), arrived.back_at
+        self._inherited = replace(self._inherited, splits=arrived.splits, parts=arrived.parts)
+        self._back_at = arrived.back_at
         self._continue(arrived.healed)
 
     def _run(self) -> Callable[[], None] | None:
@@ -99,7 +101,9 @@ class TrainingJob:
             run = self._build_run(self.config, self.job, owner=self._ownership.owner, inherited=self._inherited)
             # one stop request for all runs: its handlers also record signals between two runs
             images, stop = run.splits.images, run.parts.stop
-            self._inherited = replace(self._inherited, images=images, splits=None, stop=stop)
+            self._inherited = replace(
+                self._inherited, images=images, splits=None, parts=None, is_in_parts=False, stop=stop
+            )
             facts = cache(partial(facts_of, self.config, images))
             wants_join = partial(find_join_requests, self.config, self.job.communicator, facts)
             self._summary = run.run(message=self._message, since=self._since, wants_join=wants_join)
@@ -121,7 +125,9 @@ class TrainingJob:
                 self._log.close()
             raise
         if run:
-            self._inherited = replace(self._inherited, state=run.loop.copy_state())
+            state = run.loop.copy_state()
+            parts = run.parts if state and can_keep_parts(self.config) else None
+            self._inherited = replace(self._inherited, state=state, parts=parts, is_in_parts=parts is not None)
         return recover
 
     def _heal(self, lost: PeerLostError) -> None:
@@ -144,9 +150,11 @@ class TrainingJob:
     def _continue(self, healed: Healed) -> None:
         """Let the next run continue in this group, from its state or else from the newest checkpoint."""
         self.job, self._message, self._since = healed.job, healed.message, healed.since
-        self._inherited = replace(self._inherited, state=healed.state)
+        is_in_parts = self._inherited.is_in_parts and healed.state is self._inherited.state
+        self._inherited = replace(self._inherited, state=healed.state, is_in_parts=is_in_parts)
         if healed.state is not None:
             return
+        self._inherited = replace(self._inherited, parts=None)
         control, seconds = self.job.communicator.control, self.config.run.checkpoint_timeout_seconds
         # loggers may send for a minute: the other ranks wait here
         write_on_first(self._log.close, control, what="end of the former group's records", timeout_seconds=seconds)

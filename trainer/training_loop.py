@@ -172,6 +172,11 @@ class TrainingLoop:
         self.parts.model.train()
         return False
 
+    def close(self) -> None:
+        """Remove the hooks of a step that has not ended."""
+        self.digests.single.stop()
+        self.noise.probe.end_backward()
+
     def copy_state(self) -> dict[str, Any] | None:
         """Return a copy of the state after the last step, in host memory. Not collective.
 

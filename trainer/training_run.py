@@ -79,6 +79,7 @@ class TrainingRun:
     def close(self, exit_code: int = 0) -> None:
         """Release what the run holds."""
         self.loop.saver.close(exit_code)
+        self.loop.close()
         self.parts.close()
         self._output.leave_terminal()
         self.splits.close()

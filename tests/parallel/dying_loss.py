@@ -1,5 +1,8 @@
 """A loss of one's own in which ranks are lost: DIE="rank/step/where" of each, where in forward, sums, or update.
 
+Or, of the first rank left when the store is lost: in listening, once it has opened the next one; in published, once it
+has told the members there; in claimed, once it has taken over the run folder.
+
 With DIE_BY another signal than SIGKILL is sent. With SAVE_SECONDS each checkpoint takes that much longer. With JOIN_AT
 ranks join at the first boundary after so many steps, where the others wait; with JOIN_IN_EVALUATION at the first one in
 an evaluation. A rank that joins is not lost again, but with DIE_JOINING once it has the state, and by
@@ -10,15 +13,17 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.cli import main
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous import regroup
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.trainer import joining
+from bigbatch.trainer import build_run, healing, joining
 from bigbatch.trainer.run import saving
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.stop_request import StopRequest
@@ -36,7 +41,8 @@ def _die_if_due(where: str) -> None:
 
 _wait, _update_, _zero_grad = GradientReducer.wait, Precision.update_, GradientReducer.zero_grad
 _save, _ask, _is_due = saving.save_checkpoint, Departure.ask, Departure.is_due
-_leave_if_due = StopRequest.leave_if_due
+_leave_if_due, _take_over = StopRequest.leave_if_due, healing.succeed
+_open, _start = regroup._open_next_store, regroup.start_store
 _evaluates = False
 
 
@@ -54,6 +60,24 @@ def _wait_for_sums(reducer: GradientReducer) -> None:
 def _update(precision: Precision, *arguments: object, **options: object) -> None:
     _die_if_due("update")
     _update_(precision, *arguments, **options)  # type: ignore[arg-type]
+
+
+def _open_next_store(*arguments: Any) -> Any:
+    found = _open(*arguments)
+    _die_if_due("published")
+    return found
+
+
+def _start_store(*arguments: Any, **options: Any) -> Any:
+    connections = _start(*arguments, **options)
+    _die_if_due("listening")
+    return connections
+
+
+def _succeed(*arguments: Any, **options: Any) -> Any:
+    owner = _take_over(*arguments, **options)
+    _die_if_due("claimed")
+    return owner
 
 
 def _save_late(*arguments: object, **options: object) -> Path:
@@ -89,8 +113,14 @@ def _wait_for_join(departure: Departure) -> bool:
     return is_due
 
 
+def _die(*arguments: object, **options: object) -> None:
+    os.kill(os.getpid(), signal.Signals[os.environ.get("DIE_BY", "SIGKILL")])
+
+
 if read_process_env().joins and "DIE_JOINING" in os.environ:
-    os.kill(os.getpid(), signal.SIGKILL)
+    build_run.regroup_parts = _die  # type: ignore[assignment]
+regroup._open_next_store, regroup.start_store = _open_next_store, _start_store
+healing.succeed = _succeed
 Departure.ask = _ask_in_time  # type: ignore[method-assign]
 Departure.is_due = _wait_for_join  # type: ignore[method-assign]
 StopRequest.leave_if_due = _evaluate_batch  # type: ignore[method-assign]
@@ -109,8 +139,5 @@ def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
 def lost_before_the_state(*command: str) -> int:
     """A rank that is let in, and gets the signal DIE_BY before it connects to the others."""
 
-    def die(*arguments: object, **options: object) -> None:
-        os.kill(os.getpid(), signal.Signals[os.environ["DIE_BY"]])
-
-    joining.connect_group = die  # type: ignore[assignment]
+    joining.connect_group = _die  # type: ignore[assignment]
     return main(command)

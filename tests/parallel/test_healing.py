@@ -77,6 +77,8 @@ def lose(
         ("tcp", "0/5/sums", 3),
         ("tcp", "0/2/update 3/9/forward", 2),
         ("tcp", "0/4/forward 1/4/forward 2/4/sums", 1),
+        ("tcp", "0/4/forward 1/4/listening", 2),
+        ("tcp", "0/4/forward 1/4/published", 2),
         ("gloo", "1/5/sums", 3),
     ],
 )

@@ -3,7 +3,8 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from bigbatch.trainer.build.model import make_model, require_sizes
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
+from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
@@ -108,6 +110,48 @@ def make_parts(
     except BaseException:  # if memory runs out, the reducer's hooks would keep tensors alive
         reducer.close()
         raise
+
+
+def can_keep_parts(config: Config) -> bool:
+    """Return whether parts can be used in another group: not if ranks share weights, or the model's ghost batches."""
+    return not config.optimizer.sharded and ranks_per_ghost(config.batch) == 1
+
+
+def regroup_parts(
+    parts: Parts,
+    config: Config,
+    communicator: Communicator,
+    *,
+    plan: Plan,
+    gradient_order: str | None,
+    stop: StopRequest | None,
+) -> Parts:
+    """Return the parts for another group: model, masters and optimizer stay, with their state. Collective.
+
+    Closes the former parts. The arguments are as for make_parts.
+    """
+    parts.close()
+    parts.model.zero_grad()  # the former reducer's buffers may be in memory that ranks shared
+    parts.statistics.start_over()
+    grid, exposed = _make_grid(config, plan), ExposedTime()
+    with ExitStack() as failure:  # after a loss meanwhile, the model must be without their hooks
+        accumulation = _make_accumulation(parts.model, plan, grid)  # before the reducer, as in make_parts
+        failure.callback(accumulation.close)
+        reducer = _make_reducer(
+            config,
+            parts.model,
+            communicator,
+            grid=grid,
+            exposed=exposed,
+            tuned=None,
+            gradient_order=gradient_order,
+            weights="unchecked",
+        )
+        failure.callback(reducer.close)
+        _divide_work_(parts.optimizer, communicator, config)
+        failure.pop_all()
+    stop = stop or _make_stop(communicator)
+    return replace(parts, communicator=communicator, accumulation=accumulation, reducer=reducer, stop=stop)
 
 
 def _make_stop(communicator: Communicator) -> StopRequest:
@@ -203,8 +247,7 @@ def _make_optimizer(
 
     def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         optimizer = make_optimizer(config.optimizer, model, masters, lr=config.schedule.base_lr)
-        if isinstance(optimizer, MatrixOptimizer):
-            optimizer.divide = DividedWork(communicator, one_by_one=config.run.reproducible)
+        _divide_work_(optimizer, communicator, config)
         return optimizer
 
     if not config.optimizer.sharded:
@@ -214,6 +257,11 @@ def _make_optimizer(
     may_wait = config.compute.compile is None and not config.compute.cuda_graph
     behind_forward = may_wait and not is_foreign_model(config.model.name)
     return shard_update(model, precision, reducer, communicator, make_optimizer=make, behind_forward=behind_forward)
+
+
+def _divide_work_(optimizer: torch.optim.Optimizer, communicator: Communicator, config: Config) -> None:
+    if isinstance(optimizer, MatrixOptimizer):
+        optimizer.divide = DividedWork(communicator, one_by_one=config.run.reproducible)
 
 
 def make_precision(config: Config, model: nn.Module, *, device: torch.device) -> Precision:

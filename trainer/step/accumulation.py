@@ -18,8 +18,12 @@ class WideAccumulation:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
         self._unfinished: set[nn.Parameter] = set()
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._finish)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._finish) for parameter in parameters]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def start_over(self) -> None:
         if self._sums:

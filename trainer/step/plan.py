@@ -100,6 +100,7 @@ class Parts:
     def close(self) -> None:
         """Remove hooks and captured graphs, which would keep memory and the communicator open."""
         self.reducer.close()
+        self.accumulation.close()
         self.execution.close()
 
 

@@ -26,6 +26,10 @@ class StepStatistics:
         self._momentum = 0.0
         self._sums_N = running_N.new_zeros(running_N.numel() + NUM_FLAGS)
 
+    def start_over(self) -> None:
+        """Begin new sums. In other memory: a thread that has not noticed a loss yet may still write into the former."""
+        self._sums_N = torch.zeros_like(self._sums_N)
+
     def take_(self, gathered_N: Tensor, momentum: float) -> None:
         """Add a microbatch: gathered_N, laid out like running_N, is its ghost batches' mean. momentum: of all norms."""
         self._momentum = momentum

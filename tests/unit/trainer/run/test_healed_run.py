@@ -1,7 +1,9 @@
 """The run that follows a loss in the same process, without other ranks."""
 
+import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -13,11 +15,14 @@ import pytest
 import torch
 from thread_controls import alone
 from tiny_training import TINY_OPTIONS
+from torch import Tensor, nn
 
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import PeerLostError
+from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.trainer import healing, training_job
+from bigbatch.trainer.build import parts as build_parts
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.joined_rank import why_not_healing
@@ -107,6 +112,109 @@ def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
         for state in (kept, before)
     )
     assert_identical(momenta, others)
+
+
+def test_run_that_goes_back_to_the_state_of_a_healing_does_not_take_over_parts_of_a_later_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[Inherited] = []
+
+    class Differing(Run):
+        plan = SimpleNamespace(first_step=3)
+
+        def run(self, **settings: Any) -> Any:
+            if len(taken) == 2:
+                raise ReplicasDiffer("rank 1 differs")
+            return super().run(**settings)
+
+    def build(*arguments: Any, inherited: Inherited, **settings: Any) -> Run:
+        taken.append(inherited)
+        return Differing(inherited=inherited)
+
+    def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
+        return SimpleNamespace(job=job_of(2), state=kept, message="lost: rank 1 on n1", since=None)
+
+    for name, stub in {"heal": heal, "build_run": build, "Ownership": lambda config: MagicMock(owner=None)}.items():
+        monkeypatch.setattr(training_job, name, stub)
+    monkeypatch.setattr(TrainingJob, "_prepare", lambda self, *, is_dry_run: None)
+    TrainingJob(load_config(["--config", "quickstart"]), job_of(3), hooks=TrainingHooks(), is_quiet=True).train()
+    assert [each.state for each in taken] == [None, {"step": 3}, {"step": 3}]
+    assert [each.parts is not None for each in taken] == [False, True, False]
+    assert [each.is_in_parts for each in taken] == [False, True, False]
+
+
+ALL_HOOKS = {
+    "run.epochs": 4,
+    "run.reproducible": True,
+    "run.digest_every_steps": 1,
+    "run.noise_scale_every_steps": 1,
+    "optimizer.precision": "fp16",
+    "optimizer.loss_scale": 2.0**12,
+    "optimizer.ema_decay": 0.9,
+    "optimizer.ema_every_steps": 1,
+}
+
+
+def held(model: nn.Module) -> Counter[str]:
+    """Hooks of a model, and tensors and reducers of this process."""
+    gc.collect()
+    found = Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Tensor | GradientReducer))
+    found["hooks of modules"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    for p in model.parameters():
+        found["hooks"] += len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ())
+    return found
+
+
+@pytest.mark.parametrize("is_reproducible", [True, False])
+def test_runs_after_losses_keep_the_model_and_no_hook_of_the_steps_that_did_not_end(
+    is_reproducible: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank is lost in five steps, in which digests, noise, wide accumulation and the reducer have hooks."""
+    calls, losses, wait = 0, {3, 5, 8, 10, 13}, GradientReducer.wait
+
+    def lose(reducer: GradientReducer) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in losses:
+            raise PeerLostError("rank 1 on n1 was lost")
+        wait(reducer)
+
+    def make(folder: str, **taken: Any) -> TrainingRun:
+        options = ALL_HOOKS | {"run.directory": tmp_path / folder, "run.reproducible": is_reproducible}
+        words = [*TINY_OPTIONS, *(f"--{key}={value}" for key, value in options.items())]
+        inherited = Inherited(stop=StopRequest(takes_signals=False), **taken)
+        config = load_config(["--config", "quickstart", *words])
+        return build_run(config, job, owner=None, hooks=TrainingHooks(), is_quiet=True, inherited=inherited)
+
+    config = load_config(["--config", "quickstart", *TINY_OPTIONS])
+    with closing((job := join(config, ALONE)).communicator):
+        undisturbed = make("undisturbed")
+        undisturbed.run()
+        expected = undisturbed.loop.copy_state()
+        monkeypatch.setattr(GradientReducer, "wait", lose)
+        run, kept = make("healed"), list[Counter[str]]()
+        model, optimizer = run.parts.model, run.parts.optimizer
+        for _ in losses:
+            with pytest.raises(PeerLostError):
+                run.run()
+            taken = {"state": run.loop.copy_state(), "parts": run.parts, "is_in_parts": True}
+            with monkeypatch.context() as patch:
+                patch.setattr(build_parts, "_divide_work_", MagicMock(side_effect=PeerLostError("lost again")))
+                with pytest.raises(PeerLostError):
+                    make("healed", **taken)
+            run = make("healed", **taken)
+            taken.clear()
+            kept.append(held(model))
+        run.run()
+    assert (run.parts.model, run.parts.optimizer) == (model, optimizer)
+    assert all(each <= kept[0] for each in kept)
+    found = run.loop.copy_state()
+    assert found
+    assert expected
+    assert_identical(found["model"], expected["model"])
+    assert_identical(found["average"], expected["average"])
+    assert found["precision"] == expected["precision"]
+    assert [each["step"] for each in records(tmp_path / "healed", "digests")] == list(range(1, 17))
 
 
 def test_first_rank_whose_claim_reached_no_other_claims_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monke
 def test_rank_asks_again_if_it_does_not_get_the_state(
     num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, prepared = list[str](), list[bool]()
+    left, prepared, parts = list[str](), list[bool](), object()
     splits = Splits(*[SimpleNamespace(index=None)] * 2)  # type: ignore[arg-type]
     told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
     admitted = SimpleNamespace(group=SimpleNamespace(control=None), told=told, leave=lambda: left.append("left"))
@@ -233,6 +233,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
         "_ask": lambda *arguments: admitted if prepared else pytest.fail("the others would wait for torch's compiler"),
         "stage_data": lambda config, alone: (config, None),
         "make_splits": lambda config, alone: splits,
+        "_make_parts": lambda config, alone, splits: parts,
         "abort_connection": lambda control: None,
         "heal": lambda *arguments, **options: options["connected"],
     }.items():
@@ -252,7 +253,7 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
     else:
         arrival = join()
         assert (arrival.healed, arrival.back_at, ownership.number) == ("connected", 9, 5)
-        assert arrival.splits is splits, "its first run makes no others"
+        assert (arrival.splits, arrival.parts) == (splits, parts), "its first run makes no others"
     assert left == ["left"] * num_losses
     assert path.exists() == (num_losses == joining.MAX_ATTEMPTS), "the launcher knows whether it has joined"
 
