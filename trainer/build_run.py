@@ -95,6 +95,8 @@ def build_run(
             notice_seconds=job.env.notice_seconds,
             skipped=dict(start.skipped),
         )
+        if owner:  # the other ranks have taken part in collectives since they were told of it
+            owner.confirm()
         failure.pop_all()
     # the state is not kept: it is as large as the model and its momentum
     return TrainingRun(config, loop, splits=splits, start=start, place=place, is_healed=inherited.state is not None)

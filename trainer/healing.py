@@ -1,6 +1,6 @@
 """Healing in place: after a loss the other ranks go on from the last step in the same processes; others may join."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.regroup import Group, regroup
+from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
 from bigbatch.errors import ConfigError, PeerLostError
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.job import join_job
@@ -41,9 +41,10 @@ class Ownership:
         """Take the folder on the first rank, while the other ranks wait. Collective. Raises: RunFolderError."""
         self._hold(control, lambda: take(self._folder, own_claim(store=control.master)))
 
-    def succeed(self, control: Control) -> None:
-        """Take the folder over from the former group. Collective. Raises: RunFolderError."""
-        self._hold(control, lambda: succeed(self._folder, number=self.number, store=control.master))
+    def succeed(self, control: Control, *, lost: Sequence[Endpoint] = ()) -> None:
+        """Take the folder over from the former group, or from a lost rank. Collective. Raises: RunFolderError."""
+        ids = [(each.kernel, each.pid, f"{each.born}") for each in lost]
+        self._hold(control, lambda: succeed(self._folder, number=self.number, store=control.master, lost=ids))
 
     def _hold(self, control: Control, make: Callable[[], Owner]) -> None:
         def hold() -> str:
@@ -116,12 +117,12 @@ def heal(
     Raises: PeerLostError if this rank is not in the group, or the group cannot share the batch; CommError; ConfigError;
     RunFolderError.
     """
-    group, names = group or group_of(job.communicator), list[str]()
+    group, losses = group or group_of(job.communicator), list[Endpoint]()
     while True:
         if error:
             abort_connection(group.control)
             before, group = group.endpoints.all, regroup(group, error.lost_ranks)
-            names += [f"rank {each.rank} on {each.host}" for each in before if each not in group.endpoints.all]
+            losses += [each for each in before if each not in group.endpoints.all]
             try:
                 divide_batch(config.batch, world_size=group.env.world_size)
             except ConfigError as misfit:
@@ -129,7 +130,7 @@ def heal(
         try:
             communicator, kept = connected or connect_group(config, group, kept=kept, device=job.communicator.device)
             connected = None
-            ownership.succeed(communicator.control)
+            ownership.succeed(communicator.control, lost=losses)
         except PeerLostError as again:  # another loss meanwhile
             if not can_regroup(again):
                 raise
@@ -137,7 +138,8 @@ def heal(
         else:
             where = f"from step {kept['step']}" if kept else "from the newest checkpoint"
             ranks = count(group.env.world_size, "rank")
-            lost = f"lost: {', '.join(names) or 'a connection'}; " if error and (names or not message) else ""
+            names = ", ".join(f"rank {each.rank} on {each.host}" for each in losses)
+            lost = f"lost: {names or 'a connection'}; " if error and (names or not message) else ""
             line = f"{message}{lost}going on {where} with {ranks}"
             return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), kept, line, since)
 

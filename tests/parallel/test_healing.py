@@ -79,6 +79,7 @@ def lose(
         ("tcp", "0/4/forward 1/4/forward 2/4/sums", 1),
         ("tcp", "0/4/forward 1/4/listening", 2),
         ("tcp", "0/4/forward 1/4/published", 2),
+        ("tcp", "0/4/forward 1/4/claimed", 2),
         ("gloo", "1/5/sums", 3),
     ],
 )

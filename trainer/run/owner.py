@@ -13,6 +13,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -55,6 +56,8 @@ class Claim:
     has_failed: bool = False
     start: str = ""
     """Identifier of the launcher's start, if the launcher sets one; else empty."""
+    is_confirmed: bool = False
+    """Whether all ranks of the job know this owner."""
     store: str = ""
     """Address and port of the job's store, which ranks that join look for here; empty for one process."""
 
@@ -108,6 +111,13 @@ class Owner:
                 f"{STALE_SECONDS:g} s: it writes nothing more there"
             )
 
+    def confirm(self) -> None:
+        """Record that all ranks of the job know this owner. Raises: RunFolderError as require."""
+        self.require()
+        self._claim = replace(self._claim, is_confirmed=True)
+        with writing(self._folder):
+            write_whole(_path(self._folder, self.number), self._claim.text())
+
     def release(self, *, has_failed: bool = False) -> None:
         """Release the folder. has_failed: the run is not finished and was not asked to stop."""
         self._released.set()
@@ -147,15 +157,26 @@ def take(folder: Path, claim: Claim) -> Owner:
     return Owner(folder, number=newest + 1, claim=claim)
 
 
-def succeed(folder: Path, *, number: int, store: tuple[str, int] | None = None) -> Owner:
+def succeed(
+    folder: Path,
+    *,
+    number: int,
+    store: tuple[str, int] | None = None,
+    lost: Collection[tuple[str, int, str]] = (),
+) -> Owner:
     """Take the folder over from the owner of that number, a process of the same job.
 
+    lost: kernel, pid and born of the job's lost processes. One of them may have taken the folder over since, and ended
+    before all ranks knew it.
     Raises: RunFolderError if another process has taken it over already.
     """
     with writing(folder):
         claim = replace(own_claim(store=store), folder=folder.stat().st_ino)
-        is_same = _numbers(folder)[-1:] == [number]
-        if not (is_same and _create(_path(folder, number + 1), claim.text())):
+        newest = max(_numbers(folder), default=0)
+        owner = _read(_path(folder, newest))
+        if owner and not owner.is_confirmed and (owner.kernel, owner.pid, owner.born) in lost:
+            number = newest
+        if not (newest == number and _create(_path(folder, number + 1), claim.text())):
             raise RunFolderError(
                 f"{folder} has another owner than this job's former first rank: either other ranks of the job go on "
                 "without this process, or the folder is on no disk that all nodes share"

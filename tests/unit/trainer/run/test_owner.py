@@ -213,6 +213,26 @@ def test_owner_that_lives_is_succeeded_once(clock: Clock, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
 
 
+def test_lost_owner_is_succeeded_only_if_it_has_told_no_other_rank(tmp_path: Path) -> None:
+    """A process that wakes after its successor has finished the run must not train again."""
+    here = own_claim()
+    first, lost = take(tmp_path, here), [(here.kernel, here.pid, here.born)]
+    second = succeed(tmp_path, number=first.number)
+    with pytest.raises(RunFolderError, match="another owner"):
+        succeed(tmp_path, number=first.number, lost=[("another", 1, "1")])
+    third = succeed(tmp_path, number=first.number, lost=lost)
+    assert third.number == 3
+    with pytest.raises(RunFolderError, match="was taken over by"):
+        second.confirm()
+    third.confirm()
+    with pytest.raises(RunFolderError, match="another owner"):
+        succeed(tmp_path, number=first.number, lost=lost)
+    for each in (first, second, third):
+        each.release()
+    with pytest.raises(RunFolderError, match="another owner"):
+        succeed(tmp_path, number=first.number, lost=lost)
+
+
 def test_owner_lives_by_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
     with owning(tmp_path):
