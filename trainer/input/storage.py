@@ -7,6 +7,7 @@ block is used only if its CRC-32 matches.
 
 import errno
 import hashlib
+import logging
 import os
 import ssl
 import sys
@@ -68,7 +69,10 @@ def url_of(root: Path | str) -> str | None:
 
 
 CERTIFICATES = "check the address, or name a file with its certificate or authority in the environment: SSL_CERT_FILE"
-CREDENTIALS = "give credentials and region as to the library: in the environment (AWS_ACCESS_KEY_ID ...) or its files"
+CREDENTIALS = (
+    "give credentials and region as to the library: in the environment (AWS_ACCESS_KEY_ID, "
+    "GOOGLE_APPLICATION_CREDENTIALS ...) or its files"
+)
 
 
 class Storage:
@@ -85,6 +89,9 @@ class Storage:
         except ImportError as error:
             also = f" {package}" if scheme != "s3" else ""
             raise ConfigError(f"data.root={url}: needs {package}: {INSTALL}{also}") from error
+        log = logging.getLogger(package)
+        if not log.handlers:  # without one, Python prints the errors that gcsfs logs, with the server's words
+            log.addHandler(logging.NullHandler())
         self.url = url
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
@@ -180,12 +187,14 @@ def _without_secrets(error: Exception) -> OSError:
     kind = type(error).__name__
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    status = getattr(error, "status", None)  # of aiohttp
+    status = getattr(error, "status", None) or getattr(error, "code", None)  # of aiohttp; of gcsfs
+    if str(error).startswith("Forbidden:"):  # gcsfs's OSError for 403
+        status = 403
     response = getattr(error.__cause__, "response", None)  # of botocore, behind s3fs's error
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
     if isinstance(getattr(error, "certificate_error", None), ssl.SSLCertVerificationError):  # of aiohttp
         return PermissionError(errno.EACCES, f"the server's certificate is not trusted; {CERTIFICATES}")
-    if refused := next((name for name in (code, kind) if name in NO_ACCESS), status in (401, 403) and kind):
+    if refused := next((name for name in (code, kind) if name in NO_ACCESS), status in (401, 403) and f"HTTP {status}"):
         return PermissionError(errno.EACCES, f"the storage refuses access, {refused}; {CREDENTIALS}")
     return OSError(errno.EIO, " ".join((kind, code if code.isalnum() else "")).strip())
 

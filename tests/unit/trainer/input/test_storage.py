@@ -39,6 +39,7 @@ serving = pytest.importorskip("werkzeug.serving")
 x509 = pytest.importorskip("cryptography.x509")
 from cryptography.hazmat.primitives import hashes, serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -284,6 +285,55 @@ def test_storage_without_credentials_says_where_they_are_looked_for(bucket, monk
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(StorageError, match=naming("AWS_ACCESS_KEY_ID")):
         open_split(bucket, "train")
+
+
+class HttpError(Exception):
+    """As gcsfs 2026.10 raises it: no status of aiohttp, and the server's words."""
+
+    def __init__(self, code):
+        super().__init__(f"{SECRET}, {code}")
+        self.code = code
+
+
+class GsBucket(MemoryFileSystem):
+    """Stands in for gcsfs: it raises and logs the same errors."""
+
+    store, pseudo_dirs = {}, [""]
+    refusal = None
+
+    def cat_file(self, path, start=None, end=None, **_):
+        if self.refusal:
+            logging.getLogger("gcsfs").error("_request non-retriable exception: %s", self.refusal)
+            raise self.refusal
+        return super().cat_file(path, start=start, end=end)
+
+
+@pytest.fixture
+def gs_bucket(packed, monkeypatch):
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "gs", GsBucket)
+    monkeypatch.setattr(GsBucket, "store", {})
+    for path in packed.rglob("*.*"):
+        GsBucket().pipe_file(f"gs://images/{path.relative_to(packed)}", path.read_bytes())
+    return Path("gs://images")
+
+
+def test_storage_at_gs_is_read_and_listed(gs_bucket, folder, tmp_path):
+    expected = held(read_index(folder, "train"))
+    assert held(open_split(gs_bucket, "train", cache=storage.Cache(tmp_path / "cache", 10**9))) == expected
+    for name in ("index.json", "index.npy"):
+        GsBucket().rm_file(f"gs://images/train/{name}")
+    assert held(open_split(gs_bucket, "train", classes=("0", "1"))) == expected
+
+
+@pytest.mark.parametrize("refusal", [OSError(f"Forbidden: images/o/x\n{SECRET}"), HttpError(401)])
+def test_storage_at_gs_that_refuses_credentials_says_so_at_once_and_prints_none(
+    refusal, gs_bucket, monkeypatch, capsys
+):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own; without any, Python prints errors of libraries
+    monkeypatch.setattr(GsBucket, "refusal", refusal)
+    with pytest.raises(StorageError, match=naming("gs://images/", "GOOGLE_APPLICATION_CREDENTIALS")) as caught:
+        open_split(gs_bucket, "train")
+    assert SECRET not in repr(caught.value) + capsys.readouterr().err
 
 
 @pytest.mark.long
