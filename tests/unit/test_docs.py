@@ -520,8 +520,8 @@ def test_page_of_faults_shows_the_recorded_campaign() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "code",
-    # tests/parallel/test_other_scripts.py runs those of from-horovod.md and from-ddp.md, in a job
-    [code for page in PAGES if page != "docs/from-horovod.md" for code in blocks(page, "python")],
+    # tests/parallel/test_other_scripts.py runs those of compare.md and from-ddp.md, in a job
+    [code for page in PAGES if page != "docs/compare.md" for code in blocks(page, "python")],
 )
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
     write_shapes(code, below=tmp_path)
