@@ -61,6 +61,26 @@ def test_figures_of_stored_images() -> None:
             require(over, *(1 / ratios[f"our_dali / {name}"][key] for key in ("median", "max", "min")))
 
 
+def test_figures_of_the_accuracy_with_stored_images() -> None:
+    found = record("stored-images-accuracy")
+    small, original = (found["cases"][case] for case in ("at 74", "original"))
+    for case in (small, original):
+        for key in ("top1", "top1_other_validation"):
+            values = [100 * run[key] for run in case["runs"]]
+            spread = {"mean": statistics.fmean(values), "sd": statistics.stdev(values), "n": len(values)}
+            assert case[f"{key}_percent"] == pytest.approx(spread)
+    text = (ROOT / "docs/measured.md").read_text().partition("accuracy was not measured on ImageNet, but")[2]
+    sizes, own, others = text.partition(" ([record]")[0].split(". ")
+    ran = found["conditions"]
+    require(sizes, ran["image_size"], ran["short_side"], ran["image_size"], 256, 224)
+    own_spreads, other_spreads = (
+        [case[key][part] for case in (small, original) for part in ("mean", "sd")]
+        for key in ("top1_percent", "top1_other_validation_percent")
+    )
+    require(own, *own_spreads, 144, ran["epochs"], ran["recipe_epochs"], small["top1_percent"]["n"])
+    require(others, *other_spreads)
+
+
 @pytest.mark.parametrize(("head", "name"), [("CIFAR-10", "cifar10"), ("Imagenette", "imagenette")])
 def test_figures_of_optimizers(head: str, name: str) -> None:
     named = {"`sgd`, Nesterov": "nesterov", "Schedule-Free SGD": "schedule-free"}
