@@ -530,6 +530,13 @@ def test_python_blocks_run(code: str, tmp_path: Path) -> None:
     assert exit_code == 0, output
 
 
+def test_every_cell_that_compares_trainers_has_a_link_or_a_command() -> None:
+    table = (ROOT / "docs/compare.md").read_text().partition("| from | what you gain |")[2].partition("\n\n")[0]
+    cells = [cell for row in table.splitlines()[2:] for cell in row.strip("| ").split(" | ")]
+    assert len(cells) == 4 * 7
+    assert [cell for cell in cells if "](" not in cell and "`bigbatch " not in cell] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str) -> None:
     text = re.sub(r"<!--.*?-->", "", (ROOT / page).read_text(), flags=re.S)
