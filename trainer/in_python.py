@@ -16,6 +16,7 @@ from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
+from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped
@@ -86,8 +87,7 @@ def _process_as_before() -> Iterator[None]:
     Within the block, gradients are on and autocast is off, whatever modes of torch the caller is in.
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.get_deterministic_debug_mode()
     try:
         with (
             torch.inference_mode(False),
@@ -98,6 +98,6 @@ def _process_as_before() -> Iterator[None]:
         ):
             yield
     finally:
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=warns_only)
+        set_deterministic(mode)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING, backend_for, choose_device, connect
@@ -45,6 +43,7 @@ from bigbatch.trainer.healing import (
     heal,
 )
 from bigbatch.trainer.joined_rank import JoinedRank, why_not_healing
+from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Claim, newest_claim
 from bigbatch.trainer.step.plan import Parts
@@ -185,7 +184,7 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
     parts: Parts | None = None
     with failing_as_lost_rank(job.env):
         if config.run.reproducible:
-            torch.use_deterministic_algorithms(True)  # here, as the first call loads torch's compiler
+            set_deterministic(2)  # before the model is compiled
         with job.communicator as alone:
             local, _ = stage_data(config, alone)
             splits = make_splits(local, alone)

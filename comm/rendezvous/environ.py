@@ -316,19 +316,18 @@ def without_slurm_job(environ: Mapping[str, str] | None) -> tuple[dict[str, str]
     return kept, sorted(name for name in variables if name.startswith("SBATCH_"))
 
 
-def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str) -> Path:
-    """Set the folder in which torch.compile caches code between runs, unless the user has set one; return it.
+def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str | None) -> None:
+    """Set the folder in which torch.compile caches code between runs, unless the user has set one.
 
-    torchs_own: torch's default, which it sets at import. It stays if there is no writable home.
+    torchs_own: torch's default, which it sets and makes at import; None before. It stays without a writable home.
     Ranks, runs and nodes may share the folder: entries are named by their inputs and written atomically.
     """
-    if environ.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
+    if environ.get(COMPILED_VARIABLE, torchs_own) == torchs_own:
         with contextlib.suppress(OSError, RuntimeError):
             folder = _own_folder(environ, "cache") / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 environ[COMPILED_VARIABLE] = str(folder)
-    return Path(environ[COMPILED_VARIABLE])
 
 
 def measured_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:

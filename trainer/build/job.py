@@ -19,7 +19,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import require_hardware
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.machine.host import set_up_process
+from bigbatch.trainer.machine.host import set_deterministic, set_up_process
 from bigbatch.trainer.machine.numa import bind
 from bigbatch.trainer.step.precision import set_tf32
 
@@ -52,7 +52,7 @@ def join_job(
     if config.run.reproducible:
         # until set_up_process, even if a caller or an earlier run has set it: with it, torch makes NCCL groups without
         # NVLS, although sums of integers have the same bits in any order
-        torch.use_deterministic_algorithms(False)
+        set_deterministic(0)
     try:
         communicator = connect(
             backend=config.comm.backend,

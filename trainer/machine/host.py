@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ def set_up_process(
     """
     if is_reproducible:
         set_deterministic_cublas()
-        torch.use_deterministic_algorithms(True)
+        set_deterministic(2)
     if communicator.device.type == "cuda":
         torch.backends.cudnn.benchmark = cudnn_benchmark and not is_reproducible
         return
@@ -36,6 +37,17 @@ def set_up_process(
     share = cores_per_rank(communicator)
     torch.set_num_threads(cpu_threads or (1 if is_reproducible else share))
     keep_freed_memory()
+
+
+def set_deterministic(mode: int) -> None:
+    """Set torch's deterministic mode: 0 off, 1 warn, 2 error, as torch.get_deterministic_debug_mode() returns it.
+
+    torch.use_deterministic_algorithms() would load torch's compiler for its own switch: for seconds, and it leaves a
+    folder in /tmp. A run that compiles calls this function again after it has loaded the compiler.
+    """
+    torch.set_deterministic_debug_mode(mode)
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
 def cores_per_rank(communicator: Communicator) -> int:

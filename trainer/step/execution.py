@@ -1,5 +1,6 @@
 """Run the work of a training step on the device: eagerly, compiled, or as captured and replayed CUDA graphs."""
 
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from bigbatch.comm.rendezvous.environ import set_compile_cache
 from bigbatch.errors import ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
+from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.machine.memory import is_out_of_memory
 
 WARM_UP_STEPS = 3
@@ -208,10 +210,12 @@ def _explained(error: BaseException, batch: Prepared) -> BaseException:
 
 def compile_failure(first_call: Callable[[], object]) -> str:
     """Call a compiled function for the first time; return one line on why it cannot be compiled, else ""."""
+    loaded = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    # before the import, which makes the folder
+    set_compile_cache(torchs_own=loaded.default_cache_dir() if loaded else None)
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    set_compile_cache(torchs_own=default_cache_dir())
+    set_deterministic(torch.get_deterministic_debug_mode())
     try:
         first_call()
     except TorchDynamoException as error:

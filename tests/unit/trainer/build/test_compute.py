@@ -1,6 +1,9 @@
 """Compiled regions, recomputed blocks, and statistics that are folded once per microbatch."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from error_texts import naming
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
@@ -283,6 +287,33 @@ def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend="eager"))
     parts_of(quickstart("compile=default"))
     assert cache_dir() == str(tmp_path / "bigbatch" / "compiled")
+
+
+@pytest.mark.long
+def test_compiler_that_is_loaded_leaves_no_folder_beside_temporary_files(tmp_path: Path) -> None:
+    """In a process of its own, as it is here already."""
+    (tmp_path / "tmp").mkdir()
+    script = (
+        "from bigbatch.trainer.step.execution import compile_failure; print(compile_failure(lambda: None) or 'good')"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environ |= {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "good\n", done.stderr
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("mode", [0, 2])
+def test_compiler_is_deterministic_if_torch_is(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a switch of its own, and is loaded after torch's was set."""
+    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        execution.compile_failure(lambda: None)
+        assert inductor_config.deterministic == (mode == 2)
+    finally:
+        host.set_deterministic(before)
 
 
 class OnlyBelow24(nn.Module):

@@ -31,10 +31,10 @@ def test_threads_are_stated_or_the_share_of_the_cores_or_one_for_the_same_bits(
     others: list[str], is_reproducible: bool, stated: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[int] = []
-    asked: list[bool] = []
+    asked: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(torch, "set_deterministic_debug_mode", asked.append)
     monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(host, "boot_id", lambda: "here")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
@@ -42,24 +42,27 @@ def test_threads_are_stated_or_the_share_of_the_cores_or_one_for_the_same_bits(
     communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
     host.set_up_process(communicator, cudnn_benchmark=True, is_reproducible=is_reproducible, cpu_threads=stated)
     assert chosen == [threads]
-    assert asked == [True] * is_reproducible
+    assert asked == [2] * is_reproducible
 
 
 @pytest.mark.long
-def test_host_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_reproducible", [False, True])
+def test_host_a_run_does_not_import_the_compiler(is_reproducible: bool, tmp_path: Path) -> None:
     """Nor where it saves and resumes: in a process of its own, as others' imports are here already."""
     settings = {
         "data.loader": "synthetic",
         "data.num_synthetic_samples": 32,
         "data.image_size": 8,
         "model.options.width": 2,
+        "run.reproducible": is_reproducible,
     }
     settings |= {f"batch.{key}": 16 for key in ("global_batch_size", "microbatch_size", "bn_span")}
-    settings |= {"schedule.warmup_epochs": 0, "run.directory": tmp_path / "run"}
+    settings |= {"schedule.warmup_epochs": 0, "run.directory": str(tmp_path / "run")}
     words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
     script = (
-        "import sys; from bigbatch.cli import main\n"
+        "import sys, bigbatch; from bigbatch.cli import main\n"
         f"codes = [main({words!r} + [f'--run.epochs={{epochs}}']) for epochs in (1, 2)]\n"
+        f"bigbatch.train('quickstart', {settings | {'run.epochs': 3}}, quiet=True)\n"
         "print(codes, [name for name in sys.modules if name.startswith(('torch._dynamo', 'torch._inductor'))])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
