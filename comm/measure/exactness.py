@@ -12,6 +12,7 @@ from torch import Tensor
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import FRACTION_BITS, SUM_BITS, Grid
 from bigbatch.comm.measure.figures import show_bytes
+from bigbatch.comm.measure.hangs import exchange, sum_label
 from bigbatch.comm.rendezvous.late_ranks import name_ranks
 
 SCALES, SPREAD = 24, 8
@@ -241,7 +242,8 @@ class DrawnSums:
     ) -> VerifyRow:
         """Sum the numbers repeatedly, each time in pieces; return the figures over all ranks. Collective.
 
-        memory_N: scratch of precision.dtype, with one element more than the numbers. Raises: PeerLostError.
+        memory_N: scratch of precision.dtype, with one element more than the numbers. Call it inside limited().
+        Raises: HungError; PeerLostError.
         """
         changes: list[tuple[int, int, int]] = []
         for repetition in range(repetitions):
@@ -258,7 +260,7 @@ class DrawnSums:
         ]
         mine = [_digest(self._first_N), changes, own]
         # together, as gathering over thousands of ranks takes longer than a sum
-        everyone = communicator.gather(mine)
+        everyone = exchange(mine, communicator)
         digests, all_changes, all_errors = zip(*everyone, strict=True)
         parts = [[Errors(*errors) for errors in of_rank] for of_rank in all_errors]
         errors = [each for of_rank in parts for each in of_rank]
@@ -294,7 +296,8 @@ class DrawnSums:
         else:
             sums_N.copy_(self._own_N)
         for index, piece_M in enumerate(sums_N.tensor_split(pieces)):
-            communicator.sum_(piece_M, label=f"piece {index} of {pieces} by {communicator.algorithm}, {precision.name}")
+            what = f"piece {index} of {pieces} in {precision.name}"
+            communicator.sum_(piece_M, label=sum_label(what, communicator.algorithm))
         if precision.on_grid:
             self._grid.read_(self._result_N, sums_N)
         else:

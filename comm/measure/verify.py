@@ -4,10 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
 
+import torch
+from torch import Tensor
+
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, SumPrecision, VerifyRow
 from bigbatch.comm.measure.figures import show_bytes
+from bigbatch.comm.measure.hangs import HungError, limited
 from bigbatch.comm.measure.report import BenchReport, Columns, table_line
 from bigbatch.errors import CommError
 
@@ -53,25 +57,41 @@ def verify_sizes(
 ) -> bool:
     """Verify each number of elements with each precision, algorithm and number of pieces. Collective.
 
-    Return whether all is right. Raises: PeerLostError.
+    Return whether all is right. An algorithm that hangs is a fault, and is left out from then on.
+    Raises: PeerLostError.
     """
     communicator, half = report.communicator, report.conditions.reduce_dtype
     report.open({}, (f"half precision summed in {half}; seed {seed}", *LEGEND), columns=COLUMNS)
     dtypes = sorted({precision.dtype for precision, _ in sums}, key=str)  # all ranks allocate in the same order
-    memory = dict(zip(dtypes, communicator.allocate_all([(max(counts) + 1, each) for each in dtypes]), strict=True))
-    rows: list[VerifyRow] = []
+
+    def allocate() -> dict[torch.dtype, Tensor]:
+        return dict(zip(dtypes, communicator.allocate_all([(max(counts) + 1, each) for each in dtypes]), strict=True))
+
+    contestants, memory = {precision: dict(by_algorithm) for precision, by_algorithm in sums}, allocate()
+    rows, num_hung = list[VerifyRow](), 0
     for count in counts:
         report.working_on(f"{show_bytes(4 * count)}: drawing numbers")
         drawn = DrawnSums(communicator, count=count, seed=seed)
-        for precision, by_algorithm in sums:
+        for precision in contestants:
             found = []
-            for name, each in by_algorithm.items():
+            for name in list(contestants[precision]):
                 report.working_on(f"{show_bytes(4 * count)} in {precision.name} by {name}")
-                memory_N = memory[precision.dtype][: count + 1]
-                found += [
-                    drawn.repeat(each, memory_N, precision=precision, pieces=cut, repetitions=repetitions)
-                    for cut in pieces
-                ]
+                each, memory_N = contestants[precision][name], memory[precision.dtype][: count + 1]
+                try:
+                    with limited(communicator):
+                        found += [
+                            drawn.repeat(each, memory_N, precision=precision, pieces=cut, repetitions=repetitions)
+                            for cut in pieces
+                        ]
+                except HungError as hung:
+                    num_hung += 1
+                    report.working_on("")
+                    report.print(f"# FAILED: {hung}")
+                    for others in contestants.values():
+                        del others[name]
+                        for other, former in others.items():
+                            others[other] = communicator.with_algorithm(other, wire=former.wire)
+                    memory = allocate()  # the hung sum may use the old one
             new = number_classes(found)
             rows += new
             report.working_on("")
@@ -80,7 +100,8 @@ def verify_sizes(
                 report.write({"kind": "row", **asdict(row)})
             for finding in (finding for row in new for finding in row.findings):
                 report.print(f"# FAILED: {finding}")
-    text, has_failed = verdict(rows), any(row.findings for row in rows)
+    text = verdict(rows, num_hung=num_hung)
+    has_failed = num_hung > 0 or any(row.findings for row in rows)
     report.print(f"# {text}")
     report.write({"kind": "verdict", "failed": has_failed, "text": text})
     return not has_failed
@@ -118,9 +139,9 @@ def number_classes(rows: Sequence[VerifyRow]) -> list[VerifyRow]:
     return [replace(row, bits=digests.index(row.sha256) + 1) for row in rows]
 
 
-def verdict(rows: Sequence[VerifyRow]) -> str:
-    """Return a line on the result of all rows."""
-    if num_findings := sum(len(row.findings) for row in rows):
+def verdict(rows: Sequence[VerifyRow], *, num_hung: int = 0) -> str:
+    """Return a line on the result of all rows. num_hung: number of algorithms that hang."""
+    if num_findings := num_hung + sum(len(row.findings) for row in rows):
         return f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
     texts = ["every sum repeats its own bits, on all ranks alike, within its bound"]
     counts = {}

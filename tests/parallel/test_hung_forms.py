@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_parallel import run_forked
+from forked_ranks import places
+from test_parallel import fork_job, run_forked
 
 from bigbatch.cli import main
 from bigbatch.comm import communicator as connected
 from bigbatch.comm.algorithms import make_allreduce
 from bigbatch.comm.connection import connect
 from bigbatch.comm.measure.calibration import calibrate
+from bigbatch.exit_codes import FAILED
 
 pytestmark = pytest.mark.long
 
@@ -69,6 +71,27 @@ def test_bench_goes_on_without_a_form_that_hangs(backend: str, tmp_path: Path) -
     assert len(sizes) == 3
     (line,) = [line for line in text.splitlines() if "hangs" in line]
     assert line.startswith("# ring hangs: a sum did not end within 4 s"), line
+
+
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("gloo", marks=pytest.mark.weekly)])
+def test_verify_goes_on_without_a_form_that_hangs_and_fails(backend: str, tmp_path: Path) -> None:
+    output = tmp_path / "verify.jsonl"
+    command = ("--verify", "--backend", backend, "--min-bytes", "4K", "--max-bytes", "64K", "--factor", "16")
+    command = (*command, "--repetitions", "2", "--precisions", "fp32,grid", "--pieces", "1")
+    command = (*command, "--timeout-seconds", f"{TIMEOUT_SECONDS}", "--output", str(output))
+    code, text = fork_job("test_hung_forms:bench", command, places(2), timeout_seconds=250)
+    assert code == FAILED, text
+    *rows, last = [json.loads(line) for line in output.read_text().splitlines()][1:]
+    others = {"native", "hierarchical", "sharded", "doubling"}
+    for precision in ("fp32", "grid"):
+        of_size = [
+            {row["algorithm"] for row in rows if (row["precision"], row["size"]) == (precision, size)}
+            for size in (4096, 65536)
+        ]
+        assert of_size == [{*others, "ring"}, others]
+    (line,) = [line for line in text.splitlines() if "hangs" in line]
+    assert line.startswith("# FAILED: ring hangs: a sum did not end within 4 s"), line
+    assert last["failed"]
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("tcp", marks=pytest.mark.weekly)])

@@ -311,6 +311,7 @@ def test_verdict_counts_pairs_that_differ_at_any_size() -> None:
     assert "run.reproducible" not in verdict(grid)
     assert verdict(rows_of("fp32", a="x")) == "every sum repeats its own bits, on all ranks alike, within its bound"
     assert verdict([*small, row("a", "x", "1", "2")]).startswith("FAILED: 2 finding(s)")
+    assert verdict(small, num_hung=1).startswith("FAILED: 1 finding(s)")
 
 
 # --- the command ---
