@@ -77,6 +77,8 @@ class ProcessEnv:
     """False for RANK and WORLD_SIZE without torchrun's own variables: any launcher may set these."""
     master_runs: bool = False
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
+    agent_pid: int | None = None
+    """That launcher's process on this host: killed, it leaves its ranks running, unlike mpirun."""
     terminal_columns: int | None = None
     """Width of the terminal that shows this job; None if there is none."""
     is_notebook: bool = False
@@ -148,6 +150,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         return alone
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])
+    master_runs = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     local_size = local_size_of(environ, launcher)
     for index, count, what in ((rank, world_size, names[:2]), (local_rank, local_size, names[2:])):
         if not 0 <= index < count:
@@ -162,7 +165,8 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         joins_file=Path(environ[JOINS_VARIABLE]) if environ.get(JOINS_VARIABLE) else None,
         master=_master(environ, launcher, is_one_host=local_size == world_size),
         names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,
-        master_runs=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        master_runs=master_runs,
+        agent_pid=os.getppid() if master_runs else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
@@ -126,6 +127,11 @@ def _meet_by_torchrun(
     """
     assert env.master is not None
     address, port = env.master
+    with suppress(OSError):  # TCPStore tries again after any error, also after the one that means the end of torchrun
+        try:
+            socket.create_connection(env.master, timeout=timeout_seconds).close()
+        except ConnectionRefusedError as error:
+            raise RuntimeError("the torchrun that served it has ended") from error
     # the kernel accepts connections to a stopped process, which then never answers
     theirs = answer_within(
         timeout_seconds + GRACE_SECONDS,

@@ -1,7 +1,6 @@
 """Build all parts of a training step from a config; only this room imports them all."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -101,7 +100,7 @@ def make_parts(
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
             loss=make_loss(config, communicator.device),
-            stop=stop or _make_stop(communicator),
+            stop=stop or StopRequest(launcher=communicator.env.agent_pid),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),
             execution=make_execution(config, communicator, optimizer),
@@ -150,13 +149,8 @@ def regroup_parts(
         failure.callback(reducer.close)
         _divide_work_(parts.optimizer, communicator, config)
         failure.pop_all()
-    stop = stop or _make_stop(communicator)
+    stop = stop or StopRequest(launcher=communicator.env.agent_pid)
     return replace(parts, communicator=communicator, accumulation=accumulation, reducer=reducer, stop=stop)
-
-
-def _make_stop(communicator: Communicator) -> StopRequest:
-    # a killed torchrun leaves its ranks running, a killed mpirun does not
-    return StopRequest(launcher=os.getppid() if communicator.env.master_runs else None)
 
 
 def _load_weights_(

@@ -255,6 +255,14 @@ def test_rendezvous_at_a_port_in_use_names_it() -> None:
             rendezvous(replace(rank_of_two(port=port), launcher="srun"), timeout_seconds=60)
 
 
+def test_rendezvous_of_a_torchrun_that_has_ended_is_given_up_at_once() -> None:
+    """It serves the rendezvous before it starts ranks; they must not wait for minutes after it was killed."""
+    with listen("127.0.0.1", 0) as ended:
+        port = ended.getsockname()[1]
+    with pytest.raises(CommError, match=naming(f"127.0.0.1:{port}", "the torchrun that served it has ended")):
+        rendezvous(replace(rank_of_two(port=port), master_runs=True), timeout_seconds=20)
+
+
 def test_rendezvous_whose_process_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system lets callers in for a process that is stopped, as it does for this socket."""
     monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.2)

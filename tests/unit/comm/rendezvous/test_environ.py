@@ -235,7 +235,8 @@ def test_name_of_the_host(variables: dict[str, str], host: str) -> None:
 
 @pytest.mark.parametrize(("word", "runs"), [("True", True), ("False", False)])
 def test_torchrun_may_serve_the_rendezvous_itself(word: str, runs: bool) -> None:
-    assert read_process_env({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs is runs
+    env = read_process_env({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": word})
+    assert (env.master_runs, env.agent_pid) == (runs, os.getppid() if runs else None)
     assert not read_process_env({**OPENMPI, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs
 
 
