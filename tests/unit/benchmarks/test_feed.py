@@ -54,3 +54,13 @@ def test_feed(shapes, tmp_path):
     assert 0 < found["real"]["input_wait_fraction"]["median"] < 1
     assert found["real"]["loader_images_per_second"]["median"] > 0
     assert found["real / generated"]["median"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_wait_for_a_late_server_is_measured_beside_the_disk(tmp_path):
+    out = tmp_path / "latency.json"
+    done = run_benchmark("input.s3_latency", "--ranks", 1, "--repetitions", 1, "--epochs", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["input_wait_fraction"]
+    assert 0 < found["disk"]["median"] < found["s3"]["median"] < 1
