@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from benchmarks.comm.job import Job
-from bigbatch.comm.measure.cost_model import min_seconds
+from bigbatch.comm.measure.cost_model import lower_bound_seconds
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.errors import CommError
 
@@ -37,7 +37,7 @@ def read_sent_bytes(interface: str | None = None) -> int:
 
 def limit_seconds(num_bytes: float, *, num_nodes: int, goodput: float) -> float:
     """Compute an all-reduce's least time: 2(m-1)/m * bytes / goodput, over m nodes; goodput in bits per second."""
-    return min_seconds(num_bytes, num_nodes=num_nodes, bytes_per_second=goodput / 8)
+    return lower_bound_seconds(num_bytes, num_nodes=num_nodes, bytes_per_second=goodput / 8)
 
 
 def best_goodput(goodput: Sequence[float | None]) -> float | None:

@@ -2,12 +2,16 @@
 
     python -m benchmarks.input.s3_latency --out benchmarks/results/input-s3-latency.json
 
-The server is moto's, in this process, on the same cores as the ranks. Each repetition begins with an empty cache.
+The server is moto's, in this process, on the same cores as the ranks. Each repetition begins with an empty cache. The
+wait is that of the whole run: the first epoch fills the cache, and later ones read it.
 """
 
 import argparse
 import logging
 import os
+import random
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,7 +25,6 @@ from werkzeug import serving
 
 from benchmarks.input.feed import train
 from benchmarks.record import at_least, conditions, run, show, spread, write_record
-from bigbatch.cli import main as bigbatch
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,14 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
     with tempfile.TemporaryDirectory(prefix="bigbatch-latency-") as folder:
         images, packed = f"{folder}/shapes", f"{folder}/packed"
-        bigbatch(["data", "generate", images])
-        bigbatch(["data", "pack", images, packed])
+        for words in (["generate", images], ["pack", images, packed]):
+            subprocess.run([sys.executable, "-m", "bigbatch", "data", *words], check=True)
         storage = s3fs.S3FileSystem()
         storage.mkdir("quickstart")
         storage.put(packed, "quickstart/", recursive=True)
         for number in range(options.repetitions):
             cached = ["--data.root", "s3://quickstart/packed", "--data.cache_dir", f"{folder}/cache{number}"]
-            for name, overrides in (("s3", cached), ("disk", ["--data.root", packed])):
+            turns = [("s3", cached), ("disk", ["--data.root", packed])]
+            for name, overrides in random.Random(number).sample(turns, len(turns)):
                 found[name].append(train(options, overrides)["input_wait_fraction"])
     server.shutdown()
     waits = {name: spread(values) for name, values in found.items()}

@@ -15,7 +15,8 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import CommError, first_line, tell
 
-HOW_TO_BUILD = "docs/compare.md says what a build needs, and comm.backend tcp or mpi needs none"
+PAGE = "docs/compare.md#horovod-as-a-backend"
+HOW_TO_BUILD = f"{PAGE} says what a build needs, and comm.backend tcp or mpi needs none"
 
 
 def import_horovod() -> Any:
@@ -68,8 +69,8 @@ class HorovodBackend:
             )
         if "cuda" not in device_types and torch.cuda.is_available() and env.rank == 0 and not env.keeps_to_cpu:
             tell(
-                "Horovod was built without NCCL, so training keeps to the CPU: docs/compare.md says what a build "
-                "needs, and comm.backend nccl takes the GPUs"
+                "Horovod was built without NCCL, so training keeps to the CPU: "
+                f"{PAGE} says what a build needs, and comm.backend nccl takes the GPUs"
             )
         if self._hvd.is_initialized():  # by the script or another communicator: one would end it for both
             raise CommError("Horovod is initialized already: call connect() once, instead of hvd.init()")

@@ -129,7 +129,7 @@ MODELS: Mapping[str, Callable[[float, ClusterModel], float]] = {
 """The algorithms with known steps; a backend's own ("native") is not among them."""
 
 
-def min_seconds(num_bytes: float, *, num_nodes: int, bytes_per_second: float) -> float:
+def lower_bound_seconds(num_bytes: float, *, num_nodes: int, bytes_per_second: float) -> float:
     """Return the least seconds that links allow: every node sends and receives 2(m-1)/m * M bytes; 0 for one node.
 
     Source: Patarasuk and Yuan 2009, the bandwidth-optimal all-reduce.

@@ -11,7 +11,7 @@ from bigbatch.colours import COLOURS
 from bigbatch.comm.algorithms import travelling_dtype
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.measure.cost_model import min_seconds
+from bigbatch.comm.measure.cost_model import lower_bound_seconds
 from bigbatch.comm.measure.report import Columns, table_line
 from bigbatch.comm.measure.timing import Sums
 from bigbatch.errors import CommError
@@ -88,7 +88,7 @@ class Limit:
     def seconds(self, num_bytes: int) -> float:
         """Return the least seconds of an all-reduce over m nodes: 2(m-1)/m * bytes / bandwidth."""
         wire_bytes = num_bytes * self.wire_bytes_per_byte
-        return min_seconds(wire_bytes, num_nodes=self.num_nodes, bytes_per_second=self.bytes_per_second)
+        return lower_bound_seconds(wire_bytes, num_nodes=self.num_nodes, bytes_per_second=self.bytes_per_second)
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,10 @@ def _run(
     name = exit_path(Path.cwd())  # the first of other hosts sees this folder
     with ending_orphans(ASKS_TO_STOP, leaves=(*leaves, name)) as watch, exit_file(name) as path:
         has_ended = FirstRankWatch(folder, start=str(path), heal_seconds=heal_seconds) if path else None
-        recorded = replace(job, environment=(*job.environment, *exit_file_variable(path)))
+        with_exit_file = replace(job, environment=(*job.environment, *exit_file_variable(path)))
         ended = run_in_foreground(
-            _argv_here(recorded, environ=environ),
-            environ=dict(environ) | dict(recorded.variables),
+            _argv_here(with_exit_file, environ=environ),
+            environ=dict(environ) | dict(with_exit_file.variables),
             asks_to_stop=ASKS_TO_STOP,
             should_restart=should_restart,
             rank_0_ended=has_ended,

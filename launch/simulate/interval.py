@@ -22,7 +22,9 @@ Split conformal: 90% quantiles of the errors of systems which neither constants 
 weight for each system (benchmarks/twin/leave_out.py)."""
 POWER_SPREAD = 0.15
 """Standard deviation of a device's power. PUBLISHED: what the other devices' mean share of their limits misses of the
-share of each; no device has rows of two systems."""
+share of each."""
+IDLE_SHARE = 0.25
+"""Least power while a device waits, as a share of that of training. ASSUMED."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ def interval_of(
     return Interval(step.seconds * math.exp(-reach * below), step.seconds * math.exp(reach * above), below, above)
 
 
-def energy_factors(interval: Interval, kind: str) -> tuple[float, float]:
-    """Return the ends of a 90% interval of a step's energy, as multiples of it: power varies beside the time."""
+def energy_factors(interval: Interval, kind: str, waiting: float) -> tuple[float, float]:
+    """Return the ends of a 90% interval of a step's energy, as multiples of it: power varies beside the time.
+
+    waiting: share of the step in which devices wait.
+    """
     below, above = (FACTORS[kind] * math.hypot(spread, POWER_SPREAD) for spread in (interval.below, interval.above))
-    return math.exp(-below), math.exp(above)
+    return math.exp(-below) * (1 - (1 - IDLE_SHARE) * waiting), math.exp(above)

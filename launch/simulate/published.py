@@ -41,25 +41,28 @@ PUBLISHED_STEPS = (
 
 @dataclass(frozen=True)
 class PublishedPower:
-    """Mean power of a device that trains ResNet-50 on ImageNet; limit_watts: the most that is allowed."""
+    """Mean power of a device that trains ResNet-50 on ImageNet."""
 
     device: str
     watts: float
     limit_watts: float
+    """The most that it may take."""
     source: str
+    num_devices: int = 1
+    """Devices of a node that was measured as a whole; watts is one's share."""
 
 
 ZEUS = "board alone, fp32; ml-energy/zeus, traces of NSDI 2023"
 PUBLISHED_POWER = (
-    # at the largest power limit, with 128 or 256 images; of 8 images it is within 9% of these
-    PublishedPower("NVIDIA P100", 165.5, 250.0, ZEUS),
-    PublishedPower("NVIDIA V100", 220.3, 250.0, ZEUS),
-    PublishedPower("NVIDIA Quadro RTX 6000", 230.3, 260.0, ZEUS),
-    PublishedPower("NVIDIA A40", 235.2, 300.0, ZEUS),
-    # 5,671.89 kJ in 13.425 minutes of 8 devices, of a node with 10.2 kW at most (arXiv 2412.08602)
-    PublishedPower("NVIDIA H100 SXM5", 880.2, 1275.0, "an eighth of a node, AC; MLPerf Training v4.0-0090"),
+    # at the largest power limit, with batches of 128 or 256 images; batches of 8 take within 9% of this power
+    PublishedPower("P100", 165.5, 250.0, ZEUS),
+    PublishedPower("V100", 220.3, 250.0, ZEUS),
+    PublishedPower("Quadro RTX 6000", 230.3, 260.0, ZEUS),
+    PublishedPower("A40", 235.2, 300.0, ZEUS),
+    # 5,671.89 kJ in 13.425 minutes; the limit is another node's, 10.2 kW (arXiv 2412.08602)
+    PublishedPower("H100 SXM5", 880.2, 1275.0, "an eighth of an immersion-cooled node; MLPerf Training v4.0-0090", 8),
 )
-BOARD_LIMITS = {"NVIDIA V100 SXM2": 300.0, "NVIDIA V100 SXM3": 350.0}
+BOARD_LIMITS = {"P100 SXM2": 300.0, "V100 SXM2": 300.0, "V100 SXM3": 350.0}
 """Watts of other boards of a published device. Source: data sheets."""
 BATCH_FACTOR = 2.0
 """Ratio to a model's largest and smallest checked local batch, beyond which a batch counts as unchecked."""
@@ -122,7 +125,8 @@ def epochs_to_759(global_batch_size: int) -> float | None:
 
 def power_of(device: str) -> PublishedPower | None:
     """Return the published power of a device, scaled by the limit of its board; None if none was published."""
-    words = device.replace("-", " ") + " "
+    words = device.replace("-", " ").removeprefix("NVIDIA ").removeprefix("Tesla ") + " "
+    words = words.replace("H100 80GB HBM3 ", "H100 SXM5 ")  # as its driver names it
     found = next((each for each in PUBLISHED_POWER if words.startswith(each.device + " ")), None)
     limit = next((watts for board, watts in BOARD_LIMITS.items() if words.startswith(board + " ")), None)
     if found is None or limit is None:

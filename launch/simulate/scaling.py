@@ -61,11 +61,11 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of all devices, whose power while they wait is that of training; low and high are a 90% interval."""
+    """Energy of all devices, with a 90% interval; while they wait, they have the power of training, or less."""
 
     joules_per_image: float
-    low: float
-    high: float
+    low_joules_per_image: float
+    high_joules_per_image: float
     kilowatt_hours: float
     """Energy of the whole run."""
 
@@ -177,9 +177,10 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
         failures=scenario.failures,
     )
     energy = None
-    if power := power_of(scenario.cluster.device):
+    if (power := power_of(scenario.cluster.device)) and count % power.num_devices == 0:
         joules = power.watts * count * step.seconds / batch.global_batch_size
-        low, high = (joules * factor for factor in energy_factors(interval, uncertainty.kind))
+        waiting = 1 - step.computing / step.seconds
+        low, high = (joules * factor for factor in energy_factors(interval, uncertainty.kind, waiting))
         energy = Energy(joules, low, high, power.watts * count * run.total / 1000)
     has_records = config.model.name == "resnet50" and scenario.num_images == IMAGES
     to_759 = epochs_to_759(batch.global_batch_size) if has_records else None

@@ -133,11 +133,15 @@ def run_table(points: Sequence[PredictedPoint]) -> Table:
     for cause in ("steps", "evaluations", "checkpoints", "failures"):
         columns[cause] = [duration(getattr(point.run, cause)) for point in points]
     columns["effective"] = [percent(point.run.effective_share) for point in points]
-    if energies := [point.energy for point in points if point.energy]:
+    energies = [point.energy for point in points]
+    if any(energies):
         columns["J per image"] = [
-            f"{each.joules_per_image:,.3g} ({each.low:,.3g} to {each.high:,.3g})" for each in energies
+            f"{each.joules_per_image:,.3g} ({each.low_joules_per_image:,.3g} to {each.high_joules_per_image:,.3g})"
+            if each
+            else "parts of a node"
+            for each in energies
         ]
-        columns["kWh"] = [f"{each.kilowatt_hours:,.3g}" for each in energies]
+        columns["kWh"] = [f"{each.kilowatt_hours:,.3g}" if each else "" for each in energies]
     return table_of("The run", columns)
 
 

@@ -77,7 +77,10 @@ def test_figures_of_the_accuracy_with_stored_images() -> None:
         [case[key][part] for case in (small, original) for part in ("mean", "sd")]
         for key in ("top1_percent", "top1_other_validation_percent")
     )
-    require(own, *own_spreads, 144, ran["epochs"], ran["recipe_epochs"], small["top1_percent"]["n"])
+    costs = [100 * (a["top1"] - b["top1"]) for a, b in zip(original["runs"], small["runs"], strict=True)]
+    epochs, seeds = (ran["epochs"], ran["recipe_epochs"]), [run["seed"] for run in small["runs"]]
+    assert seeds == [run["seed"] for run in original["runs"]]
+    require(own, *own_spreads, 144, *epochs, len(seeds), min(costs), max(costs))
     require(others, *other_spreads)
 
 

@@ -14,7 +14,7 @@ from error_texts import naming
 from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
 
 from bigbatch.comm.backends import horovod
-from bigbatch.comm.backends.horovod import HorovodBackend, import_horovod
+from bigbatch.comm.backends.horovod import PAGE, HorovodBackend, import_horovod
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
@@ -32,14 +32,14 @@ def install(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
 def test_horovod_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
-    with pytest.raises(CommError, match=naming("pip install 'bigbatch[horovod]'", "docs/compare.md")) as caught:
+    with pytest.raises(CommError, match=naming("pip install 'bigbatch[horovod]'", PAGE)) as caught:
         import_horovod()
     assert "\n" not in str(caught.value)
 
 
 def test_horovod_built_without_torch_or_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    with pytest.raises(CommError, match=naming("Horovod", "PyTorch", "docs/compare.md")):
+    with pytest.raises(CommError, match=naming("Horovod", "PyTorch", PAGE)):
         import_horovod()
     install(monkeypatch, mpi_built=lambda: False)
     with pytest.raises(CommError, match=naming("without MPI", "HOROVOD_WITH_MPI=1")):
@@ -141,7 +141,7 @@ def test_horovod_that_keeps_to_the_cpu_beside_gpus_says_so(
     backend_over(FakeHorovod(has_nccl=has_nccl), monkeypatch, device=CPU).close()
     said = capsys.readouterr().err
     assert said.count("\n") == is_said
-    assert all((word in said) == is_said for word in ("Horovod", "NCCL", "CPU", "docs/compare.md", "comm.backend"))
+    assert all((word in said) == is_said for word in ("Horovod", "NCCL", "CPU", PAGE, "comm.backend"))
 
 
 def test_horovod_is_not_needed_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

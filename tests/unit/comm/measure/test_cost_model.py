@@ -9,7 +9,7 @@ from bigbatch.comm.measure.cost_model import (
     LinkModel,
     doubling_seconds,
     hierarchical_seconds,
-    min_seconds,
+    lower_bound_seconds,
     ring_seconds,
     sharded_seconds,
 )
@@ -73,7 +73,7 @@ def test_doubling_by_hops(m: int, hops: int, sums: int) -> None:
 @pytest.mark.parametrize("group_sizes", [sizes for sizes in CLUSTERS if len(sizes) > 1])
 def test_limit_of_the_links_is_beaten_by_nothing(name: str, group_sizes: tuple[int, ...]) -> None:
     for num_bytes in (1, 10**6, 10**9):
-        limit = min_seconds(num_bytes, num_nodes=len(group_sizes), bytes_per_second=3e9)
+        limit = lower_bound_seconds(num_bytes, num_nodes=len(group_sizes), bytes_per_second=3e9)
         assert MODELS[name](num_bytes, cluster(*group_sizes)) >= limit
 
 

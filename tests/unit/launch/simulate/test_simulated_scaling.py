@@ -173,9 +173,13 @@ def test_energy_is_published_power_over_the_time_of_a_step_and_of_the_run(tmp_pa
     assert point.energy is not None
     assert point.energy.joules_per_image == pytest.approx(watts * point.step.seconds / point.global_batch_size)
     assert point.energy.kilowatt_hours == pytest.approx(watts * point.hours / 1000)
-    for bound, seconds in ((point.energy.low, point.low_seconds), (point.energy.high, point.high_seconds)):
+    bounds = point.energy.low_joules_per_image, point.energy.high_joules_per_image
+    waiting = 1 - point.step.computing / point.step.seconds  # at a quarter of the power, or at all of it
+    for bound, seconds, share in zip(
+        bounds, (point.low_seconds, point.high_seconds), (1 - 0.75 * waiting, 1), strict=True
+    ):
         spread = math.hypot(math.log(seconds / point.step.seconds), FACTORS["stranger"] * POWER_SPREAD)
-        assert abs(math.log(bound / point.energy.joules_per_image)) == pytest.approx(spread)
+        assert abs(math.log(bound / share / point.energy.joules_per_image)) == pytest.approx(spread)
     written = tmp_path / "points.json"
     words = ["simulate", "imagenet/resnet50_64k", "--gpus", "64", "--json", str(written)]
     assert main([*words, "--cluster", "dgx1_v100"]) == 0
@@ -198,12 +202,27 @@ def test_spread_of_power_is_what_other_devices_miss():
         total = sum(others.values())
         spread = math.sqrt(mean((share - (total - share) / (len(others) - 1)) ** 2 for share in others.values()))
         assert abs(own - total / len(others)) <= FACTORS["ladder"] * spread
-    # 8 nodes of 8 H100: 7,867.17 kJ in 2.554 minutes, MLPerf Training v4.0-0092
-    eight_nodes, one = 7_867_170 / (2.554 * 60) / 64, power_of("NVIDIA H100-SXM5-80GB")
-    assert one is not None
-    assert eight_nodes / one.watts == pytest.approx(0.911, abs=0.001)
     assert power_of("NVIDIA H100 PCIe") is power_of("NVIDIA A400") is power_of("NVIDIA V100S-PCIE-32GB") is None
     assert power_of("NVIDIA A40") in PUBLISHED_POWER
+    assert power_of("NVIDIA H100 80GB HBM3") == power_of("NVIDIA H100-SXM5-80GB")
+    for name, watts in (("Tesla P100-SXM2-16GB", 165.5 * 300 / 250), ("Tesla V100-PCIE-16GB", 220.3)):
+        assert (found := power_of(name)) is not None
+        assert found.watts == pytest.approx(watts)
+
+
+def test_energy_of_whole_nodes_holds_a_published_run_of_eight():
+    scenario = ask("dgx_h100")
+    # 8 nodes of 8 H100: 7,867.17 kJ in 2.554 minutes, MLPerf Training v4.0-0092
+    eight_nodes, point = 7_867_170 / (2.554 * 60), simulate_point(scenario, 64)
+    assert point.energy is not None
+    low, high = (
+        bound * point.images_per_second
+        for bound in (point.energy.low_joules_per_image, point.energy.high_joules_per_image)
+    )
+    assert low < eight_nodes < high
+    parts = simulate_point(scenario, 4)
+    assert parts.energy is None, "its processors and switches take power for all eight"
+    assert show.run_table([parts, point]).rows[0][-2:] == ("parts of a node", "")
 
 
 def test_failures_cost_a_restart_and_half_an_interval_each():

@@ -223,7 +223,7 @@ def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monke
 def test_rank_asks_again_if_it_does_not_get_the_state(
     num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, parts = list[str](), object()
+    left, modes, parts = list[str](), list[int](), object()
     splits = Splits(*[SimpleNamespace(index=None)] * 2)  # type: ignore[arg-type]
     told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
     admitted = SimpleNamespace(group=SimpleNamespace(control=None), told=told, leave=lambda: left.append("left"))
@@ -233,7 +233,8 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
         "_ask": lambda *arguments: admitted,
         "stage_data": lambda config, alone: (config, None),
         "make_splits": lambda config, alone: splits,
-        "_make_parts": lambda config, alone, splits: parts,
+        "set_deterministic": modes.append,
+        "_make_parts": lambda *arguments: parts if modes == [2] else pytest.fail("a model would be compiled before"),
         "abort_connection": lambda control: None,
         "heal": lambda *arguments, **options: options["connected"],
     }.items():
@@ -244,7 +245,8 @@ def test_rank_asks_again_if_it_does_not_get_the_state(
     path.touch()
     job: Any = SimpleNamespace(env=replace(ENV, joins_file=path), communicator=communicator)
     ownership: Any = SimpleNamespace(number=0)
-    join = partial(joining.join_running_job, QUICKSTART, job, ownership=ownership)
+    config = replace(QUICKSTART, run=replace(QUICKSTART.run, reproducible=True))
+    join = partial(joining.join_running_job, config, job, ownership=ownership)
     if num_losses == joining.MAX_ATTEMPTS:
         with pytest.raises(PeerLostError, match="ranks were lost"):
             join()
