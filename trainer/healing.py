@@ -43,7 +43,7 @@ class Ownership:
 
     def succeed(self, control: Control, *, lost: Sequence[Endpoint] = ()) -> None:
         """Take the folder over from the former group, or from a lost rank. Collective. Raises: RunFolderError."""
-        ids = [(each.kernel, each.pid, f"{each.born}") for each in lost]
+        ids = [(each.kernel, each.pid, f"{each.born or ''}") for each in lost]
         self._hold(control, lambda: succeed(self._folder, number=self.number, store=control.master, lost=ids))
 
     def _hold(self, control: Control, make: Callable[[], Owner]) -> None:

@@ -184,7 +184,7 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
     parts: Parts | None = None
     with failing_as_lost_rank(job.env):
         if config.run.reproducible:
-            set_deterministic(2)  # before the model is compiled
+            set_deterministic(2)  # before the model's first product
         with job.communicator as alone:
             local, _ = stage_data(config, alone)
             splits = make_splits(local, alone)

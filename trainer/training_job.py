@@ -126,8 +126,9 @@ class TrainingJob:
             raise
         if run:
             state = run.loop.copy_state()
-            parts = run.parts if state and can_keep_parts(self.config) else None
-            self._inherited = replace(self._inherited, state=state, parts=parts, is_in_parts=parts is not None)
+            parts = run.parts if can_keep_parts(self.config) else None
+            is_in_parts = parts is not None and state is not None
+            self._inherited = replace(self._inherited, state=state, parts=parts, is_in_parts=is_in_parts)
         return recover
 
     def _heal(self, lost: PeerLostError) -> None:

@@ -175,6 +175,7 @@ class TrainingLoop:
     def close(self) -> None:
         """Remove the hooks of a step that has not ended."""
         self.digests.single.stop()
+        self.audit.close()
         self.noise.probe.end_backward()
 
     def copy_state(self) -> dict[str, Any] | None:

@@ -93,7 +93,7 @@ class GridSums:
         """Free the sums. Collective."""
         for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._halves else [])):
             self._communicator.release(sums_N)
-        self._sums = []
+        self._sums = self._beyond = []
 
     def fold_(self, buffers: Sequence[Tensor]) -> None:
         """Add a microbatch's gradients to the sums, and set the gradients to zero."""

@@ -233,7 +233,7 @@ class GradientReducer:
     def close(self) -> None:
         """Remove the hooks; gradients stay in place, except those of parameters that were frozen since.
 
-        A second call does nothing; wait() then raises RuntimeError.
+        A second call does nothing; wait() then raises RuntimeError. `buffers` is empty then.
         """
         if not self._hooks:
             return
@@ -243,6 +243,7 @@ class GradientReducer:
         self._trained.close()
         self._places.release()
         self._sums.release()
+        self.buffers = []
 
 
 class _Places:
@@ -295,6 +296,7 @@ class _Places:
         """Free the buffers. Collective."""
         for buffer_N in self._buffers:
             self._communicator.release(buffer_N)
+        self._buffers, self._views = [], {}
 
 
 def _first_order(parameters: dict[str, nn.Parameter], order: Sequence[str] | None) -> list[str]:

@@ -19,7 +19,9 @@ class HungError(Exception):
     """An algorithm hangs. The ranks have connected again; earlier communicators may hold groups that have ended."""
 
     def __init__(self, algorithm: str, seconds: float) -> None:
-        super().__init__(f"{algorithm} hangs: a sum did not end within {seconds:g} s; others are measured without it")
+        super().__init__(
+            f"{algorithm} hangs, or needs a longer timeout: a sum took over {seconds:g} s; it is left out from here"
+        )
         self.algorithm = algorithm
 
 

@@ -248,9 +248,13 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
     return name == "cpu"
 
 
-def set_deterministic_cublas() -> None:
-    """Set the workspaces that torch requires for deterministic products of cuBLAS. Call it before the first product."""
+def set_deterministic_libraries() -> None:
+    """Set what torch requires for deterministic products of cuBLAS, and what its compiler reads when it is loaded.
+
+    Call it before the first product.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 def enable_flight_recorder() -> None:

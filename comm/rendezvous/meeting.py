@@ -22,9 +22,15 @@ from bigbatch.comm.rendezvous.secret import AuthenticationError
 from bigbatch.errors import CommError, first_line, tell
 
 _TOKENS = "bigbatch/words"
+PROBE_SECONDS = 5.0
+"""Time for the first connection to torchrun's store, which only checks that something listens."""
 
 _met: dict[tuple[str, int] | None, tuple[StoreConnections, ProcessEnv]] = {}
 """Rendezvous that this process has joined, by the launcher's address or None: a port can be opened only once."""
+
+
+class TorchrunGone(RuntimeError):
+    """Nothing listens where torchrun serves its store."""
 
 
 def open_store(
@@ -129,9 +135,9 @@ def _meet_by_torchrun(
     address, port = env.master
     with suppress(OSError):  # TCPStore tries again after any error, also after the one that means the end of torchrun
         try:
-            socket.create_connection(env.master, timeout=timeout_seconds).close()
+            socket.create_connection(env.master, timeout=min(timeout_seconds, PROBE_SECONDS)).close()
         except ConnectionRefusedError as error:
-            raise RuntimeError("the torchrun that served it has ended") from error
+            raise TorchrunGone("nothing listens there") from error
     # the kernel accepts connections to a stopped process, which then never answers
     theirs = answer_within(
         timeout_seconds + GRACE_SECONDS,
@@ -210,6 +216,8 @@ def _join_session(store: KeyValue, rank: int, timeout_seconds: float) -> str:
 
 
 def _remedy(env: ProcessEnv, address: str, error: Exception, *, seconds: float) -> str:
+    if isinstance(error, TorchrunGone):
+        return "torchrun has ended, or MASTER_ADDR is not its host's address"
     if isinstance(error, AuthenticationError):
         return f"start all ranks by one launcher, or set {SECRET_VARIABLE} to the same random text for all of them"
     if env.rank != 0 and not env.is_one_host and _is_loopback_name(address):

@@ -112,8 +112,12 @@ def make_parts(
 
 
 def can_keep_parts(config: Config) -> bool:
-    """Return whether parts can be used in another group: not if ranks share weights, or the model's ghost batches."""
-    return not config.optimizer.sharded and ranks_per_ghost(config.batch) == 1
+    """Return whether parts can be used in another group: not if ranks share weights, or the model's ghost batches.
+
+    Nor if the model is compiled: whether it could be is agreed by the ranks that make their parts together.
+    """
+    is_shared = config.optimizer.sharded or ranks_per_ghost(config.batch) > 1
+    return not is_shared and config.compute.compile is None
 
 
 def regroup_parts(

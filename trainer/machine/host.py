@@ -11,7 +11,7 @@ import torch
 
 from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.rendezvous.environ import set_deterministic_cublas
+from bigbatch.comm.rendezvous.environ import set_deterministic_libraries
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
@@ -28,7 +28,6 @@ def set_up_process(
     is_reproducible: deterministic kernels only; torch raises an error that names an operator without one.
     """
     if is_reproducible:
-        set_deterministic_cublas()
         set_deterministic(2)
     if communicator.device.type == "cuda":
         torch.backends.cudnn.benchmark = cudnn_benchmark and not is_reproducible
@@ -43,8 +42,10 @@ def set_deterministic(mode: int) -> None:
     """Set torch's deterministic mode: 0 off, 1 warn, 2 error, as torch.get_deterministic_debug_mode() returns it.
 
     torch.use_deterministic_algorithms() would load torch's compiler for its own switch: for seconds, and it leaves a
-    folder in /tmp. A run that compiles calls this function again after it has loaded the compiler.
+    folder in /tmp.
     """
+    if mode:
+        set_deterministic_libraries()
     torch.set_deterministic_debug_mode(mode)
     if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)

@@ -144,6 +144,10 @@ class GradientAudit:
                     self._single.start()
                 yield batch
 
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._single.stop()
+
     def before_step(self, step: int) -> bool:
         """Begin a step; return whether it is audited."""
         self._step, self._images = step, None

@@ -167,7 +167,7 @@ def succeed(
     """Take the folder over from the owner of that number, a process of the same job.
 
     lost: kernel, pid and born of the job's lost processes. One of them may have taken the folder over since, and ended
-    before all ranks knew it.
+    before all ranks knew it; this waits until it has.
     Raises: RunFolderError if another process has taken it over already.
     """
     with writing(folder):
@@ -175,6 +175,7 @@ def succeed(
         newest = max(_numbers(folder), default=0)
         owner = _read(_path(folder, newest))
         if owner and not owner.is_confirmed and (owner.kernel, owner.pid, owner.born) in lost:
+            _wait_until_gone(folder, newest, claim)
             number = newest
         if not (newest == number and _create(_path(folder, number + 1), claim.text())):
             raise RunFolderError(

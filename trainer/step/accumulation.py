@@ -21,9 +21,10 @@ class WideAccumulation:
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._finish) for parameter in parameters]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and free the sums."""
         for hook in self._hooks:
             hook.remove()
+        self._sums = {}
 
     def start_over(self) -> None:
         if self._sums:

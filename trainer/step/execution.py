@@ -15,7 +15,6 @@ from torch import Tensor
 from bigbatch.comm.rendezvous.environ import set_compile_cache
 from bigbatch.errors import ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
-from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.machine.memory import is_out_of_memory
 
 WARM_UP_STEPS = 3
@@ -215,7 +214,6 @@ def compile_failure(first_call: Callable[[], object]) -> str:
     set_compile_cache(torchs_own=loaded.default_cache_dir() if loaded else None)
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
 
-    set_deterministic(torch.get_deterministic_debug_mode())
     try:
         first_call()
     except TorchDynamoException as error:

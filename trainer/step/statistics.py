@@ -85,6 +85,10 @@ class GridStatistics(StepStatistics):
         # after the statistics: the count of values beyond the grid, and the flag
         self._sums_N = torch.zeros(running_N.numel() + 1 + NUM_FLAGS, dtype=torch.int64, device=running_N.device)
 
+    def start_over(self) -> None:
+        super().start_over()
+        self._num_beyond_1.zero_()
+
     def take_(self, gathered_N: Tensor, momentum: float) -> None:
         """Add the mean over the ghost batches of a microbatch, on the grid."""
         self._momentum = momentum

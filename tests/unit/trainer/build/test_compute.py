@@ -291,27 +291,27 @@ def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.long
 def test_compiler_that_is_loaded_leaves_no_folder_beside_temporary_files(tmp_path: Path) -> None:
-    """In a process of its own, as it is here already."""
+    """In a process of its own, as it is here already. It has its switch from a run that became reproducible before."""
     (tmp_path / "tmp").mkdir()
     script = (
-        "from bigbatch.trainer.step.execution import compile_failure; print(compile_failure(lambda: None) or 'good')"
+        "from bigbatch.trainer.machine.host import set_deterministic; set_deterministic(2)\n"
+        "from bigbatch.trainer.step.execution import compile_failure; print(compile_failure(lambda: None) or 'good')\n"
+        "from torch._inductor import config; print(config.deterministic)"
     )
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     environ |= {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "good\n", done.stderr
+    assert done.stdout == "good\nTrue\n", done.stderr
     assert not list((tmp_path / "tmp").iterdir())
 
 
-@pytest.mark.parametrize("mode", [0, 2])
-def test_compiler_is_deterministic_if_torch_is(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a switch of its own, and is loaded after torch's was set."""
-    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
+def test_compiler_that_is_loaded_is_deterministic_if_torch_is() -> None:
+    """It has a switch of its own."""
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode(mode)
     try:
-        execution.compile_failure(lambda: None)
-        assert inductor_config.deterministic == (mode == 2)
+        for mode in (2, 0, 2):
+            host.set_deterministic(mode)
+            assert (inductor_config.deterministic, torch.get_deterministic_debug_mode()) == (mode == 2, mode)
     finally:
         host.set_deterministic(before)
 

@@ -38,6 +38,7 @@ def test_threads_are_stated_or_the_share_of_the_cores_or_one_for_the_same_bits(
     monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(host, "boot_id", lambda: "here")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "")
     env = SimpleNamespace(host="a pod of it")
     communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
     host.set_up_process(communicator, cudnn_benchmark=True, is_reproducible=is_reproducible, cpu_threads=stated)

@@ -169,7 +169,7 @@ def held(model: nn.Module) -> Counter[str]:
 def test_runs_after_losses_keep_the_model_and_no_hook_of_the_steps_that_did_not_end(
     is_reproducible: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank is lost in five steps, in which digests, noise, wide accumulation and the reducer have hooks."""
+    """A rank is lost in five steps, in which audits, digests, noise, wide accumulation and the reducer have hooks."""
     calls, losses, wait = 0, {3, 5, 8, 10, 13}, GradientReducer.wait
 
     def lose(reducer: GradientReducer) -> None:
@@ -181,6 +181,7 @@ def test_runs_after_losses_keep_the_model_and_no_hook_of_the_steps_that_did_not_
 
     def make(folder: str, **taken: Any) -> TrainingRun:
         options = ALL_HOOKS | {"run.directory": tmp_path / folder, "run.reproducible": is_reproducible}
+        options |= {"run.audit_every_steps": 1} if is_reproducible else {}
         words = [*TINY_OPTIONS, *(f"--{key}={value}" for key, value in options.items())]
         inherited = Inherited(stop=StopRequest(takes_signals=False), **taken)
         config = load_config(["--config", "quickstart", *words])

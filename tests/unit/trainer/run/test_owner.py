@@ -213,13 +213,19 @@ def test_owner_that_lives_is_succeeded_once(clock: Clock, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
 
 
-def test_lost_owner_is_succeeded_only_if_it_has_told_no_other_rank(tmp_path: Path) -> None:
+def test_lost_owner_is_succeeded_only_if_it_has_ended_and_told_no_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that wakes after its successor has finished the run must not train again."""
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
     here = own_claim()
     first, lost = take(tmp_path, here), [(here.kernel, here.pid, here.born)]
     second = succeed(tmp_path, number=first.number)
     with pytest.raises(RunFolderError, match="another owner"):
         succeed(tmp_path, number=first.number, lost=[("another", 1, "1")])
+    with pytest.raises(RunFolderError, match="which runs"):
+        succeed(tmp_path, number=first.number, lost=lost)
+    monkeypatch.setattr(module, "_is_alive", lambda owner, claim: False)
     third = succeed(tmp_path, number=first.number, lost=lost)
     assert third.number == 3
     with pytest.raises(RunFolderError, match="was taken over by"):
