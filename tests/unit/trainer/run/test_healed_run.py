@@ -144,7 +144,7 @@ def test_run_that_goes_back_to_the_state_of_a_healing_does_not_take_over_parts_o
 
 
 ALL_HOOKS = {
-    "run.epochs": 4,
+    "run.epochs": 2,
     "run.reproducible": True,
     "run.digest_every_steps": 1,
     "run.noise_scale_every_steps": 1,
@@ -165,12 +165,12 @@ def held(model: nn.Module) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("is_reproducible", [True, False])
+@pytest.mark.parametrize("is_reproducible", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_runs_after_losses_keep_the_model_and_no_hook_of_the_steps_that_did_not_end(
     is_reproducible: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank is lost in five steps, in which audits, digests, noise, wide accumulation and the reducer have hooks."""
-    calls, losses, wait = 0, {3, 5, 8, 10, 13}, GradientReducer.wait
+    """A rank is lost in three steps, in which audits, digests, noise, wide accumulation and the reducer have hooks."""
+    calls, losses, wait = 0, {3, 5, 8}, GradientReducer.wait
 
     def lose(reducer: GradientReducer) -> None:
         nonlocal calls
@@ -215,7 +215,7 @@ def test_runs_after_losses_keep_the_model_and_no_hook_of_the_steps_that_did_not_
     assert_identical(found["model"], expected["model"])
     assert_identical(found["average"], expected["average"])
     assert found["precision"] == expected["precision"]
-    assert [each["step"] for each in records(tmp_path / "healed", "digests")] == list(range(1, 17))
+    assert [each["step"] for each in records(tmp_path / "healed", "digests")] == list(range(1, 9))
 
 
 def test_first_rank_whose_claim_reached_no_other_claims_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
