@@ -20,7 +20,7 @@ class HungError(Exception):
 
     def __init__(self, algorithm: str, seconds: float) -> None:
         super().__init__(
-            f"{algorithm} hangs, or needs a longer timeout: a sum took over {seconds:g} s; it is left out from here"
+            f"{algorithm} hangs: a sum did not end within {seconds:g} s; it is left out (or raise the timeout)"
         )
         self.algorithm = algorithm
 
