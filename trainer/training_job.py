@@ -151,11 +151,12 @@ class TrainingJob:
     def _continue(self, healed: Healed) -> None:
         """Let the next run continue in this group, from its state or else from the newest checkpoint."""
         self.job, self._message, self._since = healed.job, healed.message, healed.since
-        is_in_parts = self._inherited.is_in_parts and healed.state is self._inherited.state
-        self._inherited = replace(self._inherited, state=healed.state, is_in_parts=is_in_parts)
+        former = self._inherited
+        parts = None if healed.state is None else former.parts
+        is_in_parts = former.is_in_parts and healed.state is former.state
+        self._inherited = replace(former, state=healed.state, parts=parts, is_in_parts=is_in_parts)
         if healed.state is not None:
             return
-        self._inherited = replace(self._inherited, parts=None)
         control, seconds = self.job.communicator.control, self.config.run.checkpoint_timeout_seconds
         # loggers may send for a minute: the other ranks wait here
         write_on_first(self._log.close, control, what="end of the former group's records", timeout_seconds=seconds)

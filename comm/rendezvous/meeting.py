@@ -2,7 +2,6 @@
 
 import socket
 import uuid
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
@@ -133,11 +132,12 @@ def _meet_by_torchrun(
     """
     assert env.master is not None
     address, port = env.master
-    with suppress(OSError):  # TCPStore tries again after any error, also after the one that means the end of torchrun
-        try:
-            socket.create_connection(env.master, timeout=min(timeout_seconds, PROBE_SECONDS)).close()
-        except ConnectionRefusedError as error:
-            raise TorchrunGone("nothing listens there") from error
+    try:
+        socket.create_connection(env.master, timeout=min(timeout_seconds, PROBE_SECONDS)).close()
+    except ConnectionRefusedError as error:  # TCPStore would try again, as after any error
+        raise TorchrunGone("nothing listens there") from error
+    except OSError:
+        pass
     # the kernel accepts connections to a stopped process, which then never answers
     theirs = answer_within(
         timeout_seconds + GRACE_SECONDS,

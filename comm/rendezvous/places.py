@@ -179,11 +179,11 @@ def require_same_release(releases: Sequence[str], *, hosts: Sequence[str]) -> No
     """Compare every rank's release. Raises: CommError naming the hosts that differ from rank 0's, and both releases."""
     first = releases[0]
     odd: dict[str, dict[str, None]] = {}
-    for release, host in zip(releases, hosts, strict=True):
-        if release != first:
-            odd.setdefault(release, {})[host] = None
+    for other, host in zip(releases, hosts, strict=True):
+        if other != first:
+            odd.setdefault(other, {})[host] = None
     if odd:
-        named = "; ".join(f"{', '.join(names)}: {release}" for release, names in odd.items())
+        named = "; ".join(f"{', '.join(names)}: {other}" for other, names in odd.items())
         raise CommError(
             f"the ranks run different code: {named}; {hosts[0]}: {first}: install the same release on all "
             "nodes, or once on a shared disk"
