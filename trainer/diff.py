@@ -28,6 +28,7 @@ from bigbatch.trainer.run.digests import (
 )
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.resume import changes
+from bigbatch.words import count
 
 KEY = "run.digest_every_steps"
 COMPARED_ELSEWHERE = ("step", "config", "gradient_order", "sums", "classes")
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         for line in describe_values(a, b, difference):
             print_line(line)
     elif steps:
-        print_line(f"the {len(steps)} steps that both recorded are equal, the last is {steps[-1]}")
+        print_line(f"the {count(len(steps), 'step')} that both recorded {'is' if len(steps) == 1 else 'are'} equal, the last is {steps[-1]}")
     is_found = show_elements(a, b, from_step=difference.step if difference else 0)
     if not steps and is_found is None:
         raise RunFolderError(
@@ -201,7 +202,7 @@ def not_compared(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Ite
             continue
         elif phase in BY_MICROBATCH and len(ours["ranks"]) != len(theirs["ranks"]):
             yield (
-                f"not compared: {phase}, because a step has {len(ours['ranks'])} microbatches in {a.path}, "
+                f"not compared: {phase}, because a step has {count(len(ours['ranks']), 'microbatch')} in {a.path}, "
                 f"{len(theirs['ranks'])} in {b.path}"
             )
         elif phase == ACTIVATIONS:

@@ -110,7 +110,7 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> int:
     ranks = recorded.get("ranks", [])
     start = f"the checkpoint of step {first_step}" if first_step else "the start of the run"
     print_line(
-        f"step {step}: {', '.join(phases)} are equal, of {len(ranks)} microbatch{'' if len(ranks) == 1 else 'es'} on "
+        f"step {step}: {', '.join(phases)} are equal, of {count(len(ranks), 'microbatch')} on "
         f"{count(len(set(ranks)), 'rank')}, computed again from {start}"
     )
     return 0
@@ -134,8 +134,8 @@ def _recorded(run: RecordedRun, config: Config, *, step: int) -> Mapping[str, An
     size, rest = divmod(config.batch.global_batch_size, len(found.get("ranks", [])) or 1)
     if "ranks" in found and (rest or size != config.batch.microbatch_size):
         raise RunFolderError(
-            f"step {step} of {run.path} had {len(found['ranks'])} microbatches, and its config now gives another "
-            f"number: set --batch.microbatch_size {size}"
+            f"step {step} of {run.path} had {count(len(found['ranks']), 'microbatch')}, and its config now gives "
+            f"another number: set --batch.microbatch_size {size}"
         )
     return found
 

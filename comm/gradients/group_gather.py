@@ -8,6 +8,7 @@ from torch import Tensor
 from bigbatch.comm.backends.host_staging import Staged
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import ExposedTime
+from bigbatch.words import count
 
 GroupGather = Callable[[Tensor], Tensor]
 """Takes this rank's flat tensor (N); returns those of its group as (group size, N), in rank order. Collective."""
@@ -22,7 +23,7 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
     """
     world_size = communicator.world_size
     if world_size % group_size:
-        raise ValueError(f"{world_size} ranks do not form groups of {group_size}")
+        raise ValueError(f"{count(world_size, 'rank')} cannot form groups of {group_size}")
     starts = range(0, world_size, group_size)
     group = communicator.backend.new_group([range(start, start + group_size) for start in starts])
     label = f"gather of {what} over ranks {group.ranks[0]} to {group.ranks[-1]}"

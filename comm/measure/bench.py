@@ -26,6 +26,7 @@ from bigbatch.errors import CommError
 from bigbatch.exit_codes import FAILED
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path
+from bigbatch.words import count
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 TIMING_COPIES = 3
@@ -156,7 +157,7 @@ def _time_sizes(
     num_wrong = sum(row.num_wrong for row in rows)
     report.print(f"# wrong values: {num_wrong}")
     if arguments.plot and communicator.rank == 0:
-        job = f"{len(conditions.hosts)} ranks, {groups_text(conditions)} per node; {conditions.backend}"
+        job = f"{count(len(conditions.hosts), 'rank')}, {groups_text(conditions)} per node; {conditions.backend}"
         caption = (
             f"{conditions.device}; torch {conditions.torch}, bigbatch {conditions.bigbatch} "
             f"({conditions.commit or 'commit unknown'}), {conditions.kernel}; {conditions.date}"
@@ -246,9 +247,9 @@ def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -
     if num_bytes > room:
         times = "twice" if copies == 3 else f"{copies - 1} times"
         raise CommError(
-            f"--max-bytes: {figures.show_bytes(num_bytes)} bytes for each of {share} ranks, and as much again {times} "
-            f"to work with, do not fit into the {memory / 2**30:.0f} GiB of {communicator.env.host}; give at most "
-            f"{figures.show_bytes(1 << (room.bit_length() - 1))}"
+            f"--max-bytes: {figures.show_bytes(num_bytes)} bytes for each of {count(share, 'rank')}, and as much again "
+            f"{times} to work with, do not fit into the {memory / 2**30:.0f} GiB of {communicator.env.host}; give at "
+            f"most {figures.show_bytes(1 << (room.bit_length() - 1))}"
         )
 
 

@@ -11,6 +11,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.conditions import Conditions
 from bigbatch.errors import CommError, print_line
 from bigbatch.files import open_named, require_nameable
+from bigbatch.words import count
 
 Columns = Sequence[tuple[str, str, int, Callable[[Any], object]]]
 """Title, unit and width of each column of a table, and the function that takes its value from a row."""
@@ -68,8 +69,8 @@ class BenchReport:
         first, *others = lines
         started = "" if conditions.launcher == "none" else f"; started by {conditions.launcher}"
         self.print(
-            f"# bigbatch comm bench: {len(conditions.hosts)} ranks, {groups_text(conditions)} per node; backend "
-            f"{conditions.backend}; {first}{started}"
+            f"# bigbatch comm bench: {count(len(conditions.hosts), 'rank')}, {groups_text(conditions)} per node; "
+            f"backend {conditions.backend}; {first}{started}"
         )
         self.print(f"# hosts {hosts}; {conditions.device}; torch {conditions.torch}; {conditions.date}")
         for line in others:

@@ -15,6 +15,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
 from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import CommError
+from bigbatch.words import count
 
 UNKNOWN_RELEASE = "an older bigbatch"
 """Release of a rank that does not state one."""
@@ -132,8 +133,9 @@ def too_few_gpus(num_ranks: int, num_gpus: int, *, host: str, is_one_host: bool,
     """Return the error for a host with fewer GPUs than ranks."""
     fewer = f" (--ranks {num_gpus})" if num_gpus and is_one_host else ""
     return CommError(
-        f"{num_ranks} ranks on {host} but {num_gpus} GPUs{why}: start one rank per GPU{fewer}, let each see all GPUs "
-        f"of its host or one of its own (in Slurm --gpus-per-node, or --gpus-per-task), or {ON_CPU}"
+        f"{count(num_ranks, 'rank')} on {host} but {count(num_gpus, 'GPU')}{why}: start one rank per GPU{fewer}, let "
+        "each see all GPUs of its host or one of its own (in Slurm --gpus-per-node, or --gpus-per-task), or "
+        f"{ON_CPU}"
     )
 
 

@@ -18,6 +18,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run import folder as run_folder
 from bigbatch.trainer.run.folder import RunDir, writing
+from bigbatch.words import count
 
 MISSING, SUBMITTED, DONE, FAILED, PRUNED = "missing", "submitted", "done", "failed", "pruned"
 STATES = (MISSING, SUBMITTED, DONE, FAILED, PRUNED)
@@ -99,7 +100,9 @@ class SweepFolder:
                     f"{json.dumps(value)}: name another --folder, or remove that one"
                 )
         if isinstance(seeds := old.get("seeds"), int) and seeds > plan.seeds:
-            raise LaunchOptionError(f"{self.path} has points of {seeds} seeds, not {plan.seeds}: state no fewer")
+            raise LaunchOptionError(
+                f"{self.path} has points of {count(seeds, 'seed')}, not {plan.seeds}: state no fewer"
+            )
         for point in points:
             if self.config(point.number).exists():
                 path, machine_keys = self.config(point.number), point.machine_keys

@@ -17,6 +17,7 @@ from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
 from bigbatch.trainer.config.file import Experiment, read_experiment
 from bigbatch.trainer.config.schema import Config, lookup, typed
 from bigbatch.trainer.config.short_run import shorten
+from bigbatch.words import count
 
 EARLY_STOP_KEYS = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
 """Keys that end a run early. They count only if the sweep states them: runs of unlike length do not compare."""
@@ -111,7 +112,7 @@ class _PointBuilder:
         per_node = min(ranks, plan.ranks_per_node or ranks)
         if ranks % per_node:
             raise LaunchOptionError(
-                f"{ranks} ranks do not fill nodes of {per_node}; take a multiple, or other ranks_per_node"
+                f"{count(ranks, 'rank')} cannot fill nodes of {per_node}; take a multiple, or other ranks_per_node"
             )
 
         def value(key: str) -> Any:

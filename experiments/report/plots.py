@@ -52,7 +52,7 @@ def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     title = "Where it goes" + _left_out(points)
     points = points[:MAX_BARS]
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
-    names = [f"{plain_text(variant_name(each))}, {each.point.ranks} ranks" for each in points]
+    names = [f"{plain_text(variant_name(each))}, {count(each.point.ranks, 'rank')}" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
     bars = [
         # both names of computing if both occur

@@ -42,6 +42,7 @@ from bigbatch.trainer.config.range_test import RANGE_TEST
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
 from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.words import count
 
 RATE = "schedule.base_lr"
 DRY_RUN_TRIALS = 3
@@ -186,7 +187,7 @@ def _run_rounds(stated: Search, folder: SweepFolder, show: ProgressDisplay) -> l
     axes, sizes = stated.axes, stated.round_sizes()
     gpus = visible_gpus(count_gpus()) if stated.parallel > 1 and stated.launch.hosts is None else []
     for number, size in enumerate(sizes, start=1):
-        print_line(f"round {number} of {len(sizes)}, {size} trials: " + "; ".join(map(str, axes)))
+        print_line(f"round {number} of {len(sizes)}, {count(size, 'trial')}: " + "; ".join(map(str, axes)))
         study = stated.open_round(folder.path / "journal.log", axes, number=number, first=len(records) + 1)
         trials = _Trials(stated, folder, study, show)
         run_points(
@@ -282,9 +283,9 @@ def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord])
     if best is None:
         # reasons that differ only in their numbers count as one
         kinds = [re.sub(r"\d[\d.e+-]*", "#", record.reason) for record in records]
-        kind, count = Counter(kinds).most_common(1)[0]
+        kind, num_alike = Counter(kinds).most_common(1)[0]
         raise TuneError(
-            f"all {len(records)} trials in {folder.path} failed, {count} of them for this reason: "
+            f"all {len(records)} trials in {folder.path} failed, {num_alike} of them for this reason: "
             f"{records[kinds.index(kind)].reason}. Fix that, or search other values, in another --study"
         )
     report_on([folder.path])
@@ -295,7 +296,8 @@ def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord])
     values = ", ".join(f"{key}={value}" for key, value in best.values.items())
     out.write_text(
         path,
-        f"# bigbatch tune search in {where}: trial {best.number} of {stated.trials}, of {stated.epochs} epochs each\n"
+        f"# bigbatch tune search in {where}: trial {best.number} of {stated.trials}, of "
+        f"{count(stated.epochs, 'epoch')} each\n"
         f"# {show_result(best, metric=stated.metric)} with {values}\n"
         f"{dump_config(stated.complete_config(best.values))}",
     )

@@ -25,6 +25,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config
+from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")
 """Backends that do not need a GPU for each rank."""
@@ -146,9 +147,11 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
     if refusal is None:
         return
     fitting = _largest_fitting(batch, limit=job.num_ranks)
-    instead = "" if fitting is None else f"; or start {fitting} rank(s)"
-    nodes = "" if job.num_nodes is None else f"--nodes {job.num_nodes} with {job.ranks_per_node} rank(s) each are "
-    raise LaunchOptionError(f"{nodes}{job.num_ranks} rank(s): {refusal}{instead}") from refusal
+    instead = "" if fitting is None else f"; or start {count(fitting, 'rank')}"
+    nodes = (
+        "" if job.num_nodes is None else f"--nodes {job.num_nodes} with {count(job.ranks_per_node, 'rank')} each are "
+    )
+    raise LaunchOptionError(f"{nodes}{count(job.num_ranks, 'rank')}: {refusal}{instead}") from refusal
 
 
 def largest_num_ranks(job: JobSpec, *, limit: int) -> int | None:

@@ -14,6 +14,7 @@ from bigbatch.launch.jobs.check import largest_num_ranks
 from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.run.folder import writing
+from bigbatch.words import count
 
 
 def preflight_command(command: Sequence[str], *options: str) -> tuple[str, ...]:
@@ -39,8 +40,8 @@ def without_hosts(job: JobSpec, bad: Sequence[str]) -> JobSpec:
     slots = sum(count for _, count in hosts)
     if not hosts or slots < job.num_ranks:
         raise LaunchOptionError(
-            f"without {', '.join(bad)} there are {slots} slots for {job.num_ranks} ranks: name more --hosts, or state "
-            "fewer --ranks"
+            f"without {', '.join(bad)} only {count(slots, 'slot')} would be left for {job.num_ranks} ranks: name more "
+            "--hosts, or state fewer --ranks"
         )
     return replace(job, hosts=hosts)
 

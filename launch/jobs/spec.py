@@ -10,6 +10,7 @@ from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE
 from bigbatch.errors import JobRefused, LaunchOptionError
 from bigbatch.interpreter import SAFE_PATH_VARIABLE
 from bigbatch.launch.jobs.validation import check_field, option
+from bigbatch.words import count
 
 INDEX = "{index}"
 """Placeholder in an array's command: the number of the job in its array."""
@@ -229,7 +230,8 @@ def make_job(
     given = others.get("gpus_per_node") if ranks_per_node is None else ranks_per_node
     total = num_ranks if num_ranks is not None else slots or nodes * (given or default_ranks)
     if total < 1 or (hosts and total > slots):
-        raise LaunchOptionError(f"--ranks {total} is not between 1 and the {slots or 'available'} slots of --hosts")
+        available = count(slots, "slot") if slots else "available slots"
+        raise LaunchOptionError(f"--ranks {total} is not between 1 and the {available} of --hosts")
     if total > MAX_RANKS:
         of_nodes = "" if num_nodes is None else f" of --nodes {num_nodes}"
         raise LaunchOptionError(f"{total} ranks{of_nodes} are more than any job has: state {MAX_RANKS} or fewer")

@@ -214,5 +214,5 @@ def test_ranks_that_see_one_gpu_each_take_it_if_it_is_not_the_same(is_shared: bo
     ]
     assert exit_codes(ranks, timeout_seconds=200) == [REFUSED if is_shared else 0] * 2, log.read_text()
     if is_shared:
-        for words in ("2 ranks", "1 GPUs", "GPU-"):
+        for words in ("2 ranks", "1 GPU ", "GPU-"):
             assert words in log.read_text()

@@ -117,5 +117,5 @@ def test_another_span_is_another_run(runs: Runs) -> None:
 def test_a_span_over_ranks_is_not_replayed_over_time(data: Path, tmp_path: Path) -> None:
     command = train_command(data, tmp_path, {**SMALL, **REPLAY, "batch.bn_span": 32})
     assert fails(alone(command)).endswith(
-        "1 rank(s) do not form such groups: set batch.microbatch_size to 32 and batch.virtual_ranks to 2"
+        "1 rank cannot form such groups: set batch.microbatch_size to 32 and batch.virtual_ranks to 2"
     )

@@ -61,5 +61,5 @@ def test_two_ranks_that_see_one_gpu_each(environ: dict[str, str], code: int, tmp
     ]
     assert exit_codes(ranks, timeout_seconds=100) == [code, code]
     if code == REFUSED:
-        for words in ("2 ranks", "1 GPUs", "--ranks 1", "bigbatch launch ... --device cpu", "--comm.backend gloo"):
+        for words in ("2 ranks", "1 GPU ", "--ranks 1", "bigbatch launch ... --device cpu", "--comm.backend gloo"):
             assert words in log.read_text()

@@ -31,6 +31,7 @@ from bigbatch.trainer.machine.host import cores_per_rank
 from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
+from bigbatch.words import count
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def _root(config: Config) -> DataRoot:
 def _require_num_classes(config: Config, index: ImageSource) -> None:
     if len(index.classes) != config.data.num_classes:
         raise ConfigError(
-            f"data.num_classes={config.data.num_classes}, but {config.data.root} holds {len(index.classes)} classes"
+            f"data.num_classes={config.data.num_classes}, but {config.data.root} holds "
+            f"{count(len(index.classes), 'class')}"
         )
 
 

@@ -8,6 +8,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.optim.schedule import Schedule, make_schedule, mirrored_momentum
 from bigbatch.trainer.step.divergence import GuessWatch
 from bigbatch.trainer.step.plan import Plan
+from bigbatch.words import count
 
 
 def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
@@ -25,8 +26,8 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
     every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
     if every_steps is not None and every_steps > num_steps:
         raise ConfigError(
-            f"optimizer.ema_every_steps={every_steps} exceeds the {num_steps} steps of the run, and would have no "
-            f"effect: set it to at most {num_steps}"
+            f"optimizer.ema_every_steps={every_steps} exceeds the {count(num_steps, 'step')} of the run, and would "
+            f"have no effect: set it to at most {num_steps}"
         )
     division = divide_batch(config.batch, world_size=communicator.world_size)
     return Plan(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.words import count
 
 MIN_SPAN = 8
 """Smallest ghost batch that an error proposes: statistics of fewer images are too noisy."""
@@ -97,12 +98,12 @@ def divide_batch(batch: BatchConfig, *, world_size: int) -> Division:
     if batch.virtual_ranks is not None and batch.virtual_ranks < world_size:
         raise ConfigError(
             f"batch.virtual_ranks={batch.virtual_ranks} is less than the {world_size} ranks of this job: leave it out, "
-            f"or start {_fitting_ranks(batch, limit=batch.virtual_ranks)} rank(s)"
+            f"or start {count(_fitting_ranks(batch, limit=batch.virtual_ranks), 'rank')}"
         )
     _check_groups(batch, world_size=world_size)
     size, shares = batch.microbatch_size, ranks_per_ghost(batch)
     if not _can_share(batch, size, num_ranks=world_size):
-        what = f"{batch.global_batch_size // size} microbatches, fewer than {world_size} ranks"
+        what = f"{count(batch.global_batch_size // size, 'microbatch')}, fewer than {world_size} ranks"
         if shares > 1:
             num_ghosts = batch.global_batch_size // batch.bn_span
             what = f"{num_ghosts} ghost batches, which {world_size // shares} groups of {shares} ranks cannot divide"
@@ -172,14 +173,14 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
     # the most ranks that could share a ghost batch in groups of equal size
     fewer = math.gcd(shares, world_size)
     size = batch.bn_span // fewer
-    remedy = f"start {_fitting_ranks(batch, limit=world_size)} ranks"
+    remedy = f"start {count(_fitting_ranks(batch, limit=world_size), 'rank')}"
     if _can_share(batch, size, num_ranks=world_size):
         remedy = f"set batch.microbatch_size to {size}"
         if batch.virtual_ranks is not None:
             remedy += f" and batch.virtual_ranks to {batch.virtual_ranks * fewer // shares}"
     raise ConfigError(
         f"batch.bn_span={batch.bn_span} is spread over {shares} ranks by batch.microbatch_size="
-        f"{batch.microbatch_size}, and {world_size} rank(s) do not form such groups: {remedy}"
+        f"{batch.microbatch_size}, and {count(world_size, 'rank')} cannot form such groups: {remedy}"
     )
 
 

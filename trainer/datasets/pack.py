@@ -39,6 +39,7 @@ from bigbatch.trainer.input.shards import (
 )
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset import find_shards
+from bigbatch.words import count
 
 UNFINISHED = ".unfinished"
 _REMEDY = "delete its folder to pack again, or name another DST"
@@ -99,10 +100,10 @@ class PackSummary:
 
     def __str__(self) -> str:
         if not self.num_packed:
-            return f"{self.num_images} images in {self.num_shards} shards, complete already"
+            return f"{count(self.num_images, 'image')} in {count(self.num_shards, 'shard')}, complete already"
         earlier = self.num_images - self.num_packed
         return (
-            f"{self.num_images} images in {self.num_shards} shards"
+            f"{count(self.num_images, 'image')} in {count(self.num_shards, 'shard')}"
             f"{f' ({earlier} images by an earlier call)' if earlier else ''}, "
             f"{_size(self.bytes_in)} in, {_size(self.bytes_out)} out, "
             f"{self.seconds:.1f} s, {self.num_packed / self.seconds:.0f} images/s"

@@ -28,6 +28,7 @@ from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, STAGED, is_packe
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
+from bigbatch.words import count
 
 LOCK, USERS = ".stage.lock", ".stage.users"
 CHECKED, IN_PART = b"checked and on disk\n", b"copied in part\n"
@@ -56,7 +57,10 @@ class StageSummary:
         return (self.bytes_copied + self.bytes_kept) / 1e9 / self.seconds
 
     def __str__(self) -> str:
-        head, speed = f"{self.num_images} images in {self.num_shards} shards", f"{self.gb_per_s:.3g} GB/s"
+        head, speed = (
+            f"{count(self.num_images, 'image')} in {count(self.num_shards, 'shard')}",
+            f"{self.gb_per_s:.3g} GB/s",
+        )
         if self.bytes_copied:
             earlier = f" ({self.bytes_kept / 1e9:.4g} GB by an earlier call)" if self.bytes_kept else ""
             return f"{head}, {self.bytes_copied / 1e9:.4g} GB copied{earlier} in {self.seconds:.1f} s, {speed}"

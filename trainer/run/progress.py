@@ -14,6 +14,7 @@ from rich.text import Text
 from bigbatch.errors import print_line, printable
 from bigbatch.numbers import is_number
 from bigbatch.trainer.run.noise_scale import NOT_YET, UNMEASURED, describe_noise_scale
+from bigbatch.words import count
 
 
 class Lines:
@@ -191,7 +192,7 @@ def describe_evaluation(record: dict[str, Any]) -> str:
     metrics = "".join(f"{name} {value:.4g}  " for name, value in record.get("metrics", {}).items())
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  {top5}"
-        f"loss {record['loss']:.3f}  {metrics}({record['count']} images in {record['seconds']:.1f} s)"
+        f"loss {record['loss']:.3f}  {metrics}({count(record['count'], 'image')} in {record['seconds']:.1f} s)"
     )
 
 

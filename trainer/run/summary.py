@@ -45,7 +45,7 @@ def introduction(
     spread = f" over {division.ranks_per_ghost} ranks" if division.ranks_per_ghost > 1 else ""
     yield (
         f"global batch {batch.global_batch_size} = {shares(division, batch.microbatch_size)}, batch-norm span "
-        f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs"
+        f"{batch.bn_span}{spread}; {count(plan.num_steps, 'step')} in {count(config.run.epochs, 'epoch')}"
     )
     yield from uneven(division)
     yield from replayed(batch.virtual_ranks, world_size=communicator.world_size)
@@ -56,7 +56,9 @@ def introduction(
     yield from schedule_notes(config.schedule, epochs=config.run.epochs)
     yield from parts.notes
     if grid := parts.reducer.grid:
-        threads = "" if communicator.device.type == "cuda" else f"; {torch.get_num_threads()} CPU thread(s) a rank"
+        threads = (
+            "" if communicator.device.type == "cuda" else f"; {count(torch.get_num_threads(), 'CPU thread')} per rank"
+        )
         yield (
             f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
             f"{grid.num_terms} microbatches{threads}"
@@ -78,9 +80,9 @@ def dry_run_lines(config: Config, parts: Parts, *, plan: Plan) -> Iterator[str]:
     """Yield the lines about a run that a dry run describes."""
     rundir, steps = RunDir(Path(config.run.directory)), range(plan.first_step + 1, plan.num_steps + 1)
     yield (
-        f"dry run: {len(steps)} steps, {plan.steps_per_epoch} in an epoch, with "
-        f"{sum(map(plan.is_evaluation, steps))} evaluations, would go to {rundir.path}; nothing is trained, staged or "
-        "written"
+        f"dry run: {count(len(steps), 'step')}, {plan.steps_per_epoch} in an epoch, with "
+        f"{count(sum(map(plan.is_evaluation, steps)), 'evaluation')}, would go to {rundir.path}; nothing is trained, "
+        "staged or written"
     )
     yield (
         f"memory of a rank: {rank_bytes(config, parts) / 1e6:.3g} MB of weights, gradients and optimizer state, and "
@@ -114,7 +116,7 @@ def shares(division: Division, microbatch_size: int) -> str:
     """Return the global batch as text: ranks x microbatches x images, or microbatches if the shares are not equal."""
     if division.used_share < 1:
         return f"{division.num_microbatches} microbatches x {microbatch_size} on {division.world_size} ranks"
-    return f"{count(division.world_size, 'rank')} x {division.most} microbatches x {microbatch_size}"
+    return f"{count(division.world_size, 'rank')} x {count(division.most, 'microbatch')} x {microbatch_size}"
 
 
 def uneven(division: Division) -> list[str]:
@@ -135,7 +137,7 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
         return []
     work, rest = divmod(virtual_ranks, world_size)
     each = "" if rest else f", each does the work of {work}"
-    return [f"replays the updates of {virtual_ranks} ranks: {world_size} here{each}"]
+    return [f"replays the updates of {count(virtual_ranks, 'rank')}: {world_size} here{each}"]
 
 
 def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:

@@ -11,6 +11,7 @@ from bigbatch.comm.gradients.fusion import FusionPlan, round_up
 from bigbatch.comm.gradients.reducer import dense_strides
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
+from bigbatch.words import count
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class ShardLayout:
         last = cut(plan, rank=self._world_size - 1, world_size=self._world_size)  # has the fewest of each buffer
         if not any(piece.start < piece.stop for piece in last.values()):
             raise ConfigError(
-                f"optimizer.sharded=True leaves the last of {self._world_size} ranks no weights, because the model is "
-                "too small: set it to false"
+                f"optimizer.sharded=True leaves the last of {count(self._world_size, 'rank')} no weights, because the "
+                "model is too small: set it to false"
             )
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.pieces = cut(plan, rank=communicator.rank, world_size=self._world_size)

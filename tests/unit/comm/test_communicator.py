@@ -213,7 +213,7 @@ def test_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for backend in ("auto", "gloo", "mpi", "tcp", "horovod"):
         assert choose_device(ALONE, backend=backend) == CPU
-    with pytest.raises(CommError, match=naming("1 ranks", "here", "0 GPUs", "--comm.backend gloo")):
+    with pytest.raises(CommError, match=naming("1 rank on", "here", "0 GPUs", "--comm.backend gloo")):
         choose_device(ALONE, backend="nccl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

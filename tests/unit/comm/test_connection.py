@@ -269,7 +269,7 @@ def test_gpus_of_ranks_own_are_accepted(seen: list[str]) -> None:
 @pytest.mark.parametrize(
     ("seen", "named"),
     [
-        (["a GPU-1", "a GPU-1"], ("2 ranks on a", "1 GPUs", "rank 0", "rank 1", "GPU-1", "--ranks 1")),
+        (["a GPU-1", "a GPU-1"], ("2 ranks on a", "1 GPU ", "rank 0", "rank 1", "GPU-1", "--ranks 1")),
         (["b GPU-1", "a GPU-2", "a GPU-3", "a GPU-3"], ("3 ranks on a", "2 GPUs", "rank 2", "rank 3", "GPU-3")),
     ],
 )

@@ -260,7 +260,7 @@ def test_diff_says_what_only_one_run_recorded(made: Made, capsys: pytest.Capture
         assert main([a, made("b", odd)]) == 0
         *lines, end = capsys.readouterr().out.splitlines()
         assert line in lines
-        assert end == "the 1 steps that both recorded are equal, the last is 1"
+        assert end == "the 1 step that both recorded is equal, the last is 1"
     half = {"activations": {}, "gradients before the sum": {"a": ["x", "x"]}, "ranks": [0, 0]}
     assert main([a, made("c", step() | half)]) == 0
     expected = f"not compared: gradients before the sum, because a step has 4 microbatches in {a}, 2 in {a[:-1]}c"

@@ -21,6 +21,7 @@ from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.folder import RunDir, require_writable
 from bigbatch.trainer.step.stop_request import Stopped, leave_stopped
 from bigbatch.trainer.tune.precision.steps import FP16_LEAST, FP16_NORMAL, Gradients, Magnitudes, count_gradients
+from bigbatch.words import count
 
 STEPS = 8
 POWERS = range(25)
@@ -111,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     env = read_process_env()
     accumulation_steps(config.batch, world_size=env.world_size)
     if arguments.dry_run:
-        work = f"{arguments.steps} steps of {config.batch.global_batch_size} images in fp32"
+        work = f"{count(arguments.steps, 'step')} of {config.batch.global_batch_size} images in fp32"
         print_lines(f"would train {work} and write {arguments.out}/precision.json")
         return 0
     bind_rank(config, env)

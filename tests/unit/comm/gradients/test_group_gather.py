@@ -27,7 +27,7 @@ def test_group_gather_of_one_rank_gathers_its_own() -> None:
 
 
 def test_group_gather_refuses_groups_that_do_not_divide_the_ranks() -> None:
-    with pytest.raises(ValueError, match=naming("1 ranks", "groups of 2")):
+    with pytest.raises(ValueError, match=naming("1 rank cannot", "groups of 2")):
         make_group_gather(alone(RecordingBackend()), group_size=2, exposed=ExposedTime(), what="moments")
 
 

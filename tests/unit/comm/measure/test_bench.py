@@ -414,7 +414,7 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["--output", "/proc/no/a.jsonl", "--max-bytes", "4K"], "cannot write /proc/no"),
         (
             ["--max-bytes", "1000000G"],
-            "--max-bytes: 262144G bytes for each of 1 ranks, and as much again twice to work with, do",
+            "--max-bytes: 262144G bytes for each of 1 rank, and as much again twice to work with, do",
         ),
         (["--backend", "nccl"], "0 GPUs: start one rank per GPU"),
         (["--pieces", "3"], "--pieces is for --verify: leave one of the two out"),

@@ -389,6 +389,7 @@ def test_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size
 def test_run_says_what_uneven_shares_cost() -> None:
     assert (shares(Division(36, 4), 64), uneven(Division(36, 4))) == ("4 ranks x 9 microbatches x 64", [])
     assert shares(Division(36, 5), 64) == "36 microbatches x 64 on 5 ranks"
+    assert shares(Division(2, 2), 64) == "2 ranks x 1 microbatch x 64"
     assert uneven(Division(36, 5)) == [
         "uneven shares: 1 rank x 8 and 4 ranks x 7 microbatches in a step, which takes as long as the larger share: "
         "90% of the ranks' time is used"

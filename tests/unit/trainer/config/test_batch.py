@@ -126,7 +126,7 @@ def test_accumulation_steps_of_ranks_that_form_no_groups_get_a_remedy(changes, w
     changes = {"batch.bn_span": 128, **changes}
     message = job_refusal(changes, world_size=world_size)
     span = changes["batch.bn_span"]
-    named = (f"batch.bn_span={span} ", f" {span // 64} ranks", "batch.microbatch_size=64", f" {world_size} rank(s)")
+    named = (f"batch.bn_span={span} ", f" {span // 64} ranks", "batch.microbatch_size=64", f" {world_size} rank")
     assert re.search(naming(*named), message)
     assert message.endswith(f": {remedy}")
 
@@ -150,7 +150,7 @@ def test_virtual_ranks_share_the_global_batch(changes, virtual_ranks, fitting):
 def test_virtual_ranks_are_as_many_as_those_of_the_job_or_more():
     message = job_refusal({"batch.virtual_ranks": 2}, world_size=4)
     assert re.search(naming("batch.virtual_ranks=2 ", " 4 ranks"), message)
-    assert message.endswith(": leave it out, or start 2 rank(s)")
+    assert message.endswith(": leave it out, or start 2 ranks")
     for world_size in (1, 2, 3):
         accumulation_steps(make_config({"batch.virtual_ranks": 3}).batch, world_size=world_size)
 

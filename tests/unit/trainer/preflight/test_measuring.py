@@ -222,5 +222,5 @@ def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyP
     env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)
     nodes, (found,) = examine.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]
     assert nodes == []
-    for named in ("2 ranks on here", "1 GPUs", "GPU-f", "--device cpu"):
+    for named in ("2 ranks on here", "1 GPU ", "GPU-f", "--device cpu"):
         assert named in found.text

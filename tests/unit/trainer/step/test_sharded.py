@@ -85,7 +85,7 @@ def test_own_part_is_one_of_equal_parts() -> None:
 
 def test_sharded_weights_refuse_a_rank_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_layout, "cut", lambda plan, **place: {"weight": Piece(0, 0, 0, 0, 0)})
-    with pytest.raises(ConfigError, match=naming("optimizer.sharded=True ", " 1 ranks", "false")):
+    with pytest.raises(ConfigError, match=naming("optimizer.sharded=True ", " 1 rank ", "false")):
         sharded_linear()
 
 
