@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
         for line in describe_values(a, b, difference):
             print_line(line)
     elif steps:
-        print_line(f"the {count(len(steps), 'step')} that both recorded {'is' if len(steps) == 1 else 'are'} equal, the last is {steps[-1]}")
+        are = "is" if len(steps) == 1 else "are"
+        print_line(f"the {count(len(steps), 'step')} that both recorded {are} equal, the last is {steps[-1]}")
     is_found = show_elements(a, b, from_step=difference.step if difference else 0)
     if not steps and is_found is None:
         raise RunFolderError(

@@ -66,7 +66,7 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
     findings = show.findings(points, model=scenario.config.model.name, deadline_hours=hours)
     findings += [line for point in points if arguments.advise for line in show.advice(scenario, point)]
-    findings += [f"left out: {count:,} GPUs: {why}" for count, why in refused.items()]
+    findings += [f"left out: {show.gpus(count)}: {why}" for count, why in refused.items()]
     console = stdout_console()
     for line in show.assumptions(scenario):
         print_line(line)

@@ -182,31 +182,36 @@ def comparison_table(title: str, columns: Mapping[str, Sequence[PredictedPoint]]
     return Table(title, ("GPUs", *columns), tuple(rows))
 
 
+def gpus(number: int) -> str:
+    """Write 1024 -> '1,024 GPUs'."""
+    return f"{number:,} GPU{'' if number == 1 else 's'}"
+
+
 def findings(points: Sequence[PredictedPoint], *, model: str, deadline_hours: float | None) -> list[str]:
     last, each = points[-1], efficiencies(points)[-1]
     lines = []
     if len(points) > 1:
         lines.append(
-            f"{last.num_devices:,} GPUs train {each.speedup:.2f} times as fast as {points[0].num_devices:,} "
+            f"{gpus(last.num_devices)} train {each.speedup:.2f} times as fast as {points[0].num_devices:,} "
             f"({percent(each.efficiency)} efficiency).{each.lost_to}"
         )
         best = knee(points)
         if best is not last:
             lines.append(
-                f"More than {best.num_devices:,} GPUs hardly pay: each further one adds less than half of what the "
+                f"More than {gpus(best.num_devices)} hardly pay: each further one adds less than half of what the "
                 "first ones do."
             )
     if last.step.input >= WORTH_NAMING * last.step.seconds:
         could = last.images_per_second * last.step.seconds / last.step.busy_seconds / last.num_nodes
         lines.append(
-            f"Bound by input: at {last.num_devices:,} GPUs a step waits for images for "
+            f"Bound by input: at {gpus(last.num_devices)} a step waits for images for "
             f"{percent(last.step.input / last.step.seconds)} of its time; to keep up, the loaders of a node must bring "
             f"{could:,.0f} images/s."
         )
     lines += _extrapolated(points, model=model)
     if last.step.slow_seconds >= (1 + WORTH_NAMING) * last.step.seconds:
         lines.append(
-            f"At {last.num_devices:,} GPUs one step in ten takes longer than {1e3 * last.step.slow_seconds:,.1f} ms: "
+            f"At {gpus(last.num_devices)} one step in ten takes longer than {1e3 * last.step.slow_seconds:,.1f} ms: "
             "its latest node is later than on average."
         )
     if last.run.failures:
@@ -240,13 +245,13 @@ def advice(scenario: Scenario, point: PredictedPoint) -> list[str]:
     lines = []
     if found.planned_seconds < (1 - WORTH_NAMING) * now:
         lines.append(
-            f"At {point.num_devices:,} GPUs {count(len(plan.plan.buffers), 'buffer')} (--comm.threshold_bytes "
+            f"At {gpus(point.num_devices)} {count(len(plan.plan.buffers), 'buffer')} (--comm.threshold_bytes "
             f"{plan.sizes.threshold_bytes} --comm.buffer_bytes {plan.sizes.buffer_bytes}) would make a step "
             f"{1e3 * found.planned_seconds:,.1f} ms instead of {1e3 * now:,.1f}."
         )
     if found.half_wire_seconds is not None and found.half_wire_seconds < (1 - WORTH_NAMING) * now:
         lines.append(
-            f"At {point.num_devices:,} GPUs {found.half_wire_options} would make it "
+            f"At {gpus(point.num_devices)} {found.half_wire_options} would make it "
             f"{1e3 * found.half_wire_seconds:,.1f} ms."
         )
     return lines
@@ -258,7 +263,7 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
         fastest = min(point.hours for point in points)
         return f"None of these is done in {duration(hours)}; the fastest takes {duration(fastest)}."
     took = f"{duration(found.hours)} and {found.device_hours:,.1f} GPU-hours"
-    return f"In {duration(hours)}, cheapest: {found.num_devices:,} GPUs, {took}."
+    return f"In {duration(hours)}, cheapest: {gpus(found.num_devices)}, {took}."
 
 
 def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
