@@ -115,8 +115,9 @@ def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
 
 
 def test_run_that_goes_back_to_the_state_of_a_healing_does_not_take_over_parts_of_a_later_step(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a checkout may hold checkpoints in runs/quickstart
     taken: list[Inherited] = []
 
     class Differing(Run):
