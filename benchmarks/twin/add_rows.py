@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.twin.predict import contradictions
+from benchmarks.twin.predict import contradictions, digest, table_text
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.errors import SimulationError, first_line, print_line, tell
 
@@ -49,12 +49,20 @@ def outcome(row: Row, committed: Sequence[float]) -> str:
 def read_commitment(path: Path) -> dict[str, tuple[float, float, float]]:
     """Return the committed milliseconds of each row.
 
-    Raises: OSError; ValueError, KeyError, TypeError or AttributeError if the file holds anything else.
+    Raises: SimulationError if the file cannot be read, or if its predictions are not those of its digest.
     """
     found = {}
-    for name, figures in json.loads(path.read_text())["predictions"].items():
-        predicted, low, high = map(float, figures)
-        found[name] = predicted, low, high
+    try:
+        stored = json.loads(path.read_text())
+        lines = stored["predictions"].items()
+        is_changed = digest(table_text([(name, *values) for name, values in lines])) != stored["sha256"]
+        for name, values in lines:
+            predicted, low, high = map(float, values[:3])
+            found[name] = predicted, low, high
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
+    if is_changed:
+        raise SimulationError(f"the predictions in {path} are not those of its sha256: they were changed later")
     return found
 
 
@@ -82,10 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         committed = read_commitment(options.commitment) if options.commitment else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        tell(f"cannot read {options.commitment}: {first_line(error)}")
-        return SimulationError.exit_code
-    try:
         added = add_rows(options.new, options.to)
     except (SimulationError, OSError) as error:
         tell(str(error))

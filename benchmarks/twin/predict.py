@@ -281,12 +281,18 @@ def predict_table(given: Path, questions: Path, out: Path) -> Answers:
     left_out = [*_few(measured.unusable), *_few(asked.unusable + alone)]
     if not predictions:
         raise SimulationError(left_out[-1])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *map(_line, predictions)])
-    write(out, text.getvalue())
+    text = table_text(list(map(_line, predictions)))
+    write(out, text)
     refused = dict.fromkeys(each.refused for each in predictions if each.refused)
     odd = [*_few(contradictions(measured.rows)), *_few(list(refused)), *_unknowns(predictions)]
-    return Answers(predictions, left_out, odd, text.getvalue())
+    return Answers(predictions, left_out, odd, text)
+
+
+def table_text(lines: Sequence[Sequence[str]]) -> str:
+    """Return the text of a table of predictions, whose SHA-256 a commitment states."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
+    return text.getvalue()
 
 
 def contradictions(rows: Sequence[Row]) -> list[str]:
@@ -315,13 +321,17 @@ def _unknowns(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def commitment(answers: Answers) -> dict[str, object]:
-    """Return predictions and their SHA-256, which is compared with the table when the answers are known."""
+    """Return the lines of the table and its SHA-256, which add_rows checks when the answers are known."""
     _, *rows = csv.reader(io.StringIO(answers.text))
     return {
-        "sha256": hashlib.sha256(answers.text.encode()).hexdigest(),
-        "bigbatch": source_commit(),
-        "predictions": {row[0]: [float(value) for value in row[1:4]] for row in rows},
+        "sha256": digest(answers.text),
+        "commit": source_commit(),
+        "predictions": {name: values for name, *values in rows},
     }
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _few(lines: Sequence[str]) -> list[str]:

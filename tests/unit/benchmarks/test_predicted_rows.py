@@ -216,6 +216,7 @@ def test_factor_of_intervals_gives_each_system_the_same_weight():
         ({"collective_library_version": "NCCL 2.3.7"}, "nccl", False),
         ({"collective_library_version": "NCCL 2 over sockets, Open MPI"}, "sockets", True),
         ({"collective_library_version": "Intel MPI 2017 update 4"}, "host", True),
+        ({"collective_library_version": "Gloo", "framework": "PyTorch 1.7, DDP"}, "sockets", True),
         ({"framework": "TensorFlow 1.1, parameter servers"}, "servers", True),
     ],
 )
@@ -243,7 +244,9 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
     out, promised = tmp_path / "out.csv", tmp_path / "promised.json"
     words = ["--given", str(given), "--rows", str(questions), "--out", str(out), "--commit", str(promised)]
     assert main(words) == 0
-    assert json.loads(promised.read_text())["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    stored = json.loads(promised.read_text())
+    assert stored["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert re.fullmatch(r"[0-9a-f]{12}\+?", stored["commit"])
     origin = {"source": "a page", "round_or_year": "2022"}
 
     def add(row: dict[str, str]) -> tuple[int, str]:
@@ -286,14 +289,21 @@ def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeyp
     assert re.search(naming(str(given), "Permission denied"), capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("predictions", [{"n1": [1, 2]}, [1]])
-def test_damaged_commitment_is_named_before_a_row_is_added(predictions, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("predictions", "why"),
+    [
+        ({"n1": [1, 2]}, "cannot read"),
+        ([1], "cannot read"),
+        ({"eight": ["19.7", "18", "21", "no", "one"]}, "are not those of its sha256"),
+    ],
+)
+def test_damaged_commitment_is_named_before_a_row_is_added(predictions, why, tmp_path, capsys):
     origin = {"source": "a page", "round_or_year": "2022"}
     given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
     before, promised = given.read_text(), tmp_path / "promised.json"
-    promised.write_text(json.dumps({"predictions": predictions}))
+    promised.write_text(json.dumps({"sha256": "0" * 64, "predictions": predictions}))
     assert add_main([str(new), "--to", str(given), "--commitment", str(promised)]) == 1
-    assert f"cannot read {promised}" in capsys.readouterr().err
+    assert re.search(naming(str(promised), why), capsys.readouterr().err)
     assert given.read_text() == before
 
 
