@@ -250,11 +250,13 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
     origin = {"source": "a page", "round_or_year": "2022"}
 
     def add(row: dict[str, str]) -> tuple[int, str]:
-        code = add_main([str(write(tmp_path / "new.csv", row)), "--to", str(given), "--commitment", str(promised)])
+        new = write(tmp_path / "new.csv", row)
+        words = [str(new), "--to", str(given), "--commitment", str(promised), "--out", str(tmp_path / "outcomes.json")]
+        code = add_main(words)
         shown = capsys.readouterr()
         return code, shown.out + shown.err
 
-    write(given, ONE | origin)
+    write(given, ONE | origin | {"family": ""})
     for row, why in (
         (EIGHT | {"ms_per_step": "19.7"}, "source"),
         (EIGHT | origin, "ms_per_step"),
@@ -265,9 +267,21 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
         code, shown = add(row)
         assert code == 1
         assert why in shown
-    code, shown = add(EIGHT | origin | {"ms_per_step": "19.7"})
+    code, shown = add(EIGHT | origin | {"family": "DGX", "ms_per_step": "19.7"})
     assert code == 0
     assert "inside the interval" in shown
+    assert "1 of 1 inside" in shown
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert outcomes["promised"] == {key: stored[key] for key in ("sha256", "commit")}
+    predicted = float(stored["predictions"]["eight"][0])
+    assert outcomes["rows"]["eight"]["measured"] == 19.7
+    assert outcomes["systems"]["DGX"] == {
+        "rows": 1,
+        "ours": pytest.approx(abs(predicted / 19.7 - 1), abs=1e-4),
+        "linear": pytest.approx(abs(120.04 * 51 / 408 / 19.7 - 1), abs=1e-4),
+        "held": 1.0,
+        "source": "a page",
+    }
     assert [row.id for row in read_given(given).rows] == ["one", "eight"]
 
 
@@ -301,7 +315,7 @@ def test_damaged_commitment_is_named_before_a_row_is_added(predictions, why, tmp
     origin = {"source": "a page", "round_or_year": "2022"}
     given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
     before, promised = given.read_text(), tmp_path / "promised.json"
-    promised.write_text(json.dumps({"sha256": "0" * 64, "predictions": predictions}))
+    promised.write_text(json.dumps({"sha256": "0" * 64, "commit": "0" * 12, "predictions": predictions}))
     assert add_main([str(new), "--to", str(given), "--commitment", str(promised)]) == 1
     assert re.search(naming(str(promised), why), capsys.readouterr().err)
     assert given.read_text() == before
