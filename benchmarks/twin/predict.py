@@ -239,7 +239,12 @@ def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
     if _kinship(question, base) != "ladder" or question.num_nodes == 1:
         return None
     others = [row for row in measured if row["ladder"] == base["ladder"] and row.num_nodes > base.num_nodes]
-    return min(others, key=lambda row: abs(math.log(question.num_devices / row.num_devices)), default=None)
+
+    def distance(row: Row) -> tuple[float, float]:
+        sizes, batches = question.num_devices / row.num_devices, question.local_batch / row.local_batch
+        return abs(math.log(sizes)), abs(math.log(batches))
+
+    return min(others, key=distance, default=None)
 
 
 COLUMNS = ("id", "ms_per_step", "low", "high", "extrapolated", "scaled_from")

@@ -165,6 +165,16 @@ def test_second_row_counts_by_its_information():
     assert 1 < predict_row(question, [Row(ONE), slower]).seconds / alone.seconds < 1.06
 
 
+def test_second_row_with_the_questions_own_batch_is_the_one_that_corrects():
+    """A ladder may hold several local batches, and small ones show other errors than large ones."""
+    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
+    alone = [predict_row(Row(EIGHT | {"batch_per_accelerator": batch}), [Row(ONE)]).seconds for batch in ("51", "408")]
+    own = Row(EIGHT | {"id": "own", "ms_per_step": f"{1e3 * alone[0]:.6f}"})
+    large = EIGHT | {"id": "large", "batch_per_accelerator": "408", "ms_per_step": f"{1.05e3 * alone[1]:.6f}"}
+    found = predict_row(question, [Row(ONE), Row(large), own])
+    assert found.seconds == pytest.approx(predict_row(question, [Row(ONE), own]).seconds)
+
+
 @pytest.mark.parametrize(
     ("second", "why"),
     [
