@@ -37,6 +37,10 @@ ANOMALOUS = 3.0
 """Least distance of a second row from its prediction, in half intervals, at which it contradicts the model."""
 CONTRADICTS = 1.25
 """Least ratio at which two steps of the same system, size, batch and software contradict each other."""
+SAME_SYSTEM = ("system", "accelerator", "framework", "collective_library_version", "precision", "model")
+"""Columns that are equal in rows of the same system and software, and on the same ladder."""
+SAME_LADDER = ("intra_node_link", "inter_node_link", "inter_node_gbit_per_s", "input_data", "fusion")
+"""Columns that are equal, too, if no ladder is stated."""
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
@@ -304,8 +308,10 @@ def contradictions(rows: Sequence[Row]) -> list[str]:
     """Return a line for each two measured rows of one system, size, batch and software whose steps differ too much."""
     by: dict[tuple[object, ...], list[Row]] = collections.defaultdict(list)
     for row in rows:
-        if row["ladder"] and row.seconds:
-            by[row["ladder"], row["model"], row.num_devices, row.num_nodes, row.local_batch, row.software].append(row)
+        if row.seconds:
+            ladder = (row["ladder"],) if row["ladder"] else tuple(row[name] for name in SAME_LADDER)
+            system = tuple(row[name] for name in SAME_SYSTEM)
+            by[ladder, system, row.num_devices, row.num_nodes, row.local_batch].append(row)
     lines = []
     for found in by.values():
         least, most = (choose(found, key=lambda row: row.seconds or 0.0) for choose in (min, max))
@@ -370,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     more = (
         f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
     )
-    print_line(f"{len(answers.predictions)} rows predicted{more}")
+    print_line(f"{count(len(answers.predictions), 'row')} predicted{more}")
     print_line(f"written: {options.out} (milliseconds of a step; low and high are a 90% interval)")
     return 0
 

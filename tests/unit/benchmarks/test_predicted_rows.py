@@ -15,7 +15,7 @@ from benchmarks.twin.add_rows import main as add_main
 from benchmarks.twin.fusion import InGroups
 from benchmarks.twin.hardware import DEFAULTS, resnet50_rate, stated_gbit_per_s
 from benchmarks.twin.leave_out import factor_of
-from benchmarks.twin.predict import calibrate, main, predict_row
+from benchmarks.twin.predict import calibrate, contradictions, main, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
 from benchmarks.twin.rows import Row, read_given
@@ -176,6 +176,23 @@ def test_second_row_with_the_questions_own_batch_is_the_one_that_corrects():
 
 
 @pytest.mark.parametrize(
+    ("change", "is_found"),
+    [
+        ({}, True),
+        ({"ladder": "", "null_line": ""}, True),  # ladders are optional
+        ({"accelerator": "NVIDIA H100-SXM5-80GB"}, False),
+        ({"precision": "fp32"}, False),
+        ({"system": "another maker's"}, False),
+        ({"ms_per_step": "125"}, False),
+    ],
+)
+def test_two_steps_of_one_system_contradict_each_other_and_those_of_two_systems_do_not(change, is_found):
+    other = {"id": "other", "ms_per_step": "240"} | change
+    first = ONE | {name: value for name, value in change.items() if name in ("ladder", "null_line")}
+    assert len(contradictions([Row(first), Row(ONE | other)])) == is_found
+
+
+@pytest.mark.parametrize(
     ("second", "why"),
     [
         ({"ms_per_step": "80"}, "anomalous"),
@@ -241,7 +258,7 @@ def test_table_is_predicted_without_its_own_measurements(tmp_path, capsys):
     questions = write(tmp_path / "questions.csv", EIGHT, ONE)
     out = tmp_path / "out.csv"
     assert main(["--given", str(given), "--rows", str(questions), "--out", str(out)]) == 0
-    assert "2 rows" in capsys.readouterr().out
+    assert "2 rows predicted" in capsys.readouterr().out
     with out.open() as file:
         eight, one = csv.DictReader(file)
     assert (eight["id"], eight["scaled_from"], eight["extrapolated"]) == ("eight", "one", "no")
