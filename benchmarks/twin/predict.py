@@ -37,6 +37,10 @@ ANOMALOUS = 3.0
 """Least distance of a second row from its prediction, in half intervals, at which it contradicts the model."""
 CONTRADICTS = 1.25
 """Least ratio at which two steps of the same system, size, batch and software contradict each other."""
+SAME_SYSTEM = ("system", "accelerator", "framework", "collective_library_version", "precision", "model")
+"""Columns that are equal in rows of the same system and software, and on the same ladder."""
+SAME_LADDER = ("intra_node_link", "inter_node_link", "inter_node_gbit_per_s", "input_data", "fusion")
+"""Columns that are equal, too, if no ladder is stated."""
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
@@ -239,7 +243,12 @@ def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
     if _kinship(question, base) != "ladder" or question.num_nodes == 1:
         return None
     others = [row for row in measured if row["ladder"] == base["ladder"] and row.num_nodes > base.num_nodes]
-    return min(others, key=lambda row: abs(math.log(question.num_devices / row.num_devices)), default=None)
+
+    def distance(row: Row) -> tuple[float, float]:
+        sizes, batches = question.num_devices / row.num_devices, question.local_batch / row.local_batch
+        return abs(math.log(sizes)), abs(math.log(batches))
+
+    return min(others, key=distance, default=None)
 
 
 COLUMNS = ("id", "ms_per_step", "low", "high", "extrapolated", "scaled_from")
@@ -281,20 +290,28 @@ def predict_table(given: Path, questions: Path, out: Path) -> Answers:
     left_out = [*_few(measured.unusable), *_few(asked.unusable + alone)]
     if not predictions:
         raise SimulationError(left_out[-1])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *map(_line, predictions)])
-    write(out, text.getvalue())
+    text = table_text(list(map(_line, predictions)))
+    write(out, text)
     refused = dict.fromkeys(each.refused for each in predictions if each.refused)
     odd = [*_few(contradictions(measured.rows)), *_few(list(refused)), *_unknowns(predictions)]
-    return Answers(predictions, left_out, odd, text.getvalue())
+    return Answers(predictions, left_out, odd, text)
+
+
+def table_text(lines: Sequence[Sequence[str]]) -> str:
+    """Return the text of a table of predictions, whose SHA-256 a commitment states."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
+    return text.getvalue()
 
 
 def contradictions(rows: Sequence[Row]) -> list[str]:
     """Return a line for each two measured rows of one system, size, batch and software whose steps differ too much."""
     by: dict[tuple[object, ...], list[Row]] = collections.defaultdict(list)
     for row in rows:
-        if row["ladder"] and row.seconds:
-            by[row["ladder"], row["model"], row.num_devices, row.num_nodes, row.local_batch, row.software].append(row)
+        if row.seconds:
+            ladder = (row["ladder"],) if row["ladder"] else tuple(row[name] for name in SAME_LADDER)
+            system = tuple(row[name] for name in SAME_SYSTEM)
+            by[ladder, system, row.num_devices, row.num_nodes, row.local_batch].append(row)
     lines = []
     for found in by.values():
         least, most = (choose(found, key=lambda row: row.seconds or 0.0) for choose in (min, max))
@@ -315,13 +332,17 @@ def _unknowns(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def commitment(answers: Answers) -> dict[str, object]:
-    """Return predictions and their SHA-256, which is compared with the table when the answers are known."""
+    """Return the lines of the table and its SHA-256, which add_rows checks when the answers are known."""
     _, *rows = csv.reader(io.StringIO(answers.text))
     return {
-        "sha256": hashlib.sha256(answers.text.encode()).hexdigest(),
-        "bigbatch": source_commit(),
-        "predictions": {row[0]: [float(value) for value in row[1:4]] for row in rows},
+        "sha256": digest(answers.text),
+        "commit": source_commit(),
+        "predictions": {name: values for name, *values in rows},
     }
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _few(lines: Sequence[str]) -> list[str]:
@@ -355,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     more = (
         f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
     )
-    print_line(f"{len(answers.predictions)} rows predicted{more}")
+    print_line(f"{count(len(answers.predictions), 'row')} predicted{more}")
     print_line(f"written: {options.out} (milliseconds of a step; low and high are a 90% interval)")
     return 0
 

@@ -130,7 +130,7 @@ class Row:
         framework, library = self["framework"].lower(), self["collective_library_version"].lower()
         if "parameter server" in framework or "distributed_replicated" in framework:
             return "servers"
-        if "socket" in library or "tcp" in self["inter_node_link"].lower():
+        if re.search("socket|gloo", library) or "tcp" in self["inter_node_link"].lower():
             return "sockets"
         if "mpi" in library and "nccl" not in library:
             return "host"

@@ -1,5 +1,6 @@
 """Tables of the pages have the figures of their records."""
 
+import hashlib
 import json
 import re
 import statistics
@@ -250,6 +251,40 @@ def test_figures_of_simulated_steps(head: str, named: str) -> None:
         require(count, each["rows"])
         for cell, column in zip(cells, ("ours", "linear", "line", "held", "width"), strict=True):
             require(cell, *([] if each[column] is None else [100 * each[column]]))
+
+
+def test_figures_of_systems_predicted_before_their_figures_were_read() -> None:
+    found, second = record("simulate-unseen-outcomes"), record("simulate-unseen-second-rows")
+    lines = rows_of("simulate-errors.md", "not seen before")[1:]
+    assert [name for name, *_ in lines] == ["all", *found["systems"]]
+    for name, *cells in lines:
+        halves = (found, cells[:4]), (second, cells[4:])
+        for outcomes, (count, *shares) in halves:
+            each = outcomes["summaries"]["all"] if name == "all" else outcomes["systems"].get(name)
+            require(count, *([each["rows"]] if each else []))
+            for cell, column in zip(shares, ("ours", "linear", "held"), strict=True):
+                require(cell, *([100 * each[column]] if each else []))
+    total, held = found["summaries"]["all"]["rows"], round(100 * found["summaries"]["all"]["held"])
+    for page, words in (
+        ("simulate-errors.md", f"**Only {held}% of the rows are inside their 90% intervals**"),
+        ("simulate.md", f"only {held}% of {total} rows of eight other systems"),
+    ):
+        assert words in (ROOT / "docs" / page).read_text()
+
+
+def test_outcomes_are_those_of_the_predictions_that_were_committed_first() -> None:
+    promised, found = record("simulate-unseen"), record("simulate-unseen-outcomes")
+    assert found["promised"] == {key: promised[key] for key in ("sha256", "commit")}
+    lines = [",".join((name, *values)) for name, values in promised["predictions"].items()]
+    text = "\n".join(("id,ms_per_step,low,high,extrapolated,scaled_from", *lines, ""))
+    assert hashlib.sha256(text.encode()).hexdigest() == promised["sha256"]
+    assert found["rows"].keys() == promised["predictions"].keys()
+    for name, row in found["rows"].items():
+        assert [row[key] for key in ("predicted", "low", "high")] == list(map(float, promised["predictions"][name][:3]))
+    held = [row["low"] <= row["measured"] <= row["high"] for row in found["rows"].values()]
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in found["rows"].values()]
+    assert found["summaries"]["all"]["held"] == pytest.approx(statistics.fmean(held), abs=1e-3)
+    assert found["summaries"]["all"]["ours"] == pytest.approx(statistics.median(errors), abs=1e-4)
 
 
 def test_figures_of_input_from_a_slow_storage() -> None:

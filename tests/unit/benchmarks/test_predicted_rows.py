@@ -15,7 +15,7 @@ from benchmarks.twin.add_rows import main as add_main
 from benchmarks.twin.fusion import InGroups
 from benchmarks.twin.hardware import DEFAULTS, resnet50_rate, stated_gbit_per_s
 from benchmarks.twin.leave_out import factor_of
-from benchmarks.twin.predict import calibrate, main, predict_row
+from benchmarks.twin.predict import calibrate, contradictions, main, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
 from benchmarks.twin.rows import Row, read_given
@@ -165,6 +165,33 @@ def test_second_row_counts_by_its_information():
     assert 1 < predict_row(question, [Row(ONE), slower]).seconds / alone.seconds < 1.06
 
 
+def test_second_row_with_the_questions_own_batch_is_the_one_that_corrects():
+    """A ladder may hold several local batches, and small ones show other errors than large ones."""
+    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
+    alone = [predict_row(Row(EIGHT | {"batch_per_accelerator": batch}), [Row(ONE)]).seconds for batch in ("51", "408")]
+    own = Row(EIGHT | {"id": "own", "ms_per_step": f"{1e3 * alone[0]:.6f}"})
+    large = EIGHT | {"id": "large", "batch_per_accelerator": "408", "ms_per_step": f"{1.05e3 * alone[1]:.6f}"}
+    found = predict_row(question, [Row(ONE), Row(large), own])
+    assert found.seconds == pytest.approx(predict_row(question, [Row(ONE), own]).seconds)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_found"),
+    [
+        ({}, True),
+        ({"ladder": "", "null_line": ""}, True),  # ladders are optional
+        ({"accelerator": "NVIDIA H100-SXM5-80GB"}, False),
+        ({"precision": "fp32"}, False),
+        ({"system": "another maker's"}, False),
+        ({"ms_per_step": "125"}, False),
+    ],
+)
+def test_two_steps_of_one_system_contradict_each_other_and_those_of_two_systems_do_not(change, is_found):
+    other = {"id": "other", "ms_per_step": "240"} | change
+    first = ONE | {name: value for name, value in change.items() if name in ("ladder", "null_line")}
+    assert len(contradictions([Row(first), Row(ONE | other)])) == is_found
+
+
 @pytest.mark.parametrize(
     ("second", "why"),
     [
@@ -216,6 +243,7 @@ def test_factor_of_intervals_gives_each_system_the_same_weight():
         ({"collective_library_version": "NCCL 2.3.7"}, "nccl", False),
         ({"collective_library_version": "NCCL 2 over sockets, Open MPI"}, "sockets", True),
         ({"collective_library_version": "Intel MPI 2017 update 4"}, "host", True),
+        ({"collective_library_version": "Gloo", "framework": "PyTorch 1.7, DDP"}, "sockets", True),
         ({"framework": "TensorFlow 1.1, parameter servers"}, "servers", True),
     ],
 )
@@ -230,7 +258,7 @@ def test_table_is_predicted_without_its_own_measurements(tmp_path, capsys):
     questions = write(tmp_path / "questions.csv", EIGHT, ONE)
     out = tmp_path / "out.csv"
     assert main(["--given", str(given), "--rows", str(questions), "--out", str(out)]) == 0
-    assert "2 rows" in capsys.readouterr().out
+    assert "2 rows predicted" in capsys.readouterr().out
     with out.open() as file:
         eight, one = csv.DictReader(file)
     assert (eight["id"], eight["scaled_from"], eight["extrapolated"]) == ("eight", "one", "no")
@@ -243,15 +271,19 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
     out, promised = tmp_path / "out.csv", tmp_path / "promised.json"
     words = ["--given", str(given), "--rows", str(questions), "--out", str(out), "--commit", str(promised)]
     assert main(words) == 0
-    assert json.loads(promised.read_text())["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    stored = json.loads(promised.read_text())
+    assert stored["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert re.fullmatch(r"[0-9a-f]{12}\+?", stored["commit"])
     origin = {"source": "a page", "round_or_year": "2022"}
 
     def add(row: dict[str, str]) -> tuple[int, str]:
-        code = add_main([str(write(tmp_path / "new.csv", row)), "--to", str(given), "--commitment", str(promised)])
+        new = write(tmp_path / "new.csv", row)
+        words = [str(new), "--to", str(given), "--commitment", str(promised), "--out", str(tmp_path / "outcomes.json")]
+        code = add_main(words)
         shown = capsys.readouterr()
         return code, shown.out + shown.err
 
-    write(given, ONE | origin)
+    write(given, ONE | origin | {"family": ""})
     for row, why in (
         (EIGHT | {"ms_per_step": "19.7"}, "source"),
         (EIGHT | origin, "ms_per_step"),
@@ -262,9 +294,21 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
         code, shown = add(row)
         assert code == 1
         assert why in shown
-    code, shown = add(EIGHT | origin | {"ms_per_step": "19.7"})
+    code, shown = add(EIGHT | origin | {"family": "DGX", "ms_per_step": "19.7"})
     assert code == 0
     assert "inside the interval" in shown
+    assert "1 of 1 inside" in shown
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert outcomes["promised"] == {key: stored[key] for key in ("sha256", "commit")}
+    predicted = float(stored["predictions"]["eight"][0])
+    assert outcomes["rows"]["eight"]["measured"] == 19.7
+    assert outcomes["systems"]["DGX"] == {
+        "rows": 1,
+        "ours": pytest.approx(abs(predicted / 19.7 - 1), abs=1e-4),
+        "linear": pytest.approx(abs(120.04 * 51 / 408 / 19.7 - 1), abs=1e-4),
+        "held": 1.0,
+        "source": "a page",
+    }
     assert [row.id for row in read_given(given).rows] == ["one", "eight"]
 
 
@@ -286,14 +330,21 @@ def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeyp
     assert re.search(naming(str(given), "Permission denied"), capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("predictions", [{"n1": [1, 2]}, [1]])
-def test_damaged_commitment_is_named_before_a_row_is_added(predictions, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("predictions", "why"),
+    [
+        ({"n1": [1, 2]}, "cannot read"),
+        ([1], "cannot read"),
+        ({"eight": ["19.7", "18", "21", "no", "one"]}, "are not those of its sha256"),
+    ],
+)
+def test_damaged_commitment_is_named_before_a_row_is_added(predictions, why, tmp_path, capsys):
     origin = {"source": "a page", "round_or_year": "2022"}
     given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
     before, promised = given.read_text(), tmp_path / "promised.json"
-    promised.write_text(json.dumps({"predictions": predictions}))
+    promised.write_text(json.dumps({"sha256": "0" * 64, "commit": "0" * 12, "predictions": predictions}))
     assert add_main([str(new), "--to", str(given), "--commitment", str(promised)]) == 1
-    assert f"cannot read {promised}" in capsys.readouterr().err
+    assert re.search(naming(str(promised), why), capsys.readouterr().err)
     assert given.read_text() == before
 
 
