@@ -284,15 +284,6 @@ def test_mode_of_another_experiment_is_not_taken(words: tuple[str, ...], tmp_pat
     assert not again.limits, "these change no speed"
 
 
-def test_mode_keeps_in_any_order_are_the_same_experiment(tmp_path: Path) -> None:
-    keys = ("batch.microbatch_size", "compute.cuda_graph")
-    for keeps in (keys, keys[::-1]):
-        config = quickstart()
-        config = replace(config, compute=replace(config.compute, mode_keeps=keeps))
-        choose(config, Played({Mode(8): 100.0, Mode(8, "default"): 200.0}), tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = choose(quickstart(), Played(COMPILED), tmp_path)
     monkeypatch.setattr(doctor_mode, "device_name", lambda device: "NVIDIA H200")

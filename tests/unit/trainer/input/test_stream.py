@@ -201,18 +201,6 @@ def test_stream_images_of_steps_that_do_not_count_are_not_told() -> None:
     assert recorder.events == [("skipped", 2, told), ("save", 2, None)]
 
 
-@pytest.mark.parametrize("end", ["?", ")"])
-def test_stream_message_has_one_full_stop(end: str) -> None:
-    def ending() -> Iterator[Batch]:
-        yield from make_batches(1)
-        raise DataError(f"does the server answer{end}")
-
-    with pytest.raises(DataError) as raised:
-        train(STEPS, make_parts(), Recorder(), ending())
-    stop = end if end in (".", "?", "!") else f"{end}."
-    assert str(raised.value) == f"does the server answer{stop} No step was done."
-
-
 def evaluate_beside(other: OtherRank, batches: Iterator[Batch], *, num_samples: int, **options: Any) -> dict[str, Any]:
     return evaluate(
         other.parts.model,

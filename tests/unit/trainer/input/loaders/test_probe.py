@@ -22,7 +22,7 @@ from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.loaders import pillow
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.encoded import ImageLoader, as_batch
-from bigbatch.trainer.input.loaders.probe import NUM_KEPT, probe_input, rate
+from bigbatch.trainer.input.loaders.probe import NUM_KEPT, probe_input
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
@@ -136,26 +136,6 @@ def test_probe_requests_begin_anew_where_they_are_few() -> None:
     parts.probe(seconds=1.0)
     assert parts.num_loads > 2
     assert len(parts.asked) > 1000
-
-
-def costing(clock: Clock, costs: list[float]) -> Iterator[Batch]:
-    request = Request(0, np.arange(3), np.ones(3, bool))
-    for cost in costs:
-        clock.now += cost
-        yield Batch(torch.zeros(3), torch.zeros(3), torch.zeros(3), request)
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_fill", "expected"),
-    [
-        ([2, 2, *[1] * 12], 2, 3 / 1),  # what fills the queues is not counted
-        ([8, *[4] * 3], 4, 3 / 4),  # nor is it waited for beyond a quarter of the time
-        ([2, 2, *[3] * 5], 0, 5 * 3 / (2 + 4 * 3)),  # the first never counts
-    ],
-)
-def test_probe_what_is_counted(costs: list[float], num_fill: int, expected: float) -> None:
-    clock = Clock()
-    assert rate(costing(clock, costs), seconds=16.0, num_fill=num_fill, clock=clock) == pytest.approx(expected)
 
 
 def test_probe_a_loader_that_reads_nothing_has_neither_read_nor_decode_nor_copy() -> None:
