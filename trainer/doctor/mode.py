@@ -41,7 +41,7 @@ from bigbatch.trainer.doctor.modes import (
     with_mode,
     write_mode,
 )
-from bigbatch.trainer.input.remedies import AUGMENTATIONS
+from bigbatch.trainer.input.report import AUGMENTATIONS
 from bigbatch.trainer.machine.gpu_driver import driver_version
 
 FORMAT = "bigbatch compute mode 2"

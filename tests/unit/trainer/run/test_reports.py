@@ -24,8 +24,7 @@ from small_run import PLAN
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.input.remedies import input_settings
-from bigbatch.trainer.input.report import MeasuredInput
+from bigbatch.trainer.input.report import MeasuredInput, input_settings
 from bigbatch.trainer.run import folder, metrics, summary
 from bigbatch.trainer.run.cost import Spent, total_spent
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary

@@ -27,8 +27,7 @@ from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.reading import EncodedBatch
-from bigbatch.trainer.input.remedies import input_settings
-from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, slowest_stage
+from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, input_settings, slowest_stage
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
 
