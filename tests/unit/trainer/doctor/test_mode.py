@@ -77,21 +77,11 @@ def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list
     assert all(65_536 // num_gpus % size == 0 for size in sizes)
 
 
-def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
-    """58,880 = 256 x 230; a third of that many ranks has 3 microbatches, and 2 do not divide it."""
-    modes = find_modes(config_of(name="imagenet/resnet50_58880"), world_size=64)
-    assert (modes.sizes, modes.num_images, modes.can_capture) == ((230, 460), 920, False)
-    three = find_modes(quickstart("--batch.global_batch_size=24"), world_size=1)
-    assert three.sizes == (8, 24)
-    one_size = "--compute.mode_keeps=[batch.microbatch_size]"
-    kept = find_modes(config_of(one_size, name="imagenet/resnet50_8k"), world_size=8)
-    assert (kept.sizes, kept.num_images) == ((64,), 512)
-
-
 @pytest.mark.parametrize(
     ("words", "sizes", "captures", "compiles"),
     [
         ((), (8, 16, 32), True, True),
+        (("--batch.global_batch_size=24",), (8, 24), True, True),  # 3 microbatches: 2 do not divide them
         (("--compute.mode_keeps=[batch.microbatch_size]",), (8,), True, True),
         (("--compute.mode_keeps=[compute.compile, compute.cuda_graph]",), (8, 16, 32), False, False),
         (("--compute.compile=default",), (8, 16, 32), True, False),

@@ -219,7 +219,6 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     ("model", "form", "name", "message"),
     [
         ("resnet9", "torchvision", "a.pth", "torchvision has no resnet9: choose --format safetensors, onnx or "),
-        ("resnet9", "timm", "a.pth", "timm has no resnet9: choose --format safetensors, onnx or torch_export"),
         (
             "blurred",
             "timm",
@@ -228,7 +227,6 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         ("resnet9", "onnx", "a.pth", "onnx writes .onnx; name it "),
         ("resnet9", "torch_export", "a", "torch_export writes .pt2; name it "),
-        ("resnet9", "safetensors", "a.pth", "safetensors writes .safetensors; name it "),
     ],
 )
 def test_export_messages_of_what_does_not_go_together(

@@ -105,13 +105,12 @@ def test_stream_state_before_the_failed_step_is_saved_bit_for_bit(
 @pytest.mark.parametrize(
     ("first_step", "num_batches", "told"), [(0, 0, None), (0, 1, "No step "), (2, 0, None), (2, 1, " step 2.")]
 )
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_stream_failure_before_the_end_of_the_first_step_saves_nothing(
-    first_step: int, num_batches: int, told: str | None, precision: str
+    first_step: int, num_batches: int, told: str | None
 ) -> None:
     batches = failing(make_batches(num_batches))
     plan = replace(STEPS, first_step=first_step)
-    recorder, said = run(plan, batches, precision=precision, optimizer="sgd")
+    recorder, said = run(plan, batches, precision="fp16", optimizer="sgd")
     assert said == LOST if told is None else re.search(naming(LOST, told), said)
     assert recorder.events == []
 
