@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_line, print_lines, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
@@ -26,6 +25,7 @@ from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import PACKAGED, parse_overrides
+from bigbatch.user_settings import visible_gpus
 from bigbatch.words import count
 
 

@@ -115,7 +115,10 @@ def main(argv: Sequence[str]) -> int:
 def _time_sizes(
     arguments: argparse.Namespace, counts: Sequence[int], contestants: Mapping[str, Communicator], report: BenchReport
 ) -> bool:
-    """Time each number of elements by each algorithm; return whether all sums were right. Collective."""
+    """Time each number of elements by each algorithm; return whether all sums were right. Collective.
+
+    Raises: CommError if all algorithms hang.
+    """
     communicator, conditions = report.communicator, report.conditions
     limit, source = _find_limit(arguments.link_gbit, communicator)
     tensor_N = communicator.allocate(max(counts), getattr(torch, arguments.dtype))
@@ -143,7 +146,10 @@ def _time_sizes(
         except HungError as hung:
             report.working_on("")
             report.print(f"# {hung}")
-            contestants = _without(hung.algorithm, contestants, communicator)
+            others = {name: each.table for name, each in contestants.items() if name != hung.algorithm}
+            if not others:
+                raise CommError(f"{hung.algorithm} hangs, and no other all-reduce is left to measure") from None
+            contestants = {name: communicator.with_algorithm(name, table=table) for name, table in others.items()}
             tensor_N = communicator.allocate(max(counts), tensor_N.dtype)  # the hung sum may use the old one
             continue
         left.pop(0)
@@ -165,14 +171,6 @@ def _time_sizes(
         plot_sweep(rows, arguments.plot, limit=limit, title=title, caption=caption)
         report.print(f"# plot: {arguments.plot}")
     return num_wrong == 0
-
-
-def _without(hung: str, contestants: Mapping[str, Communicator], communicator: Communicator) -> dict[str, Communicator]:
-    """Return the other contestants, connected again. Collective. Raises: CommError if there is none."""
-    others = {name: each for name, each in contestants.items() if name != hung}
-    if not others:
-        raise CommError(f"{hung} hangs, and no other all-reduce is left to measure")
-    return {name: communicator.with_algorithm(name, table=each.table) for name, each in others.items()}
 
 
 def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:

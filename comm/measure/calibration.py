@@ -20,10 +20,10 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.measure.hangs import HungError
 from bigbatch.comm.measure.sizes import beyond_measured, make_table, measure_times, sizes_below
-from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
 from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
+from bigbatch.user_settings import nccl_settings
 
 FORMAT = "bigbatch calibration 1"
 SECONDS = 10.0

@@ -113,7 +113,7 @@ class BoundedStore:
         """Return a key's value from byte `begin` on, at once; no ranks: torch's stores do not know their clients."""
         return News(self.get(key)[begin:] if self.check([key]) else b"")
 
-    def wait_for(self, key: str, seconds: float) -> bool:
+    def wait_for(self, key: str, *, seconds: float) -> bool:
         """Wait up to seconds for a key; return whether it exists. Polls: torch's own wait blocks other threads."""
         return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 

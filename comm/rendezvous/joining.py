@@ -84,7 +84,7 @@ def ask_to_join(
         endpoint, bound = bind_endpoint(env, towards=store[0], interface=interface)
         asked = {"number": number, "endpoint": asdict(endpoint), "facts": dict(facts)}
         requests.append("asked", json.dumps(asked) + "\n")
-        while not requests.wait_for(f"answer/{number}", LOOK_SECONDS):
+        while not requests.wait_for(f"answer/{number}", seconds=LOOK_SECONDS):
             if not is_current():
                 raise ConnectionError("its ranks use another store by now")
         answer = json.loads(requests.get(f"answer/{number}"))

@@ -234,7 +234,7 @@ def _meet_at_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], 
         try:
             store.set(f"here/{env.rank}", "1")
             # twice: the first rank may wait once for another one, and once for its own requests
-            if store.wait_for("members", 2 * control.timeout_seconds):
+            if store.wait_for("members", seconds=2 * control.timeout_seconds):
                 return list(map(int, store.get("members").split())), connections, first
         except RuntimeError as error:  # the store has ended
             reasons.append(f"rank {first}: {error}")

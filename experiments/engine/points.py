@@ -175,9 +175,8 @@ def _cores_per_rank(plan: SweepPlan) -> int | None:
     """
     if plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys():
         return None
-    stated = [plan.ranks, *plan.grid.get(RANKS, []), *(own[RANKS] for own in plan.cases.values() if RANKS in own)]
-    if RANKS in plan.grid:
-        stated = plan.grid[RANKS]
+    of_cases = (own[RANKS] for own in plan.cases.values() if RANKS in own)
+    stated = plan.grid.get(RANKS) or [plan.ranks, *of_cases]
     if len(set(stated)) == 1:
         return None  # it is the same in all points anyway
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

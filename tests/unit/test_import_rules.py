@@ -22,6 +22,7 @@ ROOMS = (
     ("exit_codes", "colours", "interpreter"),
     ("errors", "files", "locks"),
     ("paths", "numbers"),
+    ("user_settings",),
     ("comm.rendezvous",),
     ("comm.backends",),
     ("comm.algorithms",),
@@ -85,7 +86,8 @@ DOORS = {
     "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
 ENVIRONMENT_READERS = (
-    "bigbatch.comm.rendezvous.environ",
+    "bigbatch.comm.rendezvous.environ",  # what launchers set
+    "bigbatch.user_settings",  # what users set
     "bigbatch.launch.start",  # hands all of it to the job that it starts
 )
 

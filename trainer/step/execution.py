@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.environ import set_compile_cache
 from bigbatch.errors import ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.user_settings import set_compile_cache
 
 WARM_UP_STEPS = 3
 """Eager steps of each shape before its capture: in them cuDNN chooses algorithms, the reducer orders its buffers, the
