@@ -7,8 +7,6 @@ from fractions import Fraction
 import pytest
 import torch
 from small_run import ACCUMULATION, PLAN, Recorder, make_batches, make_parts, train
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.step.ema import MovingAverage, evaluated_weights
@@ -45,26 +43,6 @@ def test_average_is_the_closed_form() -> None:
     assert seen[0] == []
     for found, value in zip(seen[1:], (at_2, at_2, at_4, at_4, at_6, at_6, at_8), strict=True):
         assert found == pytest.approx([float(value), -64.0], rel=1e-6)
-
-
-def test_average_is_that_of_torch() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.2), use_buffers=True)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    ours, _ = make_average(tensors, decay=0.2)  # below what it may be from the second step on
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for done in range(1, 12):
-        optimizer.zero_grad()
-        model(torch.randn(8, 5)).square().sum().backward()
-        optimizer.step()
-        ours.update_(done, skip_1=NO)
-        theirs.update_parameters(model)
-    expected = theirs.module.state_dict()
-    assert tensors.keys() == {"0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"}
-    for name, average in ours.state_dict(11).items():
-        assert torch.allclose(average, expected[name], rtol=1e-5, atol=1e-6), name
-        assert not torch.allclose(average, model.state_dict()[name], rtol=1e-2), name
 
 
 @pytest.mark.parametrize("done", [3, 4])

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
-from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import speed
@@ -200,32 +199,6 @@ def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(tmp_path: Path, monkeyp
     assert capture.num_replays == 3 * (NUM_STEPS - WARM_UP_STEPS)
     assert {record["grid_underflow_fraction"] for record in replayed.whole_records} == {None}
     assert None not in {record["grid_underflow_fraction"] for record in at_once.whole_records}
-
-
-@pytest.mark.parametrize(("num_microbatches", "num_captures"), [(1, 1), (16, 2)])
-def test_cuda_graph_serves_all_microbatches_but_the_last(num_microbatches: int, num_captures: int) -> None:
-    total, ends = torch.zeros(()), torch.zeros(())
-
-    def work(microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
-        for prepared, is_last in microbatches:
-            total.add_(prepared.images_BCHW.sum())
-            if is_last:
-                ends.add_(1)
-        return total
-
-    def draw(step: int) -> Iterator[tuple[Prepared, bool]]:
-        for index in range(num_microbatches):
-            images_BCHW = torch.full((1, 1, 1, 1), float(step * num_microbatches + index))
-            yield Prepared(images_BCHW, torch.zeros(1), torch.zeros(1)), index == num_microbatches - 1
-
-    capture, weight = RecordedCapture(), nn.Parameter(torch.zeros(1))
-    execution = CudaGraphExecution(capture, optimizer=torch.optim.SGD([weight], lr=1.0))
-    for step in range(NUM_STEPS):
-        execution(work, draw(step))
-    count = NUM_STEPS * num_microbatches
-    assert (total, ends) == (count * (count - 1) / 2, NUM_STEPS), "each microbatch once, in each step one update"
-    assert capture.num_captures == num_captures
-    assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
 
 
 def test_cuda_graph_skips_an_overflow_like_any(tmp_path: Path) -> None:

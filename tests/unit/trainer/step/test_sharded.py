@@ -46,21 +46,6 @@ def plan_of(*buffers: list[int]) -> FusionPlan:
     )
 
 
-def test_sharded_shares_by_hand() -> None:
-    """Seven elements and two ranks: parts of four, the last one with an element of filling."""
-    plan = plan_of([3, 4], [2])
-    assert cut(plan, rank=0, world_size=2) == {
-        "0.0": Piece(buffer=0, first=0, start=0, stop=3, offset=0),
-        "0.1": Piece(buffer=0, first=3, start=3, stop=4, offset=0),
-        "1.0": Piece(buffer=1, first=0, start=0, stop=1, offset=0),
-    }
-    assert cut(plan, rank=1, world_size=2) == {
-        "0.0": Piece(buffer=0, first=0, start=0, stop=0, offset=0),
-        "0.1": Piece(buffer=0, first=3, start=0, stop=3, offset=1),
-        "1.0": Piece(buffer=1, first=0, start=0, stop=1, offset=1),
-    }
-
-
 @given(
     buffers=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=3),
     world_size=st.integers(1, 7),
