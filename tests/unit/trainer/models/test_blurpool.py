@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import BlurConv2d
+from bigbatch.trainer.step.precision import Precision
 
 RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
@@ -52,3 +53,20 @@ def test_blurpool_blurred_are_the_strided_convolutions_but_the_first_and_names_a
     assert [n for n, module in model.named_modules() if isinstance(module, BlurConv2d)] == strided[1:]
     assert all(peer.get_submodule(n).in_channels >= 16 > peer.conv1.in_channels for n in strided[1:])  # FFCV's rule
     assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in peer.state_dict().items()}
+
+
+def test_blurpool_half_precision_in_channels_last() -> None:
+    blur = BlurConv2d(16, 16, 3, stride=2, padding=1, bias=False).to(memory_format=torch.channels_last)
+    whole = BlurConv2d(16, 16, 3, stride=2, padding=1, bias=False).double()
+    half = Precision(blur, name="bf16", device=torch.device("cpu")).compute_dtype
+    whole.weight.data.copy_(blur.weight.data)
+    images_BCHW = torch.randn(2, 16, 10, 10).to(half).to(memory_format=torch.channels_last)
+    got = blur(images_BCHW)
+    assert got.dtype == half
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    want = whole(images_BCHW.double()).detach()
+    assert float((got.detach().double() - want).abs().max()) < 4 * 2**-8 * float(want.abs().max())
+    got.sum().backward()
+    assert blur.weight.grad is not None
+    assert bool(blur.weight.grad.isfinite().all())
+    assert not blur.blur_kernel_C1HW.requires_grad
