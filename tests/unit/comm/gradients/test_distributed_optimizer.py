@@ -22,7 +22,6 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.broadcast import (
     all_reduce,
     broadcast_object,
-    broadcast_optimizer_state,
     broadcast_parameters,
     send_object,
 )
@@ -297,18 +296,6 @@ def test_distributed_optimizer_refuses_what_cannot_be_distributed() -> None:
 
 
 # --- broadcasts and all_reduce on one rank; tests/parallel has them over several ---
-
-
-def test_broadcast_of_one_rank_goes_to_itself() -> None:
-    one, model = alone(), make_model()
-    before = copy.deepcopy(model.state_dict())
-    broadcast_parameters(model.state_dict(), one)
-    broadcast_parameters(model.named_parameters(), one)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    optimizer = sgd(model)
-    broadcast_optimizer_state(optimizer, one)
-    plain = {"epoch": 3, "best": (0.5, None, [True, "text", b"bytes", 1 << 80]), 4: {"nested"}}
-    assert broadcast_object(plain, one) == plain
 
 
 def test_object_goes_to_the_ranks_that_need_it_and_its_tensors_go_as_they_are() -> None:

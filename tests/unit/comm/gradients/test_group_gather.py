@@ -10,7 +10,7 @@ from one_rank import RecordingBackend, alone
 
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.gradients.group_gather import make_group_gather
-from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+from bigbatch.comm.gradients.reducer import ExposedTime
 
 LABEL = "gather of moments over ranks 0 to 0"
 
@@ -38,13 +38,6 @@ def test_group_gather_shows_in_the_timeline() -> None:
     gather(torch.zeros(5))
     events = json.loads(communicator.timeline.gather(communicator.control))["traceEvents"]
     assert [(event["name"], event["args"]["bytes"]) for event in events if event["ph"] == "X"] == [(LABEL, 20)]
-
-
-def test_reducer_counts_into_the_exposed_time_of_others() -> None:
-    exposed = ExposedTime()
-    weight = torch.nn.Parameter(torch.zeros(3))
-    reducer = GradientReducer([("weight", weight)], alone(RecordingBackend()), exposed=exposed)
-    assert reducer.exposed is exposed
 
 
 @pytest.mark.gpu

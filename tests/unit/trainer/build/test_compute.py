@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from error_texts import naming
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
@@ -303,17 +302,6 @@ def test_compiler_that_is_loaded_leaves_no_folder_beside_temporary_files(tmp_pat
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300)
     assert done.stdout == "good\nTrue\n", done.stderr
     assert not list((tmp_path / "tmp").iterdir())
-
-
-def test_compiler_that_is_loaded_is_deterministic_if_torch_is() -> None:
-    """It has a switch of its own."""
-    before = torch.get_deterministic_debug_mode()
-    try:
-        for mode in (2, 0, 2):
-            host.set_deterministic(mode)
-            assert (inductor_config.deterministic, torch.get_deterministic_debug_mode()) == (mode == 2, mode)
-    finally:
-        host.set_deterministic(before)
 
 
 class OnlyBelow24(nn.Module):
