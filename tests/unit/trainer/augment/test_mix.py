@@ -85,29 +85,6 @@ def test_mix_half_precision_images_keep_their_type_and_exact_targets():
     np.testing.assert_allclose(targets.numpy(), expected_targets, atol=3e-7)
 
 
-@pytest.mark.parametrize("alphas", KINDS)
-def test_mix_the_same_ghost_batches_in_other_microbatches_mix_alike(alphas):
-    images, labels, indices = batch(8)
-    mix = make(**alphas)
-    whole = mix(images, labels, epoch=1, indices_B=indices)
-    for ghosts in (1, 2, 5):
-        parts = [
-            mix(
-                images[start : start + ghosts * SPAN],
-                labels[start : start + ghosts * SPAN],
-                epoch=1,
-                indices_B=indices[start : start + ghosts * SPAN],
-            )
-            for start in range(0, len(indices), ghosts * SPAN)
-        ]
-        for ours, theirs in zip(zip(*parts, strict=True), whole, strict=True):
-            assert torch.equal(torch.cat(ours), theirs)
-    other = mix(images, labels, epoch=2, indices_B=indices)
-    assert not torch.equal(other[0], whole[0])
-    other = Mix(seed=12, num_classes=NUM_CLASSES, bn_span=SPAN, **alphas)(images, labels, epoch=1, indices_B=indices)
-    assert not torch.equal(other[0], whole[0])
-
-
 def beta_cdf(points, alpha, steps=200_000):
     """Numerically, in t = x^alpha, where the density is smooth up to x = 1/2; the rest by symmetry."""
     ends = np.linspace(0, 0.5**alpha, steps + 1)

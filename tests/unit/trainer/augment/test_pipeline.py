@@ -207,16 +207,6 @@ def test_random_erasing_is_torchvisions_with_the_same_draws(monkeypatch):
 # --- all together
 
 
-def test_augment_an_image_does_not_depend_on_its_batch():
-    images, indices = batch(40), np.arange(1000, 1040)
-    augment = Augment(5, EVERYTHING)
-    whole = augment(images, epoch=2, indices_B=indices)
-    for size in (1, 7, 23):
-        order = np.random.default_rng(size).permutation(40)[:size]
-        part = augment(images[torch.from_numpy(order)], epoch=2, indices_B=indices[order])
-        assert torch.equal(part, whole[torch.from_numpy(order)])
-
-
 def test_augment_draws_are_those_of_seed_epoch_and_stream():
     images, indices = batch(), np.arange(50, 62)
     before = images.clone()
