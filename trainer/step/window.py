@@ -84,7 +84,7 @@ class WindowSums:
         numbers = packed_N.tolist()
         scalars, shares = numbers[:num_scalars], numbers[num_scalars:]
         num_ranks = len(shares) // 2
-        return cls(*scalars, tuple(shares[:num_ranks]), tuple(shares[num_ranks:]))
+        return cls(*scalars, *map(tuple, (shares[:num_ranks], shares[num_ranks:])))
 
     @property
     def mean_seconds(self) -> float:

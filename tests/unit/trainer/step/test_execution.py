@@ -156,15 +156,14 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
         assert len({record["loss_scale"] for record in at_once.records}) > 1
 
 
-@pytest.mark.parametrize("name", ["lars outside bf16", "sgd fp16"])
-def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Gradients add up, half ones in fp32; each microbatch has its own share in the running statistics."""
     num_microbatches = 3
 
     def source() -> Iterator[Batch]:
         return batches((16,) * NUM_STEPS * num_microbatches)
 
-    at_once, replayed, capture = run_both(tmp_path, CASES[name], source, num_microbatches=num_microbatches)
+    at_once, replayed, capture = run_both(tmp_path, CASES["sgd fp16"], source, num_microbatches=num_microbatches)
     require_same_bits(replayed, at_once)
     assert len({record["loss"] for record in at_once.records}) == len(at_once.records) > 3
     assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, 2)
