@@ -41,10 +41,8 @@ def set_up_compute_(
         compile_regions_(model, mode=MODES[config.compute.compile])
         own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
         # if one rank fails, all do: all ranks must train by the same code
-        failures = [(rank, text) for rank, text in enumerate(communicator.gather_text(own)) if text]
-        failure = ""
-        if failures:
-            failure = f"rank {failures[0][0]}: {failures[0][1]}" if communicator.world_size > 1 else failures[0][1]
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(communicator.gather_text(own)) if text]
+        failure = own if communicator.world_size == 1 else next(iter(failures), "")
         if failure and not config.compute.compile_fallback:
             raise ComputeError(
                 f"compute.compile={config.compute.compile}: {failure}; set compute.compile=null, or "
