@@ -28,7 +28,7 @@ from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import speed
-from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut, EagerExecution
+from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut
 from bigbatch.trainer.step.plan import Parts, Plan
 
 NUM_STEPS = 8
@@ -364,10 +364,6 @@ def test_require_capturable_refuses_a_backend_of_the_host() -> None:
 def test_cuda_graph_refuses_settings_that_no_capture_has(override: str, key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True", key)):
         load_config(["--config", "quickstart", "--compute.cuda_graph=true", override])
-
-
-def test_cuda_graph_is_not_used_without_the_key(tmp_path: Path) -> None:
-    assert isinstance(make_run(tmp_path, {})[1].execution, EagerExecution)
 
 
 def test_cuda_graph_ends_the_run_at_once_without_a_gpu(tmp_path: Path) -> None:
