@@ -14,7 +14,6 @@ from error_texts import naming
 from one_rank import alone
 from thread_ranks import Post, PostBackend
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 from bigbatch.comm.backends.base import Done, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
@@ -188,37 +187,6 @@ def test_step_with_a_closure() -> None:
     for _ in range(2):
         ours = optimizer.step(lambda: closure(model, optimizer, factor=1))
         assert ours == pytest.approx(reference.step(lambda: closure(plain, reference, factor=3)), rel=1e-12)
-    assert_same(model, plain)
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_grad_scaler_clipping_and_a_schedule_of_the_momentum_with_synchronize() -> None:
-    """OneCycleLR changes the momentum, too. The scaler skips a step that overflows."""
-    model, plain = twins()
-    optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    one_cycle = torch.optim.lr_scheduler.OneCycleLR
-    schedules = [one_cycle(each, max_lr=0.3, total_steps=6) for each in (optimizer, reference)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = scaler.scale(loss_of(model, step)) * (float("inf") if step == 1 else 1.0)
-        loss.backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        norm = clip_grad_norm_(model.parameters(), 0.01)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-        if step != 1:
-            reference.zero_grad()
-            loss_of(plain, step).backward()
-            assert norm.item() == pytest.approx(clip_grad_norm_(plain.parameters(), 0.01).item(), rel=1e-12)
-            reference.step()
-        for schedule in schedules:
-            schedule.step()
-        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    assert scaler.get_scale() == 128.0
     assert_same(model, plain)
 
 

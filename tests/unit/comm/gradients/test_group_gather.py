@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from error_texts import naming
 from one_rank import RecordingBackend, alone
 
 from bigbatch.comm.backends.host_staging import HostStaging
@@ -24,11 +23,6 @@ def test_group_gather_of_one_rank_gathers_its_own() -> None:
     queue = communicator.backend
     assert (queue.events, queue.ranks) == ([LABEL] * 2, [(0,)] * 2), "in the queue of all other operations"
     assert exposed.take_seconds() > 0
-
-
-def test_group_gather_refuses_groups_that_do_not_divide_the_ranks() -> None:
-    with pytest.raises(ValueError, match=naming("1 ranks", "groups of 2")):
-        make_group_gather(alone(RecordingBackend()), group_size=2, exposed=ExposedTime(), what="moments")
 
 
 def test_group_gather_shows_in_the_timeline() -> None:
