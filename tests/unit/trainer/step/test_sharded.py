@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.gradients.scatter_gather import ScatterGather, own_part
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.lamb import LAMB
@@ -56,12 +56,6 @@ def test_sharded_elements_are_of_one_rank_each_and_shares_are_even(buffers: list
             assert owned == list(range(tensor.num_elements))
     part = sum(-(-buffer.num_elements // world_size) for buffer in plan.buffers)
     assert all(sum(piece.stop - piece.start for piece in share.values()) <= part for share in shares)
-
-
-def test_own_part_is_one_of_equal_parts() -> None:
-    assert own_part(torch.arange(6), rank=1, world_size=3).tolist() == [2, 3]
-    with pytest.raises(ValueError, match=naming("7 elements", "3 equal parts")):
-        own_part(torch.arange(7), rank=0, world_size=3)
 
 
 def test_sharded_weights_measure_what_an_update_waits_for() -> None:
