@@ -167,13 +167,9 @@ def test_metrics_leave_out_what_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("no_such_package.F", ("no_such_package", "pip install")),
         *((name, ("own package",)) for name in ("subprocess.Popen", "os.system", "torch.load", "bigbatch.train")),
-        (f"{HERE}.NotCalled", ("cannot be called",)),
-        (f"{HERE}.Shore", ("nearest is Share",)),
         (f"{HERE}.per_class", ("shape (4, 10)", "result")),
         (f"{HERE}.BrokenShare", ("result fails", "(2,)", "IndexError")),
-        (f"{HERE}.breaks", ("KeyError",)),
         (f"{HERE}.depends_on_others", ("in a batch with other images",)),
     ],
 )
