@@ -59,6 +59,19 @@ def test_files_bytes_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch
     assert done == ["3 synced", "named", "named"]
 
 
+def test_files_a_disk_that_is_full_at_the_end_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    write_whole(tmp_path / "a", b"123")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=naming(os.strerror(28))):
+        write_whole(tmp_path / "a", b"new", sync=True)
+    assert ((tmp_path / "a").read_bytes(), names(tmp_path)) == (b"123", ["a"])
+
+
 def test_files_two_writers_do_not_meet(tmp_path: Path) -> None:
     path = tmp_path / "a"
     with replacing(path, suffix=".onnx") as first, replacing(path) as second:
@@ -83,6 +96,21 @@ def test_files_what_lies_under_a_fixed_mark_is_removed_and_no_link_is_followed(t
     assert not path.is_symlink()
     assert not aside.is_symlink()
     assert (foreign.read_bytes() if foreign.exists() else None) == (b"theirs" if left == "link" else None)
+
+
+def test_files_where_nothing_can_be_written_the_system_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "no/a", b"")
+    (tmp_path / "no").touch()
+    with pytest.raises(NotADirectoryError):
+        write_whole(tmp_path / "no/a", b"")
+    (tmp_path / "folder/x").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", b"")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"'\.'"):
+        write_whole(Path(), b"")
+    assert names(tmp_path) == ["folder", "no"]
 
 
 def modes(path: Path) -> tuple[int, int]:

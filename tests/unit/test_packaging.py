@@ -24,6 +24,7 @@ from error_texts import naming
 from packaging.requirements import Requirement
 
 from bigbatch import __version__
+from bigbatch.trainer.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("comm", "configs", "experiments", "launch", "trainer")
@@ -223,6 +224,11 @@ def test_make_installs_no_cuda_13_for_an_old_driver() -> None:
     assert "-e '.[dali-cuda12,mpi,dev]'" in rest
 
 
+def test_quickstart_has_room_for_the_ranks_that_make_train_chooses() -> None:
+    batch = load_config(["--config", "quickstart"]).batch
+    assert batch.global_batch_size % (4 * batch.microbatch_size) == 0
+
+
 def test_make_refuses_an_old_python(tmp_path: Path) -> None:
     for name in ("Makefile", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
@@ -261,3 +267,24 @@ def test_fetch_pip_takes_no_other_file(page: bytes, named: tuple[str, ...]) -> N
     fetch_wheel.__globals__["urlopen"] = lambda url, timeout: next(answers)
     with pytest.raises(ValueError, match=naming(*named)):
         fetch_wheel()
+
+
+def test_container_builds_see_the_pip_settings_of_the_machine(tmp_path: Path) -> None:
+    """A private index in a folder, its certificate, and variables that win over the file."""
+    (tmp_path / "index/simple").mkdir(parents=True)
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "ca.pem").write_text("certificate")
+    (tmp_path / "host.conf").write_text(
+        f"[global]\nextra-index-url = file://{tmp_path}/index/simple\ntimeout = 5\ncert = {tmp_path}/ca.pem\n"
+    )
+    plain = {key: value for key, value in CLEAN.items() if not key.startswith("PIP_")}
+    environ = {**plain, "PIP_CONFIG_FILE": f"{tmp_path}/host.conf", "PIP_FIND_LINKS": f"{tmp_path}/wheels"}
+    command = [sys.executable, str(ROOT / "tests/container/host_pip.py"), f"{tmp_path}/pip.conf"]
+    mounts = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert f"{tmp_path}/pip.conf:/etc/pip.conf:ro" in mounts
+    assert f"{tmp_path}/index:{tmp_path}/index:ro" in mounts
+    assert f"{tmp_path}/wheels:{tmp_path}/wheels:ro" in mounts
+    assert f"{tmp_path}/ca.pem:/etc/pip-certificates.pem:ro" in mounts
+    conf = (tmp_path / "pip.conf").read_text().splitlines()
+    assert {"[global]", "timeout = 5", "cert = /etc/pip-certificates.pem"} <= set(conf)
+    assert f"find-links = {tmp_path}/wheels" in conf

@@ -14,6 +14,7 @@ from error_texts import naming
 from one_rank import alone
 from thread_ranks import Post, PostBackend
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from bigbatch.comm.backends.base import Done, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
@@ -21,6 +22,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.broadcast import (
     all_reduce,
     broadcast_object,
+    broadcast_optimizer_state,
     broadcast_parameters,
     send_object,
 )
@@ -190,6 +192,37 @@ def test_step_with_a_closure() -> None:
     assert_same(model, plain)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_grad_scaler_clipping_and_a_schedule_of_the_momentum_with_synchronize() -> None:
+    """OneCycleLR changes the momentum, too. The scaler skips a step that overflows."""
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR
+    schedules = [one_cycle(each, max_lr=0.3, total_steps=6) for each in (optimizer, reference)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, step)) * (float("inf") if step == 1 else 1.0)
+        loss.backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(model.parameters(), 0.01)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        if step != 1:
+            reference.zero_grad()
+            loss_of(plain, step).backward()
+            assert norm.item() == pytest.approx(clip_grad_norm_(plain.parameters(), 0.01).item(), rel=1e-12)
+            reference.step()
+        for schedule in schedules:
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+    assert scaler.get_scale() == 128.0
+    assert_same(model, plain)
+
+
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_grad_scaler_before_synchronize_is_an_error(unscale_first: bool) -> None:
     model = make_model()
@@ -264,6 +297,18 @@ def test_distributed_optimizer_refuses_what_cannot_be_distributed() -> None:
 
 
 # --- broadcasts and all_reduce on one rank; tests/parallel has them over several ---
+
+
+def test_broadcast_of_one_rank_goes_to_itself() -> None:
+    one, model = alone(), make_model()
+    before = copy.deepcopy(model.state_dict())
+    broadcast_parameters(model.state_dict(), one)
+    broadcast_parameters(model.named_parameters(), one)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    optimizer = sgd(model)
+    broadcast_optimizer_state(optimizer, one)
+    plain = {"epoch": 3, "best": (0.5, None, [True, "text", b"bytes", 1 << 80]), 4: {"nested"}}
+    assert broadcast_object(plain, one) == plain
 
 
 def test_object_goes_to_the_ranks_that_need_it_and_its_tensors_go_as_they_are() -> None:

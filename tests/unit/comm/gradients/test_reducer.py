@@ -188,6 +188,27 @@ class Branches(nn.Module):
         return self.late(hidden_BC) if self.use_late else hidden_BC
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_reducer_counts_a_parameter_without_a_gradient_as_zero(set_to_none: bool) -> None:
+    model, backend = Branches(), RecordingBackend()
+    one_per_buffer = {"threshold_bytes": 1, "buffer_bytes": 1}
+    reducer = GradientReducer(model.named_parameters(), alone(backend), **one_per_buffer)
+    input_BC = torch.ones(2, 3)
+    loss_of(model, input_BC).backward()
+    reducer.wait()
+    labels = list(backend.events)
+    assert all(p.grad.any() for p in model.late.parameters())
+
+    model.zero_grad(set_to_none=True) if set_to_none else reducer.zero_grad()
+    model.use_late = False
+    loss_of(model, input_BC).backward()
+    assert backend.events == labels  # the buffers of late come first in the plan, so that nothing could start
+    reducer.wait()
+    assert backend.events == [*labels, *labels]
+    assert all(not p.grad.any() for p in model.late.parameters())
+    assert all(p.grad.any() for p in model.early.parameters())
+
+
 def test_reducer_brings_home_gradients_set_to_none_or_replaced() -> None:
     model = make_model()
     reducer = GradientReducer(model.named_parameters(), alone(), **SMALL, learn_order=False)
@@ -345,6 +366,17 @@ def test_reducer_closes_once_and_then_sums_no_more() -> None:
     with pytest.raises(RuntimeError, match=naming("closed", "new one")):
         reducer.wait()
     GradientReducer(model.named_parameters(), ranks).wait()
+
+
+def test_exposed_seconds_on_the_host_are_those_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 10.5, 20.0, 20.25])
+    monkeypatch.setattr("bigbatch.comm.gradients.reducer.time.perf_counter", lambda: next(now))
+    exposed = ExposedTime()
+    for _ in range(2):
+        with exposed.measure([torch.zeros(1)]):
+            pass
+    assert exposed.take_seconds() == 0.75
+    assert exposed.take_seconds() == 0.0
 
 
 class _Event:

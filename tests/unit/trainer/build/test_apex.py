@@ -8,29 +8,71 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
-from torch import nn
+from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.model import _build_model
-from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
-from bigbatch.trainer.optim.param_groups import load_optimizer_state
+from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.run.weights import load_weights_
 from tests.unit.trainer.build.test_optimizer import LR, make, settings_of, walk
 from tests.unit.trainer.config.test_schema import make_config
 
+LAMB = {"betas": (0.8, 0.9), "eps": 1e-5}
 
-class FusedLAMB(torch.optim.SGD):
-    """Has apex's bare zero_grad, and its step count in the group."""
+
+class FusedLAMB(torch.optim.Optimizer):
+    """LAMB in plain torch operations, with apex's arguments, its step count in the group, and its bare zero_grad."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        assert bias_correction
+        assert adam_w_mode
+        assert grad_averaging
+        assert not amsgrad
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults)
+        self.use_nvlamb = use_nvlamb
 
     def zero_grad(self) -> None:  # type: ignore[override]
         """Take no argument, as apex does."""
-        super().zero_grad()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Count in the groups."""
-        super().step()
+        """Update all weights, after clipping the norm of all gradients together."""
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        clip = (torch.cat([g.flatten() for g in grads]).norm() / self.defaults["max_grad_norm"]).clamp(min=1.0)
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                self._update(p, p.grad / clip, self.state[p], group)
+
+    def _update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].lerp_(grad**2, 1 - beta2)
+        mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+        root = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+        update = mean / root + group["weight_decay"] * p
+        adapts = (group["weight_decay"] or self.use_nvlamb) and p.norm() * update.norm() > 0
+        p -= group["lr"] * (p.norm() / update.norm() if adapts else 1.0) * update
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +85,11 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Any:
     return optimizers
 
 
-def test_optimizer_of_apex_continues_its_count_in_the_groups() -> None:
-    name = "apex.optimizers.FusedLAMB"
-    first, weights = make(name)
-    walk(first, weights, steps=range(3))
-    second, _ = make(name)
-    load_optimizer_state(second, first.state_dict(), stated=stated_settings(settings_of(name)))
-    assert [group["step"] for group in second.param_groups] == [3, 3]
+def test_lamb_of_apex_and_its_successor_make_the_same_steps() -> None:
+    theirs, weights = make("apex.optimizers.FusedLAMB", options={**LAMB, "max_grad_norm": 1e9})
+    own, own_weights = make("lamb", options=LAMB)
+    expected = walk(own, own_weights, steps=range(20))
+    torch.testing.assert_close(walk(theirs, weights, steps=range(20)), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ImportError])

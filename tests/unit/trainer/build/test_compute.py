@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from error_texts import naming
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+from torch._inductor.utils import run_and_get_code
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -153,6 +155,33 @@ def test_compiled_step_is_the_eager_one() -> None:
         assert float((got - want).norm()) <= 1e5 * 2**-53 * float(want.norm())
 
 
+@pytest.mark.long
+def test_compiler_fuses_norm_add_and_relu() -> None:
+    """All ghost batches in one kernel a norm, in channels-last memory, without a copy beside it."""
+    if failure := cxx_failure():
+        pytest.skip(failure)
+    block = make("resnet18")[0].to(memory_format=torch.channels_last).layer1[1]
+    images_BCHW = torch.randn(COUNT, 64, 8, 8).contiguous(memory_format=torch.channels_last)
+    _, (code,) = run_and_get_code(torch.compile(block, fullgraph=True), images_BCHW)
+    calls = re.findall(r"^ +(?:buf\d+ = )?((?:cpp_fused|extern_kernels|torch\.ops\.aten)[\w.]*)\(", code, re.M)
+    assert [each for each in calls if not each.startswith("cpp_fused")] == 2 * ["extern_kernels.convolution"]
+    first, last = (each for each in calls if each.startswith("cpp_fused"))
+    assert "batch_norm" in first
+    assert "relu" in first
+    assert all(each in last for each in ("batch_norm", "add", "relu"))
+
+
+def cxx_failure() -> str:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_blocks", "dtype"),
@@ -274,6 +303,17 @@ def test_compiler_that_is_loaded_leaves_no_folder_beside_temporary_files(tmp_pat
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300)
     assert done.stdout == "good\nTrue\n", done.stderr
     assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_compiler_that_is_loaded_is_deterministic_if_torch_is() -> None:
+    """It has a switch of its own."""
+    before = torch.get_deterministic_debug_mode()
+    try:
+        for mode in (2, 0, 2):
+            host.set_deterministic(mode)
+            assert (inductor_config.deterministic, torch.get_deterministic_debug_mode()) == (mode == 2, mode)
+    finally:
+        host.set_deterministic(before)
 
 
 class OnlyBelow24(nn.Module):

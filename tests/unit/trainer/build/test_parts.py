@@ -14,23 +14,25 @@ from PIL import Image
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import job as build_job
+from bigbatch.trainer.build import model as build_model
 from bigbatch.trainer.build import parts as build_parts
 from bigbatch.trainer.build.job import _calibrates, join_job, without_choices
 from bigbatch.trainer.build.model import make_model
-from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.parts import make_parts, make_precision
 from bigbatch.trainer.build.plan import make_plan, make_schedule_of
 from bigbatch.trainer.config.batch import Division, accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.machine import host
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import BlurConv2d
-from bigbatch.trainer.run.summary import shares, uneven
-from bigbatch.trainer.step.divided_work import DividedWork
+from bigbatch.trainer.run.summary import replayed, shares, uneven
 
 
 def one_rank() -> Communicator:
@@ -160,6 +162,17 @@ def test_make_plan_refuses_a_run_without_a_step_and_what_would_begin_after_it(
         make_plan(config, one_rank(), num_samples=num_samples, first_step=first_step)
 
 
+@pytest.mark.parametrize(("clip_norm", "moved"), [("0.5", 0.5), ("null", 5.0)])
+def test_make_parts_clips_gradients_to_what_the_config_states(clip_norm: str, moved: float) -> None:
+    """A gradient of (3, 4), and a step of plain SGD with a learning rate of 1."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    precision = make_precision(quickstart(f"optimizer.clip_norm={clip_norm}"), model, device=torch.device("cpu"))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    precision.update_(torch.optim.SGD(precision.masters.values(), lr=1.0))
+    assert float((model.weight.detach() - before).norm()) == pytest.approx(moved, rel=1e-5)
+
+
 def quickstart(*words: str) -> Config:
     return load_config(["--config", "quickstart", "--model.options.width=2", *(f"--{word}" for word in words)])
 
@@ -184,13 +197,25 @@ def test_sharded_update_gathers_weights_behind_the_next_forward_where_that_can_w
     assert asked == [hides]
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("name", ["muon", "shampoo"])
-def test_ranks_share_out_the_work_on_matrices(name: str) -> None:
-    config = quickstart(f"optimizer.name={name}", "optimizer.options.nesterov=true", "schedule.end_lr=0")
-    communicator = one_rank()
-    plan = make_plan(config, communicator, num_samples=5120, first_step=0)
-    parts = make_parts(config, communicator, plan=plan, tuned=None)
-    assert isinstance(parts.optimizer.divide, DividedWork)  # type: ignore[attr-defined]
+def test_ranks_share_out_the_work_on_matrices(
+    name: str, is_sharded: bool, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself where bits must not depend on which others a rank has."""
+    words = [f"optimizer.name={name}", f"optimizer.sharded={is_sharded}", "optimizer.options.nesterov=true"]
+    words += ["schedule.end_lr=0", f"run.reproducible={is_exact}"]
+    config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
+    monkeypatch.setattr(build_parts, "DividedWork", lambda communicator, *, one_by_one: (communicator, one_by_one))
+    monkeypatch.setattr(
+        build_parts, "shard_update", lambda *_, make_optimizer, **__: make_optimizer(dict(model.named_parameters()))
+    )
+    model, ranks = torch.nn.Linear(3, 2), one_rank()
+    weights: Any = SimpleNamespace(masters=dict(model.named_parameters()))
+    unused: Any = None
+    made: Any = build_parts._make_optimizer(config, model, weights, reducer=unused, communicator=ranks)
+    assert made.divide == (ranks, is_exact)
 
 
 def test_images_of_the_former_run_are_not_listed_again(tmp_path: Path) -> None:
@@ -236,6 +261,15 @@ def test_run_stops_if_the_torchrun_of_its_start_has_ended() -> None:
     communicator = replace(alone, env=replace(alone.env, master_runs=True, agent_pid=54321))
     plan = make_plan(config, communicator, num_samples=1024, first_step=0)
     assert make_parts(config, communicator, plan=plan, tuned=None).stop._launcher == 54321
+
+
+def test_momentum_of_a_run_mirrors_its_rate_where_the_config_says_so() -> None:
+    """At its highest rate, after the warm-up, it is the lowest."""
+    config, communicator = quickstart("schedule.low_momentum=0.5", "schedule.warmup_epochs=1"), one_rank()
+    plan = make_plan(config, communicator, num_samples=5120, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=None)
+    parts.set_lr_(step=plan.steps_per_epoch - 1)
+    assert [group["momentum"] for group in parts.optimizer.param_groups] == pytest.approx([0.5, 0.5])
 
 
 @pytest.mark.parametrize("is_reproducible", [False, True])
@@ -310,6 +344,46 @@ def test_without_choices_keeps_the_wire_and_leaves_no_ranks_to_replay_or_to_shar
         assert (batch.bn_span, batch.virtual_ranks) == (64, None)
     narrow = without_choices(quickstart("batch.bn_span=32"), world_size=3).batch
     assert narrow.bn_span == 32
+
+
+@pytest.mark.parametrize(
+    ("precision", "microbatch_size", "num_sums"), [("fp16", 64, 1), ("fp16", 256, 0), ("fp32", 64, 0)]
+)
+def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
+    precision: str, microbatch_size: int, num_sums: int
+) -> None:
+    words = ["optimizer.loss_scale=1024", "optimizer.loss_scale_growth_steps=1000"] if precision == "fp16" else []
+    batch = ["batch.global_batch_size=256", f"batch.microbatch_size={microbatch_size}", "batch.bn_span=64"]
+    config, communicator = quickstart(f"optimizer.precision={precision}", *batch, *words), one_rank()
+    plan = make_plan(config, communicator, num_samples=5000, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=None)
+    half = [p for p in parts.model.parameters() if p.dtype == torch.float16]
+    assert len(parts.accumulation._sums) == num_sums * len(half)
+
+
+def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(build_model, "make_group_gather", lambda communicator, **facts: made.append(facts))
+    config = quickstart("batch.global_batch_size=256", "batch.microbatch_size=64", "batch.bn_span=128")
+    four = SimpleNamespace(world_size=4, device=torch.device("cpu"))
+    exposed = ExposedTime()
+    norms = [m for m in make_model(config, four, exposed=exposed).modules() if isinstance(m, GhostBatchNorm2d)]
+    assert made == [{"group_size": 2, "exposed": exposed, "what": "batch-norm statistics"}], "one group for all layers"
+    assert {(norm.bn_span, norm.part_size, norm.ghosts_per_step) for norm in norms} == {(128, 64, 1)}
+
+
+@pytest.mark.parametrize(
+    ("virtual_ranks", "world_size", "lines"),
+    [
+        (None, 4, []),
+        (2048, 1, ["replays the updates of 2048 ranks: 1 here, each does the work of 2048"]),
+        (8, 2, ["replays the updates of 8 ranks: 2 here, each does the work of 4"]),
+        (8, 3, ["replays the updates of 8 ranks: 3 here"]),
+    ],
+)
+def test_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size: int, lines: list[str]) -> None:
+    assert replayed(virtual_ranks, world_size=world_size) == lines
 
 
 def test_run_says_what_uneven_shares_cost() -> None:

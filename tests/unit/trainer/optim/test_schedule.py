@@ -136,3 +136,15 @@ def test_schedules_that_decay_refuse_steps(wrong):
 def test_step_decay_refuses_milestones_that_do_not_rise_after_the_warm_up(milestones):
     with pytest.raises(ValueError, match=r"^milestones "):
         step_decay(base_lr=1.0, warmup_steps=2, milestones=milestones, gamma=0.1)
+
+
+@pytest.mark.parametrize(("factor", "mode"), [(1.0, "triangular"), (0.5, "triangular2")])
+def test_cyclic_is_torchs_one_update_earlier(factor, mode):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.CyclicLR(
+            optimizer, base_lr=0.2, max_lr=2.0, step_size_up=7, mode=mode, cycle_momentum=False
+        )
+
+    expected = torch_series(scheduler, 61, lr=0.2)
+    actual = series(cyclic(base_lr=2.0, cycle_steps=14, end_lr=0.2, factor=factor), 60)
+    np.testing.assert_allclose(actual, expected[1:], rtol=1e-9)

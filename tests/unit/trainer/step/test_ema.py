@@ -7,6 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 from small_run import ACCUMULATION, PLAN, Recorder, make_batches, make_parts, train
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.step.ema import MovingAverage, evaluated_weights
@@ -43,6 +45,26 @@ def test_average_is_the_closed_form() -> None:
     assert seen[0] == []
     for found, value in zip(seen[1:], (at_2, at_2, at_4, at_4, at_6, at_6, at_8), strict=True):
         assert found == pytest.approx([float(value), -64.0], rel=1e-6)
+
+
+def test_average_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.2), use_buffers=True)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    ours, _ = make_average(tensors, decay=0.2)  # below what it may be from the second step on
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for done in range(1, 12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 5)).square().sum().backward()
+        optimizer.step()
+        ours.update_(done, skip_1=NO)
+        theirs.update_parameters(model)
+    expected = theirs.module.state_dict()
+    assert tensors.keys() == {"0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"}
+    for name, average in ours.state_dict(11).items():
+        assert torch.allclose(average, expected[name], rtol=1e-5, atol=1e-6), name
+        assert not torch.allclose(average, model.state_dict()[name], rtol=1e-2), name
 
 
 @pytest.mark.parametrize("done", [3, 4])
@@ -93,14 +115,15 @@ def test_average_is_evaluated_where_there_is_one() -> None:
     assert evaluated_weights({**state, "average": {"w": 2}}) == {"w": 2, "norm.num_batches_tracked": 7}
 
 
-def with_average() -> Parts:
-    parts = make_parts(precision="fp16")
+def with_average(precision: str) -> Parts:
+    parts = make_parts(precision=precision)
     tensors = {name: t for name, t in parts.precision.model_state().items() if t.is_floating_point()}
     average = MovingAverage(tensors, decay=DECAY, every_steps=2, on_change=parts.precision.write_half_)
     return replace(parts, average=average)
 
 
-def test_average_of_the_loop_stops_at_a_failed_input() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_average_of_the_loop_stops_at_a_failed_input(precision: str) -> None:
     """The last of five steps has no image: the average is that after four, and an evaluation has its numbers."""
 
     def batches(count: int):
@@ -108,7 +131,7 @@ def test_average_of_the_loop_stops_at_a_failed_input() -> None:
         raise DataError("the images are gone")
 
     plan = replace(PLAN, num_steps=6, log_every_steps=6, eval_every_steps=6)
-    ended, whole = with_average(), with_average()
+    ended, whole = with_average(precision), with_average(precision)
     with pytest.raises(DataError):
         train(plan, ended, Recorder(), batches(5))
     train(replace(plan, num_steps=5), whole, Recorder(), iter(make_batches(5 * ACCUMULATION)))

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import speed
-from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut
+from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut, EagerExecution
 from bigbatch.trainer.step.plan import Parts, Plan
 
 NUM_STEPS = 8
@@ -156,14 +157,15 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
         assert len({record["loss_scale"] for record in at_once.records}) > 1
 
 
-def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lars outside bf16", "sgd fp16"])
+def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """Gradients add up, half ones in fp32; each microbatch has its own share in the running statistics."""
     num_microbatches = 3
 
     def source() -> Iterator[Batch]:
         return batches((16,) * NUM_STEPS * num_microbatches)
 
-    at_once, replayed, capture = run_both(tmp_path, CASES["sgd fp16"], source, num_microbatches=num_microbatches)
+    at_once, replayed, capture = run_both(tmp_path, CASES[name], source, num_microbatches=num_microbatches)
     require_same_bits(replayed, at_once)
     assert len({record["loss"] for record in at_once.records}) == len(at_once.records) > 3
     assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, 2)
@@ -198,6 +200,32 @@ def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(tmp_path: Path, monkeyp
     assert capture.num_replays == 3 * (NUM_STEPS - WARM_UP_STEPS)
     assert {record["grid_underflow_fraction"] for record in replayed.whole_records} == {None}
     assert None not in {record["grid_underflow_fraction"] for record in at_once.whole_records}
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_captures"), [(1, 1), (16, 2)])
+def test_cuda_graph_serves_all_microbatches_but_the_last(num_microbatches: int, num_captures: int) -> None:
+    total, ends = torch.zeros(()), torch.zeros(())
+
+    def work(microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
+        for prepared, is_last in microbatches:
+            total.add_(prepared.images_BCHW.sum())
+            if is_last:
+                ends.add_(1)
+        return total
+
+    def draw(step: int) -> Iterator[tuple[Prepared, bool]]:
+        for index in range(num_microbatches):
+            images_BCHW = torch.full((1, 1, 1, 1), float(step * num_microbatches + index))
+            yield Prepared(images_BCHW, torch.zeros(1), torch.zeros(1)), index == num_microbatches - 1
+
+    capture, weight = RecordedCapture(), nn.Parameter(torch.zeros(1))
+    execution = CudaGraphExecution(capture, optimizer=torch.optim.SGD([weight], lr=1.0))
+    for step in range(NUM_STEPS):
+        execution(work, draw(step))
+    count = NUM_STEPS * num_microbatches
+    assert (total, ends) == (count * (count - 1) / 2, NUM_STEPS), "each microbatch once, in each step one update"
+    assert capture.num_captures == num_captures
+    assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
 
 
 def test_cuda_graph_skips_an_overflow_like_any(tmp_path: Path) -> None:
@@ -364,6 +392,10 @@ def test_require_capturable_refuses_a_backend_of_the_host() -> None:
 def test_cuda_graph_refuses_settings_that_no_capture_has(override: str, key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True", key)):
         load_config(["--config", "quickstart", "--compute.cuda_graph=true", override])
+
+
+def test_cuda_graph_is_not_used_without_the_key(tmp_path: Path) -> None:
+    assert isinstance(make_run(tmp_path, {})[1].execution, EagerExecution)
 
 
 def test_cuda_graph_ends_the_run_at_once_without_a_gpu(tmp_path: Path) -> None:

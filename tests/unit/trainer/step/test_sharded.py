@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import ConfigError, PeerLostError
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.step import shard_layout
 from bigbatch.trainer.step.precision import Precision, shard_update
-from bigbatch.trainer.step.shard_layout import cut
+from bigbatch.trainer.step.shard_layout import Piece, cut
 from bigbatch.trainer.step.sharded import ShardedWeights
 from bigbatch.trainer.step.sharded_optimizer import shard_optimizer_
 
@@ -42,6 +46,21 @@ def plan_of(*buffers: list[int]) -> FusionPlan:
     )
 
 
+def test_sharded_shares_by_hand() -> None:
+    """Seven elements and two ranks: parts of four, the last one with an element of filling."""
+    plan = plan_of([3, 4], [2])
+    assert cut(plan, rank=0, world_size=2) == {
+        "0.0": Piece(buffer=0, first=0, start=0, stop=3, offset=0),
+        "0.1": Piece(buffer=0, first=3, start=3, stop=4, offset=0),
+        "1.0": Piece(buffer=1, first=0, start=0, stop=1, offset=0),
+    }
+    assert cut(plan, rank=1, world_size=2) == {
+        "0.0": Piece(buffer=0, first=0, start=0, stop=0, offset=0),
+        "0.1": Piece(buffer=0, first=3, start=0, stop=3, offset=1),
+        "1.0": Piece(buffer=1, first=0, start=0, stop=1, offset=1),
+    }
+
+
 @given(
     buffers=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=3),
     world_size=st.integers(1, 7),
@@ -56,6 +75,12 @@ def test_sharded_elements_are_of_one_rank_each_and_shares_are_even(buffers: list
             assert owned == list(range(tensor.num_elements))
     part = sum(-(-buffer.num_elements // world_size) for buffer in plan.buffers)
     assert all(sum(piece.stop - piece.start for piece in share.values()) <= part for share in shares)
+
+
+def test_sharded_weights_refuse_a_rank_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_layout, "cut", lambda plan, **place: {"weight": Piece(0, 0, 0, 0, 0)})
+    with pytest.raises(ConfigError, match=naming("optimizer.sharded=True ", " 1 ranks", "false")):
+        sharded_linear()
 
 
 def test_sharded_weights_measure_what_an_update_waits_for() -> None:
@@ -138,6 +163,19 @@ def test_sharded_update_waits_for_weights_that_no_forward_has_read(late_gathers:
     precision.settle()
     assert not late_gathers
     assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_sharded_forward_names_the_gather_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, weights = sharded_linear(behind_forward=True)
+
+    def start(self: ScatterGather, buffer_N: Tensor, *, label: str) -> SimpleNamespace:
+        return SimpleNamespace(wait=Mock(side_effect=PeerLostError(f"{label} failed")))
+
+    monkeypatch.setattr(ScatterGather, "start_all_gather", start)
+    weights.publish_()
+    for _ in range(2):  # nor does it go on with what came before the failure
+        with pytest.raises(PeerLostError, match="all-gather of weights 0 failed"):
+            model(torch.ones(1, 3))
 
 
 def test_sharded_weights_refuse_an_optimizer_that_would_adapt_by_norms_of_shares() -> None:
