@@ -157,7 +157,9 @@ SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
     "gpu.day --dry-run": "gpu.day --dry-run --only lars --out . --logs logs",
     "gpu.day --guard": GPU,
     "comm.run --out benchmarks/results": "comm.run --list --out .",
-    "comm.run --only scaling --out benchmarks/results": ("comm.run --only scaling --list --out ."),
+    "comm.run --only scaling-resnet50-1gbit-2 --out benchmarks/results": (
+        "comm.run --only scaling-resnet50-1gbit-2 --list --out ."
+    ),
     "input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,
     "input.decode data/imagenet --batch 32 --prefetch 1 --batches 4 --repetitions 12 --cpu-time --contestants our_dali our_dali_at_256 our_pillow limit_yuv_at_256 --out benchmarks/results/input-stored-cpu-time.json": (  # noqa: E501
         f"{DECODE} limit_yuv_at_256 --cpu-time"
