@@ -92,7 +92,7 @@ def admit_ranks(
 ) -> Healed:
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
-    If a rank is lost meanwhile, the former group goes on without the ranks that were to join.
+    If a rank is lost meanwhile, the former group continues without the ranks that were to join.
     close: ends the records of the former group's first rank, before another rank takes over the run folder.
     since: awake_seconds() at the boundary. back_at: a checkpoint's step to which the run went back because
     weights differed. Raises: as heal.
@@ -132,7 +132,7 @@ def admit_ranks(
 
 @contextmanager
 def failing_as_lost_rank(env: ProcessEnv) -> Iterator[None]:
-    """Give errors of a joining rank the exit code of a lost rank: the other ranks go on without it."""
+    """Give errors of a joining rank the exit code of a lost rank: the other ranks continue without it."""
     try:
         yield
     except UserError as error:
@@ -220,7 +220,7 @@ def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[A
         try:
             connected = connect_group(config, admitted.group, kept=None, device=job.communicator.device)
             leave_former_group(admitted.group)
-        except PeerLostError:  # the other ranks go on without this one, or lost another one meanwhile
+        except PeerLostError:  # the other ranks continue without this one, or lost another one meanwhile
             abort_connection(admitted.group.control)
             admitted.leave()
             if attempt + 1 == MAX_ATTEMPTS:

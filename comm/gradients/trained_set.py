@@ -158,7 +158,7 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
 
 
 def _drop_gradients_of_frozen(parameters: Iterable[nn.Parameter]) -> None:
-    """Set their gradients to None, so that optimizers skip them; with zeros, momentum and weight decay would go on."""
+    """Set their gradients to None: optimizers skip them. With zeros, momentum and weight decay would change weights."""
     for parameter in parameters:
         if not parameter.requires_grad:
             parameter.grad = None

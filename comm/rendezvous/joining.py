@@ -2,7 +2,7 @@
 
 Requests and answers have keys outside of the groups' prefixes, because one store may serve several groups in turn. The
 new group uses the same store. A join is a transaction: either all present ranks enter the new group, or none does.
-leave_former_group() ends the former group in the same way. If a rank is lost before that, the present ranks go on in
+leave_former_group() ends the former group in the same way. If a rank is lost before that, the present ranks continue in
 the former group, in which the joining ranks have no vote. The joining ranks then ask again.
 """
 
@@ -89,7 +89,7 @@ def ask_to_join(
                 raise ConnectionError("its ranks use another store by now")
         answer = json.loads(requests.get(f"answer/{number}"))
         if why := answer.get("refused"):
-            raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks go on without it")
+            raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks continue without it")
         env = replace(env, master=store)
         formed = _form(answer, env, requests, number=number, bound=bound, warn_seconds=warn_seconds)
         return Admitted(formed, answer["told"])

@@ -136,7 +136,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     if not members:
         raise PeerLostError(
             f"rank {rank} on {env.host} reaches too few of the {env.world_size} ranks: those that it does not reach "
-            "may go on without it, so this process ends"
+            "may continue without it, so this process ends"
         )
     if rank not in members:
         raise excluded_error(env, frozenset(range(env.world_size)).difference(members))
@@ -168,7 +168,8 @@ def form_group(env: ProcessEnv, endpoints: Endpoints, store: JobStore, *, holder
 def excluded_error(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
     """Return the error for a rank that the other ranks have excluded."""
     error = PeerLostError(
-        f"rank {env.rank} on {env.host} did not answer in time, so the other ranks go on without it: this process ends"
+        f"rank {env.rank} on {env.host} did not answer in time, so the other ranks continue without it. "
+        "This process ends"
     )
     error.lost_ranks = lost | {env.rank}
     return error

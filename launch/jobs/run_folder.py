@@ -98,7 +98,7 @@ def try_load_experiment(job: JobSpec) -> Config | None:
 
 
 def heals_in_place(job: JobSpec) -> bool:
-    """Return whether the ranks of `train` go on without one that is lost."""
+    """Return whether the ranks of `train` continue without one that is lost."""
     config = try_load_experiment(job)
     return config is not None and config.run.heal == "in_place"
 

@@ -54,7 +54,7 @@ class RunConfig:
     """How many of the newest checkpoints to keep, in addition to the best."""
     heal: Literal["in_place", "restart"] = "restart"
     """After the loss of a rank: restart ends all processes, which their launcher may start again; in_place lets the
-    others go on in the same processes and from the same step, over tcp and gloo, if they can share the batch."""
+    others continue in the same processes and from the same step, over tcp and gloo, if they can share the batch."""
     compare_every_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps, rounded up to the next report, between two comparisons of all ranks' weights and optimizer state; 0 for
     none. The start and each checkpoint compare them too. If they differ, the run goes back to the newest checkpoint on
@@ -90,7 +90,7 @@ class RunConfig:
     {balanced: mypackage.metrics.Balanced}, or {name, options} if it takes arguments; null for none."""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow. If one
-    fails or has no network, the run warns once and goes on. [] for none."""
+    fails or has no network, the run warns once and continues. [] for none."""
     target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None

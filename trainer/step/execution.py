@@ -62,7 +62,7 @@ class CudaCapture:
 
         The work calls cut to end one graph and start the next; call the functions, one per graph, in their order.
         Capturing computes nothing. Each graph waits for the device before it starts; the work itself must not wait for
-        it. Other threads may go on meanwhile: they decode images and watch NCCL.
+        it. Other threads may continue meanwhile: they decode images and watch NCCL.
         """
         current, graphs, capturing = torch.cuda.current_stream(self._stream.device), [], ExitStack()
 

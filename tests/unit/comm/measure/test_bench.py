@@ -327,7 +327,7 @@ def test_measure_links_counts_as_many_operations_on_every_rank(monkeypatch: pyte
 
 
 def test_measure_links_takes_no_burst_for_bandwidth() -> None:
-    """A link that lets 1 MB through at once and goes on at 25 MB/s; the best of the longest messages counts."""
+    """A link that lets 1 MB through at once and continues at 25 MB/s; the best of the longest messages counts."""
 
     def seconds(num_bytes: int) -> float:
         return 1e-4 + max(0, num_bytes - 1_000_000) / 25e6

@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, 
 
 @pytest.fixture
 def stopped() -> Iterator[StoppedStore]:
-    """Goes on at the end, so that no thread is left."""
+    """Continues at the end, so that no thread is left."""
     store = StoppedStore()
     yield store
     store.goes_on.set()

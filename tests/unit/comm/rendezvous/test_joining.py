@@ -1,4 +1,4 @@
-"""A rank that asks the ranks that go on to take it in: who is let in, who is refused, and the group that forms."""
+"""A rank that asks the ranks that continue to take it in: who is let in, who is refused, and the group that forms."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_rank_that_cannot_join_is_told_why_and_the_others_are_not_disturbed(
     asking = job.ask(rank, facts)
     while not asking.done():
         assert job.find() == []
-    with pytest.raises(CommError, match=naming(f"rank {rank} on here cannot join", said, "go on without it")):
+    with pytest.raises(CommError, match=naming(f"rank {rank} on here cannot join", said, "continue without it")):
         asking.result()
     assert gather(job.groups) == [["of 0", "of 1", "of 2"]] * 3
 
@@ -193,7 +193,7 @@ def answer_nothing_more(job: Job, asking: "Future[Admitted]") -> None:
 
 @pytest.mark.parametrize("left", [(1,), (0, 1, 3)])
 def test_rank_that_is_lost_before_it_has_the_state_has_no_vote(left: Sequence[int]) -> None:
-    """Its process lives, so in the new group the only rank with the state could not go on without it."""
+    """Its process lives, so in the new group the only rank with the state could not continue without it."""
     job = Job(ThreadPoolExecutor(8), left)
     lost = 0 if left == (1,) else 2
     asking = job.ask(lost)

@@ -492,7 +492,7 @@ def passed(hour: float, joules: float | None = None) -> dict[str, Any]:
 
 RECORDS = [
     *(start(10, 8), passed(11, 3.6e6), evaluation(11.5, 0.5, 10)),
-    # ended, and went on five hours later on twice the GPUs
+    # ended, and continued five hours later on twice the GPUs
     *(start(16.5, 16), passed(17, 1.8e6), evaluation(17.5, 0.75, 20), evaluation(18.5, 0.7, 30)),
 ]
 

@@ -161,7 +161,7 @@ def test_bytes_in_counts_those_of_the_splits(tmp_path: Path) -> None:
 
 
 def test_each_rank_of_a_host_holds_its_copy(tmp_path: Path) -> None:
-    """Rank 0 may be lost, or end first: the others go on to read."""
+    """Rank 0 may be lost, or end first: the others continue to read."""
     target = tmp_path / "local"
     asked = config(root=tmp_path, stage=target, keep_staged="false")
     with using_staged(asked):

@@ -268,7 +268,7 @@ def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     assert profile["busy_share"] is None
     assert profile["syncs"] == {}  # the hot path has none
     assert probe.input(seconds=0.1)["loader_images_per_second"] > 0
-    assert probe.steps(batches="images", seconds=0.02, flushes=False)["images"] == 16  # goes on after the input alone
+    assert probe.steps(batches="images", seconds=0.02, flushes=False)["images"] == 16  # continues after the input alone
     estimate, roof = probe.estimate(seconds=0.01), probe.roofline(seconds=0.01)
     assert 0 < estimate["flops_per_image"] < roof["peak_flops"]
     always = probe.always(seconds=0.02)

@@ -141,7 +141,7 @@ def test_exported_program_computes_the_same_at_any_batch(tmp_path: Path) -> None
 
 
 def test_export_safetensors_reads_what_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bit by bit, with what serving needs in the file itself; and it is weights to go on from."""
+    """Bit by bit, with what serving needs in the file itself; and it is weights to continue from."""
     model, out = "bag of tricks", tmp_path / "model.safetensors"
     source, code = export(model, "safetensors", out)
     assert code == 0

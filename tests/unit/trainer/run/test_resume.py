@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint that it goes on from."""
+"""What a run takes over from the checkpoint that it continues from."""
 
 import hashlib
 from collections.abc import Callable, Sequence

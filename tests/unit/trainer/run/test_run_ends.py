@@ -1,4 +1,4 @@
-"""Whole runs, small: what ends them, what they record, and that a resumed one goes on with the same bits."""
+"""Whole runs, small: what ends them, what they record, and that a resumed one continues with the same bits."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def test_run_ends_at_its_target_and_so_does_its_resume(tmp_path: Path, capsys: p
         key: first[key] for key in ("ended_by", "steps", "epochs")
     }
 
-    assert start(tmp_path, {**found, "run.target_top1": "null"}) == 0, "another target: it goes on"
+    assert start(tmp_path, {**found, "run.target_top1": "null"}) == 0, "another target: it continues"
     assert summary(tmp_path)["ended_by"] == "run.epochs"
     assert summary(tmp_path)["steps"] == 6 * STEPS_PER_EPOCH
     assert [record["step"] for record in records(tmp_path, "train")] == list(range(1, 13))

@@ -173,7 +173,7 @@ def test_sharded_forward_names_the_gather_that_failed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ScatterGather, "start_all_gather", start)
     weights.publish_()
-    for _ in range(2):  # nor does it go on with what came before the failure
+    for _ in range(2):  # nor does it continue with what came before the failure
         with pytest.raises(PeerLostError, match="all-gather of weights 0 failed"):
             model(torch.ones(1, 3))
 

@@ -175,7 +175,7 @@ def probed(loader: ImageLoader, **clock: Any) -> Any:
 
 
 class Ticking(Clock):
-    """Goes on a little with each look: what costs nothing has a rate, too."""
+    """Continues a little with each look: what costs nothing has a rate, too."""
 
     def __call__(self) -> float:
         self.now += 1e-4
