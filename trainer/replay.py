@@ -200,7 +200,7 @@ def _make_parser() -> argparse.ArgumentParser:
         f"it with the digests that the run recorded (--{KEY} N): images, each microbatch's gradients, their sums, "
         "weights. It begins at the newest checkpoint before K, or at the start of the run, and writes nothing. The "
         "first rank, microbatch and tensor that differ are named. More than one step from a checkpoint needs "
-        "run.reproducible, or a run of one rank. Where the data are elsewhere now, give --data.root.",
+        "run.reproducible, or a run of one rank. If the data have moved, give --data.root.",
         epilog=f"The exit code is 0 if all digests are equal, {DIFFERENT} if one differs, and 1 if the step cannot be "
         "replayed. example: bigbatch replay runs/quickstart --step 12",
     )

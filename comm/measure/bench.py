@@ -305,7 +305,7 @@ is 1.""",
     add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="half-precision sums (default: %(default)s)")
     add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
-    add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
+    add("--interface", help="network interface, such as eth0 (default: that of the route to the other ranks)")
     add("--timeout-seconds", type=decimal, default=60.0, help="limit for a silent peer (default: %(default)s)")
     add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per row")
     timing = parser.add_argument_group("of times")

@@ -210,9 +210,9 @@ def read_factors(text: str) -> Factors:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
-        description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. Says "
-        "time, efficiency and what the rest is lost to, time to the end, GPU-hours, and a band. What it rests on is "
-        "printed first; docs/simulate.md says how far off it was on published rows.",
+        description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. "
+        "Predicts step time, efficiency and the causes of its loss, run time, GPU-hours, and 90% intervals. Prints its "
+        "assumptions first; docs/simulate.md states the errors on published step times.",
         epilog="example: bigbatch simulate imagenet/resnet50_64k --cluster dgx_a100 --gpus 8..2048 --deadline 1h",
         allow_abbrev=False,
     )
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
     add("--profile", type=as_path, metavar="FILE", help="the same, by bigbatch doctor --json FILE of this recipe")
-    add("--input-rate", type=decimal, help="images/s that the loaders of one node bring, instead of the cluster's")
+    add("--input-rate", type=decimal, help="images/s that the loaders of one node deliver, instead of the cluster's")
     add("--images", type=decimal, default=IMAGES, help=f"images of an epoch (default: ImageNet's {IMAGES:,})")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")
     add("--deadline", metavar="TIME", help="time limit, such as 1h: names the cheapest number of GPUs within it")

@@ -337,7 +337,7 @@ def page(
         title=title,
         findings=findings,
         images={"images per second and GPU": as_svg(draw(points, title=title))},
-        tables=[*tables, Table("What it rests on", ("", ""), tuple(rests_on))],
+        tables=[*tables, Table("Assumptions", ("", ""), tuple(rests_on))],
         note=EXPLAINED,
     )
 

@@ -233,6 +233,14 @@ def test_each_record_names_a_commit() -> None:
     assert unclean == TO_MEASURE_AGAIN
 
 
+@pytest.mark.parametrize("name", sorted(TO_MEASURE_AGAIN))
+def test_pages_say_which_figures_come_from_modified_sources(name: str) -> None:
+    paragraphs = [part for page in (ROOT / "docs").glob("*.md") for part in page.read_text().split("\n\n")]
+    quoting = [part for part in paragraphs if f"/{name}.json" in part]
+    assert quoting
+    assert [part for part in quoting if "modified tree" not in part] == []
+
+
 @pytest.mark.parametrize(("head", "named"), [("left out", "left out"), ("in sample", "cold"), ("in sample", "warm")])
 def test_figures_of_simulated_steps(head: str, named: str) -> None:
     found = record("simulate-published")["summaries"][named]

@@ -34,7 +34,7 @@ READING_KEYS = (  # where and how images are read, not which
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """These keys say where the run goes, how long it lasts and what it writes."""
+    """Folder, length, checkpoints, checks and loggers of the run."""
 
     directory: Annotated[str, PATH] = "runs/{name}"
     """Folder for config, metrics, checkpoints, plot and summary; {name} stands for the name of the config file."""
@@ -105,7 +105,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """These keys select the images and how they are read, cropped and normalized."""
+    """Images, and how they are read, cropped and normalized."""
 
     loader: Literal["dali", "torchvision", "resident", "synthetic"] = "dali"
     """dali: decode and resize ahead, on the GPU if there is one; torchvision: the same in Pillow threads; resident:
@@ -189,7 +189,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """These keys describe the classifier."""
+    """The classifier and its initial weights."""
 
     name: str = "resnet50"
     """resnet18, resnet34, resnet50, resnet101, resnet152 (v1.5), alexnet_bn, resnet9 (David Page's), torchvision:NAME,
@@ -347,7 +347,7 @@ class CommConfig:
     """auto: NCCL if every rank has a GPU, else tcp."""
     interface: str | None = None
     """Network interface between the nodes, such as eth0, or several, such as ib0,ib1: NCCL and gloo use all of them,
-    bigbatch itself the first. null for the one that leads to rank 0."""
+    bigbatch itself the first. null for that of the route to rank 0."""
     algorithm: Literal["auto", "native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "auto"
     """auto: the table's choice, or without table native with NCCL and hierarchical otherwise; native: the backend's
     own; hierarchical: reduce to a leader per node, ring of leaders, broadcast; sharded: reduce-scatter in the node,
