@@ -74,7 +74,7 @@ class Healed:
 
     job: JoinedRank
     state: dict[str, Any] | None
-    """State to continue from, equal on all ranks; None if no rank that is left holds all of it."""
+    """State to continue from, equal on all ranks; None if no remaining rank holds all of it."""
     message: str
     """Line for the log."""
     since: float | None = None
@@ -109,7 +109,7 @@ def heal(
     message: str = "",
     since: float | None = None,
 ) -> Healed:
-    """Connect a group and agree on the state to continue from; after a loss, form it from the ranks left. Collective.
+    """Connect a group (after a loss, of the remaining ranks) and agree on the state to continue from. Collective.
 
     error: the loss, if this rank has noticed one. kept: its copy of the state after its last step; None if it lacks
     a part. group: None for the job's. connected: result of connect_group() for the group, if it was called already.

@@ -152,7 +152,7 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
     shape = next(tuple(p.shape) for key, p in updated.items() if key in alone)
     raise CommError(
         f"{type(optimizer).__name__} updates a parameter of shape {shape} that no GradientReducer sums"
-        f"{_more([*alone])}, beside others that are summed: {REMEDY}; parameters that each rank trains "
+        f"{_more([*alone])}, in addition to others that are summed: {REMEDY}; parameters that each rank trains "
         "separately need a separate optimizer"
     )
 

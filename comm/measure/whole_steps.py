@@ -119,7 +119,7 @@ def make_candidates(
     """Return the stated candidate, then others, the most promising first; no two have the same table and plan. Pure.
 
     The others are buffers of BUFFER_BYTES with the fastest algorithm by size; then the stated sizes with each algorithm
-    alone, because the fastest single sum need not be the fastest beside a backward pass.
+    alone, because the fastest single sum need not be the fastest during a backward pass.
     """
     total = sum(tensor.num_bytes for tensor in tensors)
     filled = [size for size in BUFFER_BYTES if size < total] or [BUFFER_BYTES[0]]

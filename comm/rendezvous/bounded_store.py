@@ -43,7 +43,7 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
             future.set_exception(error)
 
     Thread(target=run, name=_THREAD_NAME, daemon=True).start()
-    # not by result(): the request may raise a TimeoutError of its own
+    # not by result(): the request may itself raise a TimeoutError
     if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()
@@ -68,7 +68,7 @@ def wait_until(
 
 
 class BoundedStore:
-    """Sends requests to one of torch's stores, each on a thread of its own with a time limit of seconds.
+    """Sends requests to one of torch's stores, each on its own thread with a time limit of seconds.
 
     torch's own requests wait without limit. A request that has timed out may still be executed when the server
     continues, so a write may happen late. Requests take turns, as inside torch's store: a stopped server costs one

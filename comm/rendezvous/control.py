@@ -1,4 +1,4 @@
-"""Control channel: rendezvous, exchange of short texts, and failure detection, beside the data transport."""
+"""Control channel: rendezvous, exchange of short texts, and failure detection, separate from the data transport."""
 
 import json
 from contextlib import suppress

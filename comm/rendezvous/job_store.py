@@ -119,7 +119,7 @@ class JobStore(Store):
     """
 
     can_wait = True
-    """Each thread's request has a connection of its own, so a wait in the store blocks no other request."""
+    """Each thread's request has its own connection, so a wait in the store blocks no other request."""
 
     def __init__(
         self,

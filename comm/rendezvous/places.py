@@ -19,7 +19,7 @@ from bigbatch.errors import CommError
 UNKNOWN_RELEASE = "an older bigbatch"
 """Release of a rank that does not state one."""
 _REMEDY = (
-    "start all ranks of a host by one launcher and give every node a host name of its own; to play several nodes on "
+    "start all ranks of a host by one launcher and give every node its own host name; to play several nodes on "
     "one host, name them by BIGBATCH_HOST"
 )
 ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
@@ -93,7 +93,7 @@ def _claim_rank(env: ProcessEnv, control: Control) -> None:
     variables = LAUNCHER_VARIABLES.get(env.launcher)
     raise CommError(
         f"two processes are rank {env.rank}, one on {first} and one on {env.host}: start every process in one job, "
-        f"with a {variables[0] if variables else 'rank'} of its own"
+        f"with its own {variables[0] if variables else 'rank'}"
     )
 
 

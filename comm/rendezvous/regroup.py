@@ -176,7 +176,7 @@ def excluded_error(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
 
 
 def has_quorum(members: Collection[int], silent: Collection[int]) -> bool:
-    """Return whether members continue without the silent ranks, which may form a group of their own.
+    """Return whether members continue without the silent ranks, which may form another group.
 
     Of two groups that find each other silent, the larger one continues; of equal ones, the one with the lowest rank.
     """

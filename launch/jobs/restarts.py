@@ -75,7 +75,7 @@ def run_with_restarts(
                 since = "" if folder is None else " that saved no newer checkpoint"
                 tell(f"exit code {ended.code}: not restarted after {restarts} restart(s){since}")
             elif saved := _resumable_checkpoint(job):
-                tell(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does so by itself")
+                tell(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does it for you")
             return ended
         left -= 1
         fit = remaining

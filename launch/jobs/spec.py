@@ -220,7 +220,7 @@ def make_job(
             "nothing to start: put a bigbatch command after --, such as -- train --config quickstart"
         )
     if hosts and (num_nodes is not None or ranks_per_node is not None):
-        raise LaunchOptionError("--hosts states nodes and ranks by itself: leave out --nodes and --ranks-per-node")
+        raise LaunchOptionError("--hosts already states nodes and ranks: leave out --nodes and --ranks-per-node")
     for name, value in (("--nodes", num_nodes), ("--ranks-per-node", ranks_per_node)):
         if value is not None and value < 1:
             raise LaunchOptionError(f"{name} {value} is not a number from 1 on")

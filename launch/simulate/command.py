@@ -55,7 +55,7 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     hours = None if arguments.deadline is None else read_hours(arguments.deadline)
     files = [path for path in (arguments.json, arguments.html, arguments.plot, arguments.trace) if path]
     if len(set(files)) < len(files):
-        raise LaunchOptionError(f"{max(files, key=files.count)} is named twice: give each output a file of its own")
+        raise LaunchOptionError(f"{max(files, key=files.count)} is named twice: give each output its own file")
     points, refused = simulate_scaling(scenario, counts)
     price = scenario.cluster.price_per_device_hour
     if arguments.price is not None:

@@ -24,7 +24,7 @@ MIN_EFFECTIVE = 0.01
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a node fails, and the cost of each failure beside the lost steps."""
+    """How often a node fails, and the cost of each failure in addition to the lost steps."""
 
     node_hours: float
     """Mean time between failures of one node."""

@@ -87,7 +87,7 @@ class PredictedPoint:
     hours_to_759: float | None
     """Hours until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None without a record."""
     beyond_checked: str | None
-    """What exceeds all published steps; None within what was checked."""
+    """What exceeds all published steps; None if nothing does."""
     sent: SentPerStep
     energy: Energy | None
     """None for a device without published power."""

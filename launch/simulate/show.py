@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXPLAINED = (
-    "Simulated, not measured. Efficiency: images per second and GPU, beside the fewest. docs/simulate.md says how far "
-    "off such figures were on published rows, and how many the 90% intervals contained."
+    "Simulated, not measured. Efficiency: images/s of a GPU, relative to the fewest. docs/simulate.md states the "
+    "errors on published step times, and how many of these the 90% intervals contained."
 )
 PYTORCH_SHARE = 2790 / 7140
 """Least share of the rate of MLPerf's implementations that PyTorch is known to reach. PUBLISHED: ResNet-50 on an H100,
@@ -300,7 +300,7 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
 
 
 def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
-    """Draw images per second and device over devices with the band, beside perfect scaling from the fewest."""
+    """Draw images per second and device over devices with the 90% interval, and perfect scaling."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")

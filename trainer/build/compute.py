@@ -85,7 +85,7 @@ def logits_of_noise(
     normalize: Callable[[Tensor], Tensor],
     forward: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Return logits (count, K) in fp32 of noise images of size x size, from a generator of their own; calls no hooks.
+    """Return logits (count, K) in fp32 of noise images of size x size, from a separate generator; calls no hooks.
 
     forward: returns the context of the model's forward, as Precision.forward does.
     """

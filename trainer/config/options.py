@@ -90,7 +90,7 @@ def _make_parser(
         prog=prog,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Train one experiment. Its YAML file has the keys that differ from the defaults; each is also an option. "
+        description="Train one experiment: a YAML file of keys that differ from their defaults. Options override keys. "
         + "".join(f"{alias} is short for --{key}. " for alias, key in ALIASES.items())
         + f"Packaged experiments: {', '.join(packaged)}.",
         epilog=f"example: {prog} --config quickstart --run.epochs 24 --optimizer.momentum 0.8",

@@ -24,7 +24,7 @@ CONFIG, ORDERS, ANSWERS = "config.yaml", "orders", "answers"
 """Files in the folder of a probe: the config that it measures, the doctor's orders, and its answers."""
 POLL_SECONDS = 0.02
 END_SECONDS = 10.0
-"""Seconds for a probe to exit by itself: its ranks leave the job together."""
+"""Seconds for a probe to exit before it is ended: its ranks leave the job together."""
 GPU_TAKEN = ("OutOfMemoryError", "busy or unavailable")
 """Words in a GPU error that another process causes."""
 

@@ -240,7 +240,7 @@ def _print_findings(
         print_line(f"bigbatch: {finding.text}")
     for remark in remarks(nodes):
         print_line(f"remark: {remark}")
-    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'none by itself'}" if findings else "all fit"
+    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'no single node'}" if findings else "all fit"
     measured = f"nodes: {len(nodes)}" if nodes else "nothing measured"
     print_line(f"preflight: {measured}, {outcome}; {seconds:.1f} s")
     if arguments.bad_nodes:

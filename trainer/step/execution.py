@@ -193,7 +193,7 @@ def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> It
 
 def _explained(error: BaseException, batch: Prepared) -> BaseException:
     """Return the error to raise for a failed capture: the first one, which causes the others."""
-    # torch ends a failed capture with an error of its own, which hides the cause
+    # torch ends a failed capture with another error, which hides the cause
     while error.__context__ is not None:
         error = error.__context__
     if isinstance(error, UserError) or is_out_of_memory(error):

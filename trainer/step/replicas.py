@@ -16,7 +16,7 @@ from bigbatch.trainer.step.plan import Parts
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> integer type in which its bits are read."""
 PIECE = 1 << 20
-"""Elements that are multiplied at once: 16 MiB of products and factors beside the weights."""
+"""Elements that are multiplied at once: 16 MiB of products and factors besides the weights."""
 CACHED = 1 << 16
 """The same on a CPU: 512 KiB of int64, and as many of factors."""
 

@@ -1,4 +1,4 @@
-"""Measure the input rate without training: of the whole loader, and of each stage by itself."""
+"""Measure the input rate without training: of the whole loader, and of each stage alone."""
 
 import time
 from collections import deque
