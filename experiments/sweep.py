@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
             submit_points(plan, missing, folder)
             for point in missing:  # Slurm may refuse some
                 if folder.state_of(point.number) == FAILED:
-                    said = outcome(folder, folder.read_state(point.number))
-                    print_line(f"point {point.number} ({point.describe()}): {said}")
+                    result = outcome(folder, folder.read_state(point.number))
+                    print_line(f"point {point.number} ({point.describe()}): {result}")
             to_come = submitted + _in_queue(folder, missing)
         return _run(plan, to_come, folder, chosen=chosen, points=points, arguments=arguments)
 

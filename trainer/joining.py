@@ -107,14 +107,14 @@ def admit_ranks(
         end = close if is_replaced else str
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
         names = ", ".join(f"rank {each.endpoint.rank} on {each.endpoint.host}" for each in found)
-        told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
-        admitted = admit(former, found, told=told)
+        announced = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
+        admitted = admit(former, found, announced=announced)
     except PeerLostError as lost:
         if not can_regroup(lost):
             raise
         return go(lost)
     abort_connection(former.control)
-    group, names = admitted.group, admitted.told["joined"]
+    group, names = admitted.group, admitted.announced["joined"]
     try:
         connected = connect_group(config, group, kept=kept, device=communicator.device)
         leave_former_group(group)
@@ -194,14 +194,14 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
     if job.env.joins_file:
         with suppress(OSError):
             job.env.joins_file.unlink()
-    told = admitted.told
-    ownership.number, since = told["owner"], awake_seconds() - told["waited"]
-    line = f"joined: {told['joined']}; "
+    announced = admitted.announced
+    ownership.number, since = announced["owner"], awake_seconds() - announced["waited"]
+    line = f"joined: {announced['joined']}; "
     group = admitted.group
     healed = heal(
         config, job, kept=None, ownership=ownership, group=group, connected=connected, message=line, since=since
     )
-    return Arrival(healed, splits, parts, told["back_at"])
+    return Arrival(healed, splits, parts, announced["back_at"])
 
 
 def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:

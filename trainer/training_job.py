@@ -85,7 +85,7 @@ class TrainingJob:
             is_dry_run=is_dry_run,
         )
         self.config, self._inherited = chosen.config, replace(self._inherited, images=images)
-        self.job = replace(self.job, staged=staged, mode_note=chosen.told, mode_record=chosen.text)
+        self.job = replace(self.job, staged=staged, mode_note=chosen.note, mode_record=chosen.text)
 
     def _join(self) -> None:
         arrived = join_running_job(self.config, self.job, ownership=self._ownership)

@@ -19,7 +19,7 @@ from bigbatch.errors import CommError
 UNKNOWN_RELEASE = "an older bigbatch"
 """Release of a rank that does not state one."""
 _REMEDY = (
-    "start all ranks of a host by one launcher and give every node its own host name; to play several nodes on "
+    "start all ranks of a host by one launcher and give every node its own host name; to emulate several nodes on "
     "one host, name them by BIGBATCH_HOST"
 )
 ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
@@ -133,7 +133,7 @@ def too_few_gpus(num_ranks: int, num_gpus: int, *, host: str, is_one_host: bool,
     fewer = f" (--ranks {num_gpus})" if num_gpus and is_one_host else ""
     return CommError(
         f"{num_ranks} ranks on {host} but {num_gpus} GPUs{why}: start one rank per GPU{fewer}, let each see all GPUs "
-        f"of its host or one of its own (in Slurm --gpus-per-node, or --gpus-per-task), or {ON_CPU}"
+        f"of its host or only its own (in Slurm --gpus-per-node, or --gpus-per-task), or {ON_CPU}"
     )
 
 

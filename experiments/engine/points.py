@@ -19,7 +19,7 @@ from bigbatch.trainer.config.schema import Config, lookup, typed
 from bigbatch.trainer.config.short_run import shorten
 
 EARLY_STOP_KEYS = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
-"""Keys that end a run early. They count only if the sweep states them: runs of unlike length do not compare."""
+"""Keys that end a run early. They count only if the sweep states them: runs of different lengths cannot be compared."""
 NUM_REPORTS = 8
 """Reports of a point that measures speed; the first one does not count."""
 SPEED_SETTINGS = {
@@ -137,7 +137,7 @@ class _PointBuilder:
         return Point(number, values, config.run.seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
 
     def repeat(self, first: Point, number: int, *, repeat: int) -> Point:
-        """Return a point again with a later seed, without building its config again. Raises: ConfigError."""
+        """Return a copy of a point with a later seed, without building its config again. Raises: ConfigError."""
         seed = first.seed + repeat
         run = dataclasses.replace(first.config.run, seed=seed, directory=self._directory(number))
         return dataclasses.replace(first, number=number, seed=seed, config=dataclasses.replace(first.config, run=run))

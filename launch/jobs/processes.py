@@ -147,8 +147,8 @@ def _wait(
                 is_stuck = is_stuck or code == LOST
                 may_join = code != LOST and not (has_finished or has_to_join(number)) and left - ended.keys()
                 starts = may_join and start_again(number)
-                goes_on = "; it restarts, to join the others" if starts else "; the others may continue"
-                tell(f"{names[number]} {describe_exit(code)}{'' if has_finished else goes_on}")
+                consequence = "; it restarts, to join the others" if starts else "; the others may continue"
+                tell(f"{names[number]} {describe_exit(code)}{'' if has_finished else consequence}")
                 continue
             # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:

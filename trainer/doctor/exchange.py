@@ -171,15 +171,15 @@ class Probe:
         self._probes.close(self)
 
 
-def orders(folder: Path, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the doctor's orders as they arrive, until goes_on is false while none is waiting."""
+def orders(folder: Path, *, is_running: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """Yield the doctor's orders as they arrive, until is_running is false while none is waiting."""
     num_seen = 0
     while True:
         found = read_lines(folder / ORDERS)
         if num_seen < len(found):
             yield found[num_seen]
             num_seen += 1
-        elif goes_on():
+        elif is_running():
             time.sleep(POLL_SECONDS)
         else:
             return

@@ -217,6 +217,6 @@ def compile_failure(first_call: Callable[[], object]) -> str:
     try:
         first_call()
     except TorchDynamoException as error:
-        said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # without torch's hints
-        return " ".join(said.split())[:300]
+        message = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # without torch's hints
+        return " ".join(message.split())[:300]
     return ""

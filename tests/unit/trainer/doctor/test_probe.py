@@ -181,7 +181,7 @@ def test_half_written_orders_wait_and_orders_end_with_the_doctor(tmp_path: Path)
     append(tmp_path / ORDERS, {"what": "steps", "seconds": 1.0})
     with (tmp_path / ORDERS).open("a") as file:
         file.write('{"what": "en')
-    assert list(orders(tmp_path, goes_on=lambda: False)) == [{"what": "steps", "seconds": 1.0}]
+    assert list(orders(tmp_path, is_running=lambda: False)) == [{"what": "steps", "seconds": 1.0}]
 
 
 def test_generated_tensors_take_the_place_of_any_loader() -> None:
