@@ -108,7 +108,8 @@ def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[SweepPla
     elif not path.is_file():
         if arguments.sweep not in known:
             near = or_nearest(arguments.sweep, known, words="the nearest packaged one is")
-            raise ConfigError(f"{arguments.sweep}: there is no such file, sweep's folder or packaged sweep{near}")
+            packaged = f"packaged are {', '.join(sorted(known))}"
+            raise ConfigError(f"{arguments.sweep}: no such file, folder of a sweep or packaged sweep{near}; {packaged}")
         path = PACKAGED / "sweeps" / f"{arguments.sweep}.yaml"
     options = parse_overrides(words, prog="bigbatch sweep")
     replaced = {name: value for name in ("where", "seeds", "epochs") if (value := getattr(arguments, name)) is not None}

@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     copies = WORKING_COPIES if arguments.verify else TIMING_COPIES
     require_memory(max(counts) * figures.ELEMENT_BYTES[arguments.dtype], communicator, copies=copies)
     available = (*communicator.algorithms, *(("hybrid",) if tuned else ()))
-    where = f"on {communicator.backend.name}"
+    where = f"with backend {communicator.backend.name}"
     names = figures.choose_algorithms(arguments.algorithms, available=available, where=where)
     report = BenchReport(conditions, communicator, command=command, output=arguments.output)
     if arguments.verify:
@@ -209,7 +209,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
     if arguments.verify:
         if "hybrid" in arguments.algorithms.split(","):
             raise CommError("--algorithms hybrid is one of the others at each size: verify those by their names")
-        figures.choose_algorithms(arguments.algorithms, available=ALGORITHMS, where="anywhere")
+        figures.choose_algorithms(arguments.algorithms, available=ALGORITHMS, where="with any backend")
     return counts
 
 

@@ -380,7 +380,7 @@ def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda path: None, "x is no folder: name that of a sweep or a run"),
+        (lambda path: None, "x is not a folder: name the folder of a sweep or a run"),
         (lambda path: path.mkdir(), "x holds neither a sweep (sweep.yaml) nor a run"),
         (lambda path: write_sweep(path, "["), "sweep.yaml is not readable"),
         (lambda path: write_sweep(path, aliases_of_aliases(9)), "sweep.yaml is not readable: &a0: "),

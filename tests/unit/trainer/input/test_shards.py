@@ -218,7 +218,7 @@ DAMAGE = {
     "offset in a header": (restated(edit_entries("offset", 10)), r"outside of its shard"),
     "offset past the end": (restated(edit_entries("offset", 10**6)), r"outside of its shard"),
     "no length": (restated(edit_entries("length", 0)), r"outside of its shard"),
-    "unknown label": (restated(edit_entries("label", 2)), r"a label is none of 2 classes"),
+    "unknown label": (restated(edit_entries("label", 2)), r"a label is not one of 2 classes"),
     "no height": (restated(edit_entries("height", 0)), r"an image has no pixels"),
     "no width": (restated(edit_entries("width", 0)), r"an image has no pixels"),
     "shard missing": (
