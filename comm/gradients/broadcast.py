@@ -55,7 +55,7 @@ def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int =
 def send_object(value: Any, communicator: Communicator, *, source: int, to: Collection[int]) -> Any:
     """Return source's value on the ranks in `to`; every other rank gets its own value back. Collective.
 
-    For large states: host tensors are sent from their own memory, and only to these ranks. All else is as in
+    For large states: host tensors are sent from their own memory, and only to these ranks. Everything else as in
     broadcast_object. Raises: as broadcast_object, but only on source.
     """
     backend, rank = communicator.backend, communicator.rank

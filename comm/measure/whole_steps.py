@@ -84,7 +84,7 @@ def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backw
 
 
 BUFFER_BYTES = tuple(1 << power for power in (20, 22, 24, 26, 28))
-"""Sizes of fusion buffers to try: 1, 4, 16, 64 and 256 MiB, as far as the gradients fill them."""
+"""Sizes of fusion buffers to try: 1, 4, 16, 64 and 256 MiB, up to the size of all gradients."""
 MIN_STEPS, MAX_STEPS = 3, 20
 """Steps of one candidate in one turn: in the first turn, and the most in any."""
 ENOUGH_STEPS = 60

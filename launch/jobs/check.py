@@ -178,7 +178,7 @@ def _largest_fitting(batch: BatchConfig, *, limit: int) -> int | None:
 
 
 def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
-    """Return why so many ranks cannot share a batch; None if they can."""
+    """Return why this number of ranks cannot share a batch; None if they can."""
     try:
         accumulation_steps(batch, world_size=num_ranks)
     except ConfigError as error:
