@@ -60,20 +60,20 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     price = scenario.cluster.price_per_device_hour
     if arguments.price is not None:
         price = _above_0("--price", arguments.price)
-    makers = (show.loss_table, show.run_table, show.sent_table)
-    tables = [show.scaling_table(points, price=price), *(make(points) for make in makers)]
+    scaling, further = show.scaling_table(points, price=price), show.further_tables(points)
     compared = _comparisons(arguments, scenario, counts, points)
-    tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
+    comparisons = [show.comparison_table(name, columns) for name, columns in compared.items()]
     findings = show.findings(points, model=scenario.config.model.name, deadline_hours=hours)
     findings += [line for point in points if arguments.advise for line in show.advice(scenario, point)]
     findings += [f"left out: {count:,} GPUs: {why}" for count, why in refused.items()]
     console = stdout_console()
     for line in show.assumptions(scenario):
         print_line(line)
-    for table in tables:
+    for table in (scaling, *(further if arguments.tables else []), *comparisons):
         show_table(table, console)
     for line in findings:
         print_line(line)
+    tables = [scaling, *further, *comparisons]
     page = partial(show.page, scenario, points, tables=tables, findings=findings, asked=asked)
     _write(arguments, scenario, points, page=page)
     return 0
@@ -235,6 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="compare steps with a larger or smaller link, inside, rate, batch or input")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire")
+    add("--tables", action="store_true", help="also print the losses, the hours of the run, and the bytes sent")
     add("--json", type=as_path, metavar="FILE", help="all figures")
     add("--html", type=as_path, metavar="FILE", help="write all results as one page, like bigbatch report")
     add("--plot", type=as_path, metavar="FILE", help="plot of images per second and GPU, PNG or SVG")

@@ -94,7 +94,7 @@ def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> T
         "step": [f"{1e3 * point.step.seconds:,.1f} ms" for point in points],
         "90% interval": [f"{1e3 * point.low_seconds:,.1f} to {1e3 * point.high_seconds:,.1f}" for point in points],
         "images/s": [f"{point.images_per_second:,.0f}" + (" ?" if point.beyond_checked else "") for point in points],
-        "efficiency": [percent(each.efficiency) for each in efficiencies(points)],
+        **({"efficiency": [percent(each.efficiency) for each in efficiencies(points)]} if len(points) > 1 else {}),
         "algorithm": [point.algorithm for point in points],
         "run": [duration(point.hours) for point in points],
         "GPU-hours": [f"{point.device_hours:,.1f}" for point in points],
@@ -117,6 +117,11 @@ def _batch(point: PredictedPoint) -> str:
     local = point.global_batch_size // point.num_devices
     times = point.num_microbatches
     return f"{local:,}" + (f" in {times} parts" if times > 1 else "")
+
+
+def further_tables(points: Sequence[PredictedPoint]) -> list[Table]:
+    """Return the tables of losses (of several sizes), of the run, and of bytes sent."""
+    return [*([loss_table(points)] if len(points) > 1 else []), run_table(points), sent_table(points)]
 
 
 def loss_table(points: Sequence[PredictedPoint]) -> Table:
@@ -262,6 +267,8 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
 
 
 def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
+    """Write all figures; efficiency and losses are null for a single size, which has nothing to compare with."""
+    is_single = len(points) == 1
     rows = [
         {
             "gpus": point.num_devices,
@@ -278,8 +285,8 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
             "input_wait_seconds": point.step.input,
             "slow_step_seconds": point.step.slow_seconds,
             "images_per_second": point.images_per_second,
-            "efficiency": each.efficiency,
-            "losses": each.losses,
+            "efficiency": None if is_single else each.efficiency,
+            "losses": None if is_single else each.losses,
             "hours": point.hours,
             "gpu_hours": point.device_hours,
             "hours_to_759": point.hours_to_759,
