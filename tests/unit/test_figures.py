@@ -329,6 +329,10 @@ def test_figures_of_effective_time() -> None:
     spread = found["cost_seconds"]
     require(cost, spread["median"], spread["min"], spread["max"], found["failures"])
     require(lost, found["steps_lost"]["max"])
+    assert (
+        f"{cost.partition(' ')[0]} s and no step | {share} (one run, {found['failures']} kills)"
+        in (ROOT / "README.md").read_text()
+    )
 
 
 def test_figures_of_a_step_by_kernels() -> None:
@@ -367,3 +371,6 @@ def test_figures_of_scaling() -> None:
         require(seconds, found["seconds"]["median"])
         require(efficiency, 100 * found["efficiency"]["median"])
         require(limit, 100 * found["limit_efficiency"])
+    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| weak scaling"))
+    assert row.count("99.9%") == 2
+    assert "DDP (gloo) 97.1%" in row
