@@ -186,45 +186,6 @@ def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monke
     assert (given.get("group"), loss.lost_ranks) == (None, {0})
 
 
-@pytest.mark.parametrize("num_losses", [1, joining.MAX_ATTEMPTS])
-def test_rank_asks_again_if_it_does_not_get_the_state(
-    num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, modes, parts = list[str](), list[int](), object()
-    splits = Splits(*[SimpleNamespace(index=None)] * 2)  # type: ignore[arg-type]
-    told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
-    admitted = SimpleNamespace(group=SimpleNamespace(control=None), announced=told, leave=lambda: left.append("left"))
-    for name, value in {
-        "connect_group": MagicMock(side_effect=[*[lost(0)] * num_losses, "connected"]),
-        "leave_former_group": lambda group: None,
-        "_ask": lambda *arguments: admitted,
-        "stage_data": lambda config, alone: (config, None),
-        "make_splits": lambda config, alone: splits,
-        "set_deterministic": modes.append,
-        "_make_parts": lambda *arguments: parts if modes == [2] else pytest.fail("a model would be compiled before"),
-        "abort_connection": lambda control: None,
-        "heal": lambda *arguments, **options: options["connected"],
-    }.items():
-        monkeypatch.setattr(joining, name, value)
-    communicator: Any = nullcontext()
-    communicator.device = torch.device("cpu")
-    path = tmp_path / "joins"
-    path.touch()
-    job: Any = SimpleNamespace(env=replace(ENV, joins_file=path), communicator=communicator)
-    ownership: Any = SimpleNamespace(number=0)
-    config = replace(QUICKSTART, run=replace(QUICKSTART.run, reproducible=True))
-    join = partial(joining.join_running_job, config, job, ownership=ownership)
-    if num_losses == joining.MAX_ATTEMPTS:
-        with pytest.raises(PeerLostError, match="ranks were lost"):
-            join()
-    else:
-        arrival = join()
-        assert (arrival.healed, arrival.back_at, ownership.number) == ("connected", 9, 5)
-        assert (arrival.splits, arrival.parts) == (splits, parts), "its first run makes no others"
-    assert left == ["left"] * num_losses
-    assert path.exists() == (num_losses == joining.MAX_ATTEMPTS), "the launcher knows whether it has joined"
-
-
 def test_rank_that_fails_before_it_has_joined_ends_as_a_lost_one() -> None:
     """By another code the launcher would end the others."""
     for path, code in ((Path("joins"), LOST), (None, FAILED)):
