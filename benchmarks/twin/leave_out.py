@@ -138,15 +138,14 @@ def calibrated(predictions: Sequence[Prediction], family: str | None = None) -> 
     return {kind: quantile_of(each, STATED) or 1.0 for kind, each in distances.items()}, below, above
 
 
-def held_without(predictions: Sequence[Prediction]) -> tuple[dict[str, bool], dict[str, float]]:
-    """Return by row whether the interval that all other families give holds, and its half width as a logarithm."""
-    held, widths = {}, {}
+def reaches_without(predictions: Sequence[Prediction]) -> dict[str, tuple[float, float]]:
+    """Return by row the half widths, below and above as logarithms, of the interval that all other families give."""
+    found = {}
     for family in {each.row["family"] for each in predictions}:
         factors, *least = calibrated(predictions, family)
         for each in (each for each in predictions if each.row["family"] == family):
-            reaches = [factors.get(each.kind, 1.0) * reach for reach in each.reaches]
+            below, above = (factors.get(each.kind, 1.0) * reach for reach in each.reaches)
             if each.row.unchecked:
-                reaches = [max(pair) for pair in zip(reaches, least, strict=True)]
-            held[each.row.id] = -reaches[0] <= error_of(each) <= reaches[1]
-            widths[each.row.id] = sum(reaches) / 2
-    return held, widths
+                below, above = max(below, least[0]), max(above, least[1])
+            found[each.row.id] = below, above
+    return found

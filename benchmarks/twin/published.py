@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.record import conditions, write_record
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
-from benchmarks.twin.leave_out import Steps, calibrated, constants_without, held_without
+from benchmarks.twin.leave_out import Steps, calibrated, constants_without, error_of, reaches_without
 from benchmarks.twin.predict import Prediction, predict_row
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
@@ -103,9 +103,10 @@ def left_out(rows: Sequence[Row], later: Sequence[Row] = ()) -> dict[str, list[d
         "left out, strangers": as_strangers(rows, constants_of),
     }
     for each in found.values():
-        held, widths = held_without([error["prediction"] for error in each])
+        reaches = reaches_without([error["prediction"] for error in each])
         for error in each:
-            error |= {"held": held[error["id"]], "width": widths[error["id"]]}
+            below, above = error["reaches"] = reaches[error["id"]]
+            error |= {"held": -below <= error_of(error["prediction"]) <= above, "width": (below + above) / 2}
     return found
 
 
@@ -204,14 +205,14 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     linear = [(1 + each["linear"]) * 1e3 * each["measured_seconds"] for each in across]
     axes.scatter(measured, linear, s=14, color="0.65", label="linear: one node's rate")
     ours = [1e3 * each["seconds"] for each in across]
-    reaches = [math.exp(each["width"]) for each in across]
+    reaches = [each["reaches"] for each in across]
     bars = [
-        [one - one / reach for one, reach in zip(ours, reaches, strict=True)],
-        [one * reach - one for one, reach in zip(ours, reaches, strict=True)],
+        [one - one * math.exp(-below) for one, (below, _) in zip(ours, reaches, strict=True)],
+        [one * math.exp(above) - one for one, (_, above) in zip(ours, reaches, strict=True)],
     ]
     label = "bigbatch simulate, 90% interval"
     axes.errorbar(measured, ours, bars, fmt="o", markersize=4, elinewidth=0.6, color=COLOURS[0], label=label)
-    axes.plot([8, 9000], [8, 9000], color="0.3", linewidth=1)
+    axes.plot([8, 14000], [8, 14000], color="0.3", linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
@@ -225,12 +226,12 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
-    parser.add_argument("later", type=Path, nargs="*", help="rows that set widths of intervals, but no constants")
+    parser.add_argument("later", nargs="*", help="tables of rows that set widths of intervals, but no constants")
     parser.add_argument("--out", type=Path, help="a file for the results as JSON")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     rows = read_given(arguments.rows).rows
-    later = [row for path in arguments.later for row in read_given(path).rows]
+    later = [row for path in arguments.later for row in read_given(Path(path)).rows]
     found = left_out(rows, later) | {name: errors_of([*rows, *later], warm=name == "warm") for name in ("cold", "warm")}
     found |= {"strangers": as_strangers(rows), "sizes": as_new_sizes(rows)}
     summaries = {name: summarise(errors) for name, errors in found.items() if errors}
