@@ -12,7 +12,7 @@ LINK_FACTOR, UNKNOWN_LINK_FACTOR = 1.8, 3.0
 """Factor by which sums may be slower or faster: over links with a stated rate, and without. ASSUMED."""
 UNCHECKED_REACH = (0.068, 0.524)
 """Least half widths below and above a step, as logarithms, if few published systems check its carrier or framework.
-Split conformal: each end misses 5% of the rows of such systems, most of which were slower than predicted."""
+Split conformal: each end misses 5% of the rows of such systems, and most of these were slower than predicted."""
 FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0
 """Standard deviations of a step's fixed time and of its stragglers' time, as shares of these. ASSUMED."""
 FACTORS = {"ladder": 1.62, "stranger": 1.69}

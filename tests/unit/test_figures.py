@@ -259,6 +259,12 @@ def test_figures_of_simulated_steps(head: str, named: str) -> None:
         require(count, each["rows"])
         for cell, column in zip(cells, ("ours", "linear", "line", "held", "width"), strict=True):
             require(cell, *([] if each[column] is None else [100 * each[column]]))
+    if head == named:
+        for name, count, *cells in rows_of("simulate-errors.md", "system, left out")[1:]:
+            each = found["families"][name]
+            require(count, each["rows"])
+            for cell, column in zip(cells, ("ours", "linear", "line", "held", "width"), strict=True):
+                require(cell, 100 * each[column])
 
 
 def test_intervals_have_the_widths_of_the_record_and_hold_for_new_families_over_each_carrier() -> None:
