@@ -22,7 +22,7 @@ from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
-from bigbatch.launch.simulate.interval import RATE_SPREAD, Interval, Uncertainty, interval_of
+from bigbatch.launch.simulate.interval import FACTORS, RATE_SPREAD, Interval, Uncertainty, interval_of
 from bigbatch.launch.simulate.show import write
 from bigbatch.launch.simulate.step import Compute, SimulatedStep, fit_compute
 from bigbatch.words import count
@@ -45,7 +45,7 @@ WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
 CORRECTED_DOUBT = 0.8
-"""Factor of an interval's width if a second row has corrected the prediction. ASSUMED."""
+"""Factor of an interval's width if a second row inside its own interval has corrected the prediction. ASSUMED."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Prediction:
     is_extrapolated: bool
     kind: str
     """A key of FACTORS."""
+    reaches: tuple[float, float]
+    """Half widths below and above without UNCHECKED_REACH and second row, as logarithms."""
     unknown: tuple[str, ...] = ()
     """Unknown facts of the system, in words; each widens the interval."""
     refused: str = ""
@@ -83,13 +85,13 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
     """Scale the nearest measured row to the question's size, batch and network.
 
     The measured row gives the seconds per image: its step, less the simulated time of all else. A second row of the
-    same ladder corrects the prediction by its own error, as far as that exceeds its noise; a row that contradicts the
-    model is refused, and the interval then contains its error.
+    same ladder corrects the prediction by its own error, as far as that exceeds its noise, and widens the interval if
+    it is outside its own; a row that contradicts the model is refused, and the interval then contains its error.
     Raises: SimulationError if nothing is given.
     """
     measured = [row for row in given if row.seconds is not None]
     base = nearest(question, measured)
-    found = _scaled(question, base, constants)
+    found, kind = _scaled(question, base, constants), _kind(question, base)
     low, high = (found.factor * seconds for seconds in (found.interval.low, found.interval.high))
     shift, refused = 0.0, ""
     if second := _second(question, base, measured):
@@ -103,9 +105,9 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
             of_second, own = (each.interval.above if error > 0 else each.interval.below for each in (checked, found))
             # the share of the error that is not the second row's noise; smaller where the model is more certain
             shift = error * of_second**2 / (of_second**2 + NOISE**2) * min(1.0, own / of_second)
-            low, high = (
-                found.seconds * math.exp(shift) * (bound / found.seconds) ** CORRECTED_DOUBT for bound in (low, high)
-            )
+            surprise = abs(error) / (of_second * FACTORS[kind])
+            doubt = surprise if surprise > 1 else CORRECTED_DOUBT
+            low, high = (found.seconds * math.exp(shift) * (bound / found.seconds) ** doubt for bound in (low, high))
     return Prediction(
         question,
         base,
@@ -114,7 +116,8 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
         low,
         high,
         is_extrapolated(question, base),
-        _kind(question, base),
+        kind,
+        (FACTORS[kind] * found.interval.base[0], FACTORS[kind] * found.interval.base[1]),
         _unknown(question, base),
         refused,
     )

@@ -12,7 +12,6 @@ from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.simulate.interval import UNCHECKED_CARRIERS
 from bigbatch.launch.simulate.network import BY_SIZE
 from bigbatch.launch.simulate.published import nearest_published, power_of
 from bigbatch.launch.simulate.scaling import (
@@ -77,8 +76,8 @@ def assumptions(scenario: Scenario) -> list[str]:
     carrier = cluster.network.carrier
     if carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
         lines.append(f"the recipe's {stated} is not simulated: {cluster.name} sums by {carrier}, in its own form")
-    if carrier in UNCHECKED_CARRIERS:
-        lines.append(f"carrier {carrier}: hardly any published step checks it, so the interval is wider")
+    if carrier != "nccl":
+        lines.append(f"carrier hardly checked: {carrier}; few published systems use it, so the interval is wider")
     if power := power_of(cluster.device):
         lines.append(f"energy: {power.watts:,.0f} W for each {cluster.device} ({power.source}), also while it waits")
     if cluster.assumed:

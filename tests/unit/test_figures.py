@@ -1,5 +1,6 @@
 """Tables of the pages have the figures of their records."""
 
+import csv
 import hashlib
 import json
 import re
@@ -11,12 +12,19 @@ from typing import Any
 
 import pytest
 
+from bigbatch.launch.simulate.interval import FACTORS, UNCHECKED_REACH
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 
 
 def record(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    with (ROOT / f"benchmarks/results/{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def rows_of(page: str, head: str) -> list[list[str]]:
@@ -275,6 +283,23 @@ def test_figures_of_simulated_steps(head: str, named: str) -> None:
         require(count, each["rows"])
         for cell, column in zip(cells, ("ours", "linear", "line", "held", "width"), strict=True):
             require(cell, *([] if each[column] is None else [100 * each[column]]))
+    if head == named:
+        for name, count, *cells in rows_of("simulate-errors.md", "system, left out")[1:]:
+            each = found["families"][name]
+            require(count, each["rows"])
+            for cell, column in zip(cells, ("ours", "linear", "line", "held", "width"), strict=True):
+                require(cell, 100 * each[column])
+
+
+def test_intervals_have_the_widths_of_the_record_and_hold_for_new_families_over_each_carrier() -> None:
+    found = record("simulate-published")
+    below, above = UNCHECKED_REACH
+    assert found["widths"] == pytest.approx({**FACTORS, "below": below, "above": above}, abs=0.005)
+    summary = found["summaries"]["left out"]
+    assert 0.85 <= summary["held by the band"] <= 0.95
+    for name, carrier in summary["carriers"].items():
+        assert 0.85 <= round(carrier["held"], 2) <= 0.955, name
+    assert f"contain {round(100 * summary['held by the band'])}% of all rows" in (ROOT / "docs/simulate.md").read_text()
 
 
 def test_figures_of_systems_predicted_before_their_figures_were_read() -> None:
@@ -303,6 +328,12 @@ def test_outcomes_are_those_of_the_predictions_that_were_committed_first() -> No
     text = "\n".join(("id,ms_per_step,low,high,extrapolated,scaled_from", *lines, ""))
     assert hashlib.sha256(text.encode()).hexdigest() == promised["sha256"]
     assert found["rows"].keys() == promised["predictions"].keys()
+    asked, answered = (read_table(f"simulate-unseen-{name}") for name in ("questions", "answers"))
+    others = dict.fromkeys(("role", "ms_per_step", "images_per_second"))
+    assert [row | others for row in answered] == [row | others for row in asked]
+    assert {row["id"]: float(row["ms_per_step"]) for row in answered} == {
+        name: row["measured"] for name, row in found["rows"].items()
+    }
     for name, row in found["rows"].items():
         assert [row[key] for key in ("predicted", "low", "high")] == list(map(float, promised["predictions"][name][:3]))
     held = [row["low"] <= row["measured"] <= row["high"] for row in found["rows"].values()]

@@ -4,8 +4,10 @@ import csv
 import errno
 import hashlib
 import json
+import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from error_texts import naming
 from benchmarks.twin.add_rows import main as add_main
 from benchmarks.twin.fusion import InGroups
 from benchmarks.twin.hardware import DEFAULTS, resnet50_rate, stated_gbit_per_s
-from benchmarks.twin.leave_out import factor_of
+from benchmarks.twin.leave_out import calibrated, quantile_of, reaches_without
 from benchmarks.twin.predict import calibrate, contradictions, main, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
@@ -209,6 +211,31 @@ def test_second_row_that_contradicts_the_model_is_refused(second, why):
     assert found.high >= alone.high
 
 
+def test_second_row_outside_its_own_interval_widens_that_of_a_larger_size():
+    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
+    alone, checked = predict_row(question, [Row(ONE)]), predict_row(Row(EIGHT), [Row(ONE)])
+    widths = []
+    for excess in (0.9, 1.1, 1.5, 2.5):  # of the second row's half width: inside, and outside
+        seconds = checked.seconds * (checked.high / checked.seconds) ** excess
+        second = Row(EIGHT | {"id": "second", "ms_per_step": f"{1e3 * seconds:.6f}"})
+        found = predict_row(question, [Row(ONE), second])
+        assert not found.refused
+        widths.append(math.log(found.high / found.low) / math.log(alone.high / alone.low))
+    assert widths == pytest.approx([0.8, 1.1, 1.5, 2.5], rel=1e-3)
+
+
+def test_nccl_opens_sixteen_connections_on_ec2_since_version_2_4_8():
+    sockets = EIGHT | {"collective_library_version": "NCCL over sockets", "round_or_year": "2020"}
+    ec2 = {"ladder": "EC2 p3dn"}
+    for change, expected in (
+        (ec2, 16),
+        ({"vendor": "AWS"}, 16),
+        ({"ladder": "Azure"}, 1),
+        (ec2 | {"round_or_year": "2018"}, 1),
+    ):
+        assert Row(sockets | change).job().network.constants.connections_gbit_per_s == 10 * expected
+
+
 def test_what_is_unknown_of_a_system_is_named_and_widens_its_interval():
     plain = predict_row(Row(EIGHT), [Row(ONE)])
     unstated = {"inter_node_gbit_per_s": "", "inter_node_link": ""}
@@ -216,19 +243,44 @@ def test_what_is_unknown_of_a_system_is_named_and_widens_its_interval():
         (unstated, "the network's rate"),
         ({"framework": "Chainer"}, "framework Chainer"),
         ({"framework": "TensorFlow, parameter servers"}, "carrier servers"),
+        ({"collective_library_version": "Cray MPI"}, "carrier host"),
+        ({"collective_library_version": "NCCL over sockets"}, "carrier sockets"),
         ({"accelerator": "Another 9000"}, "the device's rate"),
     ):
         found = predict_row(Row(EIGHT | change), [Row(ONE)])
-        assert name in found.unknown
+        assert any(name in each for each in found.unknown)
         assert name == "the device's rate" or found.high / found.low > plain.high / plain.low
 
 
 def test_factor_of_intervals_gives_each_system_the_same_weight():
     # nine systems of one row each, and one of a hundred: 90% are within 9
     systems = {f"{place}": [float(place)] for place in range(1, 10)} | {"large": [50.0] * 100}
-    assert factor_of(systems) == 9.0
-    assert factor_of({"one": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]}) == 9.0
-    assert factor_of({}) == 1.0
+    assert quantile_of(systems, 0.9) == 9.0
+    assert quantile_of({"one": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]}, 0.9) == 9.0
+    assert quantile_of({}, 0.9) is None
+
+
+def test_intervals_of_hardly_checked_carriers_are_those_of_other_families_with_such_carriers():
+    def predicted(family, change, ratio):
+        found = predict_row(Row(EIGHT | change | {"id": family, "family": family}), [Row(ONE)])
+        row = Row(found.row.stated | {"ms_per_step": f"{1e3 * ratio * found.seconds:.6f}"})
+        return replace(found, row=row)
+
+    host, servers = {"collective_library_version": "MPI"}, {"framework": "MXNet, parameter servers"}
+    rows = [
+        predicted("plain", {}, 1.01),
+        predicted("one", host, 1.3),
+        predicted("two", servers, 0.9),
+        predicted("three", servers, 1.25),
+    ]
+    reaches = reaches_without(rows)
+    factors, below, above = calibrated(rows)
+    assert (below, above) == pytest.approx((-math.log(0.9), math.log(1.3)), rel=1e-3)
+    assert factors["ladder"] > 0
+    # each end is that of the two other families: 1.25 and 0.9; 1.3 and none below; 1.3 and 0.9
+    assert reaches["one"] == pytest.approx((-math.log(0.9), math.log(1.25)), rel=1e-3)
+    assert reaches["three"] == pytest.approx((-math.log(0.9), math.log(1.3)), rel=1e-3)
+    assert max(reaches["plain"]) < 0.2
 
 
 @pytest.mark.parametrize(
@@ -392,7 +444,9 @@ def cold(published):
 @pytest.fixture(scope="module")
 def new_systems(published):
     """Errors of rows whose family chose neither the model's constants nor the width of intervals."""
-    return left_out(published)
+    results = Path(__file__).resolve().parents[3] / "benchmarks/results"
+    given, answers = (read_given(results / f"simulate-unseen-{name}.csv").rows for name in ("given", "answers"))
+    return left_out(published, [*given, *answers])
 
 
 @pytest.mark.long
