@@ -22,7 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
-	@# a finished run makes room for a new one, an interrupted one goes on
+	@# a finished run makes room for a new one, an interrupted one continues
 	@if [ -e runs/quickstart/summary.json ]; then rm -r runs/quickstart; fi
 	$(BIN)/bigbatch launch mpirun --ranks $(RANKS) -- train --config quickstart $(TRAIN_OPTIONS)
 

@@ -141,7 +141,7 @@ def _open_closed_streams() -> None:
 def _flush_streams(code: int) -> int:
     """Flush stdout and stderr; return code, or, if it is 0 and stdout cannot be written, that error's code.
 
-    Unwritable output is dropped: the interpreter would try again when it ends, and exit with a code of its own.
+    Unwritable output is dropped: the interpreter would try again when it ends, and exit with another code.
     """
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         try:

@@ -88,7 +88,7 @@ class ReplicasDiffer(UserError, RuntimeError):
 
 
 class TuneError(UserError, RuntimeError):
-    """A search or a range test cannot start or go on; the message names its folder, or what happened."""
+    """A search or a range test cannot start or continue; the message names its folder, or what happened."""
 
 
 class DoctorError(UserError, RuntimeError):

@@ -43,7 +43,7 @@ class CommandGroup:
         parser = argparse.ArgumentParser(
             prog=f"bigbatch {self.name}",
             usage=f"bigbatch {self.name} {{{','.join(self.commands)}}} [OPTION ...]",
-            description=f"{self.description} {what}",
+            description=self.description,
             epilog=f"example: {self.example}",
         )
         parser.add_argument("command", choices=tuple(self.commands), help=what)

@@ -20,7 +20,7 @@ rm -rf -- "$@"
 def ending_orphans(number: Signals, *, leaves: Sequence[Path] = ()) -> Iterator[Callable[[int], None]]:
     """Yield a function that registers a process id: if this process is killed inside, each of them gets the signal.
 
-    leaves: files and folders that are removed after these processes have ended. A shell in a session of its own does
+    leaves: files and folders that are removed after these processes have ended. A shell in its own session does
     both: it reads a pipe that ends with this process. Unlike the parent-death signal (prctl) it outlives the job.
     """
     argv = ["/bin/sh", "-c", WATCHER, number.name.removeprefix("SIG"), *map(str, leaves)]

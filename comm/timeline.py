@@ -1,4 +1,4 @@
-"""Trace of each buffer beside backward, for Perfetto and chrome://tracing."""
+"""Trace of each buffer and of backward, for Perfetto and chrome://tracing."""
 
 import json
 import threading

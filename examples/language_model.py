@@ -75,7 +75,7 @@ class WordModel(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, block: Block, state: State | None) -> tuple[Tensor, State]:
-        """Return the sum of the losses of all targets, and the state to go on from, without its gradients."""
+        """Return the sum of the losses of all targets, and the state to continue from, without its gradients."""
         words_RT, targets_RT = block
         hidden_RTC, state = self.recurrent(self.embedding(words_RT), state)
         logits_RTV = linear(hidden_RTC, self.embedding.weight, self.bias)

@@ -1,4 +1,4 @@
-"""Compare the simulator's predictions for a sweep's points with what was measured."""
+"""Compare the simulator's predictions for a sweep's points with the measurements."""
 
 from collections.abc import Sequence
 from dataclasses import replace

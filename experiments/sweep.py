@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_line, print_lines, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
@@ -26,6 +25,7 @@ from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import PACKAGED, parse_overrides
+from bigbatch.user_settings import visible_gpus
 from bigbatch.words import count
 
 
@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
             submit_points(plan, missing, folder)
             for point in missing:  # Slurm may refuse some
                 if folder.state_of(point.number) == FAILED:
-                    said = outcome(folder, folder.read_state(point.number))
-                    print_line(f"point {point.number} ({point.describe()}): {said}")
+                    result = outcome(folder, folder.read_state(point.number))
+                    print_line(f"point {point.number} ({point.describe()}): {result}")
             to_come = submitted + _in_queue(folder, missing)
         return _run(plan, to_come, folder, chosen=chosen, points=points, arguments=arguments)
 
@@ -108,7 +108,8 @@ def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[SweepPla
     elif not path.is_file():
         if arguments.sweep not in known:
             near = or_nearest(arguments.sweep, known, words="the nearest packaged one is")
-            raise ConfigError(f"{arguments.sweep}: there is no such file, sweep's folder or packaged sweep{near}")
+            packaged = f"packaged are {', '.join(sorted(known))}"
+            raise ConfigError(f"{arguments.sweep}: no such file, folder of a sweep or packaged sweep{near}; {packaged}")
         path = PACKAGED / "sweeps" / f"{arguments.sweep}.yaml"
     options = parse_overrides(words, prog="bigbatch sweep")
     replaced = {name: value for name in ("where", "seeds", "epochs") if (value := getattr(arguments, name)) is not None}

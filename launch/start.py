@@ -154,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="bigbatch launch",
         description="Start a bigbatch command on several ranks. Here, the first Ctrl-C saves a checkpoint and stops "
         "the job, the second one ends it at once. All mistakes are reported before anything starts, with exit code 2. "
-        "A cluster in a box: bigbatch launch emulate --help",
+        "Emulated nodes on this machine: bigbatch launch emulate --help",
         epilog="example: bigbatch launch mpirun --ranks 2 -- train --config quickstart",
         allow_abbrev=False,
     )
@@ -185,7 +185,7 @@ def make_parser() -> argparse.ArgumentParser:
     cancel.add_argument("--now", action="store_true", help="end it at once, without a checkpoint")
     for each in (status, cancel):
         each.add_argument("--launcher", choices=LAUNCHERS, default="slurm", help="launcher of the job (default: slurm)")
-    actions.add_parser("emulate", add_help=False, help="a cluster in a box: nodes and links on this machine")
+    actions.add_parser("emulate", add_help=False, help="emulate a cluster: nodes and links on this machine")
     return parser
 
 
@@ -199,9 +199,9 @@ def _add_launcher(
         usage=f"bigbatch launch {launcher.name} [OPTION ...] -- COMMAND [OPTION ...]",
         help=launcher.help,
         description=f"{launcher.help[0].upper()}{launcher.help[1:]}. Default number of ranks: "
-        f"{launcher.default_ranks}. Variables of the shell that reach the ranks: {launcher.environment_help}; none "
-        "by which an enclosing launcher states a rank. Unsupported options are refused. Options that the command line "
-        "does not state are taken from bigbatch.toml of the user or the site, and printed.",
+        f"{launcher.default_ranks}. Variables of the shell that the ranks get: {launcher.environment_help}. They "
+        "get none in which an enclosing launcher states a rank. Unsupported options are refused. Options that the "
+        "command line does not state are taken from bigbatch.toml of the user or the site, and printed.",
         epilog=f"example: bigbatch launch {launcher.name} {launcher.example}",
     )
     parser.add_argument("--python", action="store_true", help=PYTHON_HELP)

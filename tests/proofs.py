@@ -43,7 +43,7 @@ SCALED = {"optimizer.loss_scale": 256.0, "optimizer.loss_scale_growth_steps": 20
 
 @dataclass(frozen=True)
 class Case:
-    """A job: its ranks and what its config states beside SMALL; is_killed: it is killed once, and goes on."""
+    """A job: its ranks and what its config states beside SMALL; is_killed: it is killed once, and continues."""
 
     name: str
     ranks: int

@@ -24,7 +24,7 @@ from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.resume import Start, find_start, restore_, start_in_memory
 from bigbatch.trainer.run.saving import CheckpointSaver, copy_to_host
-from bigbatch.trainer.step.plan import Parts, Plan
+from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
 from bigbatch.trainer.training_run import TrainingRun
@@ -56,7 +56,9 @@ def build_run(
     train = splits.train
     start, state = _find_start(config, communicator, splits, inherited)
     place = job.describe_place(config, splits, start)
-    plan = _plan_from(start, config, communicator, num_samples=train.num_samples)
+    plan = make_plan(config, communicator, num_samples=train.num_samples, first_step=start.step)
+    if reason_to_end(list(start.evaluations.values()), config.run):  # the run has ended already
+        plan = plan.without_steps()
     score = make_score(config, communicator.device)  # before the model: an error in it ends the run early
     make = (
         partial(regroup_parts, inherited.parts)
@@ -116,10 +118,3 @@ def _find_start(
         state = {} if inherited.is_in_parts else copy_to_host(kept)
     communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
     return start, state
-
-
-def _plan_from(start: Start, config: Config, communicator: Communicator, *, num_samples: int) -> Plan:
-    """Return the plan from this start; without steps if the run's evaluations have ended it. Raises: ConfigError."""
-    plan = make_plan(config, communicator, num_samples=num_samples, first_step=start.step)
-    is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
-    return plan.without_steps() if is_finished else plan

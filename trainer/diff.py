@@ -108,7 +108,9 @@ def read_run(path: Path) -> RecordedRun:
     try:
         config = read_plain(rundir.config).decode()
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} holds no run ({first_line(error)}): name a run folder") from error
+        raise RunFolderError(
+            f"{path} is not a run folder: its config.yaml cannot be read ({first_line(error)})"
+        ) from error
     digests: dict[int, Mapping[str, Any]] = {}
     starts: list[tuple[int, Mapping[str, Any]]] = []
     for record in read_records(rundir.metrics):

@@ -1,4 +1,4 @@
-"""Healing in place: after a loss the other ranks go on from the last step in the same processes; others may join."""
+"""Healing in place: after a loss the other ranks continue from the last step in the same processes; others may join."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ class Healed:
 
     job: JoinedRank
     state: dict[str, Any] | None
-    """State to go on from, equal on all ranks; None if no rank that is left holds all of it."""
+    """State to continue from, equal on all ranks; None if no remaining rank holds all of it."""
     message: str
     """Line for the log."""
     since: float | None = None
@@ -82,7 +82,7 @@ class Healed:
 
 
 def can_heal(job: JoinedRank, error: PeerLostError) -> bool:
-    """Return whether the ranks left can go on: the run heals in place, and no rank ended by an error for the user."""
+    """Return whether the remaining ranks can continue: the run heals, and no rank ended by an error for the user."""
     return job.communicator.endpoints is not None and error.exit_code == LOST
 
 
@@ -109,7 +109,7 @@ def heal(
     message: str = "",
     since: float | None = None,
 ) -> Healed:
-    """Connect a group and agree on the state to go on from; after a loss, form it from the ranks left. Collective.
+    """Connect a group (after a loss, of the remaining ranks) and agree on the state to continue from. Collective.
 
     error: the loss, if this rank has noticed one. kept: its copy of the state after its last step; None if it lacks
     a part. group: None for the job's. connected: result of connect_group() for the group, if it was called already.
@@ -140,12 +140,12 @@ def heal(
             ranks = count(group.env.world_size, "rank")
             names = ", ".join(f"rank {each.rank} on {each.host}" for each in losses)
             lost = f"lost: {names or 'a connection'}; " if error and (names or not message) else ""
-            line = f"{message}{lost}going on {where} with {ranks}"
+            line = f"{message}{lost}continuing {where} with {ranks}"
             return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), kept, line, since)
 
 
 def connect_group(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Connected:
-    """Connect a group and agree on the state to go on from. Collective. Measures nothing, and uses no former table.
+    """Connect a group and agree on the state to continue from. Collective. Measures nothing, and uses no former table.
 
     Raises: PeerLostError; CommError.
     """

@@ -55,7 +55,7 @@ def train(
         try:
             summary, device = run_training(experiment, job, hooks=hooks, is_quiet=quiet), job.communicator.device
         except BaseException as error:
-            # the other ranks must not wait for this process, which may go on; healing may have replaced the connection
+            # the other ranks must not wait for this process, which may live on; healing may have replaced a connection
             for control in open_connections.keys() - others:
                 open_connections[control].abort(exit_code_of(error))
             raise

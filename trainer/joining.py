@@ -92,7 +92,7 @@ def admit_ranks(
 ) -> Healed:
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
-    If a rank is lost meanwhile, the former group goes on without the ranks that were to join.
+    If a rank is lost meanwhile, the former group continues without the ranks that were to join.
     close: ends the records of the former group's first rank, before another rank takes over the run folder.
     since: awake_seconds() at the boundary. back_at: a checkpoint's step to which the run went back because
     weights differed. Raises: as heal.
@@ -107,14 +107,14 @@ def admit_ranks(
         end = close if is_replaced else str
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
         names = ", ".join(f"rank {each.endpoint.rank} on {each.endpoint.host}" for each in found)
-        told = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
-        admitted = admit(former, found, told=told)
+        announced = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
+        admitted = admit(former, found, announced=announced)
     except PeerLostError as lost:
         if not can_regroup(lost):
             raise
         return go(lost)
     abort_connection(former.control)
-    group, names = admitted.group, admitted.told["joined"]
+    group, names = admitted.group, admitted.announced["joined"]
     try:
         connected = connect_group(config, group, kept=kept, device=communicator.device)
         leave_former_group(group)
@@ -132,7 +132,7 @@ def admit_ranks(
 
 @contextmanager
 def failing_as_lost_rank(env: ProcessEnv) -> Iterator[None]:
-    """Give errors of a joining rank the exit code of a lost rank: the other ranks go on without it."""
+    """Give errors of a joining rank the exit code of a lost rank: the other ranks continue without it."""
     try:
         yield
     except UserError as error:
@@ -194,14 +194,14 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
     if job.env.joins_file:
         with suppress(OSError):
             job.env.joins_file.unlink()
-    told = admitted.told
-    ownership.number, since = told["owner"], awake_seconds() - told["waited"]
-    line = f"joined: {told['joined']}; "
+    announced = admitted.announced
+    ownership.number, since = announced["owner"], awake_seconds() - announced["waited"]
+    line = f"joined: {announced['joined']}; "
     group = admitted.group
     healed = heal(
         config, job, kept=None, ownership=ownership, group=group, connected=connected, message=line, since=since
     )
-    return Arrival(healed, splits, parts, told["back_at"])
+    return Arrival(healed, splits, parts, announced["back_at"])
 
 
 def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:
@@ -220,7 +220,7 @@ def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[A
         try:
             connected = connect_group(config, admitted.group, kept=None, device=job.communicator.device)
             leave_former_group(admitted.group)
-        except PeerLostError:  # the other ranks go on without this one, or lost another one meanwhile
+        except PeerLostError:  # the other ranks continue without this one, or lost another one meanwhile
             abort_connection(admitted.group.control)
             admitted.leave()
             if attempt + 1 == MAX_ATTEMPTS:

@@ -96,14 +96,14 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> int:
         here = describe_job(job.communicator, plan=training.plan, num_train=0, num_val=0)
     facts = {key: (made_by[key], here[key]) for key in SAME_BITS if key in made_by and made_by[key] != here[key]}
     difference = find_difference(run, RecordedRun(Path("the replay"), {step: again}, here, ""), steps=[step])
-    told = changes(training.start.config, dump_config(config)) if training.start.config else {}
-    for key, text in told.items():
+    changed_keys = changes(training.start.config, dump_config(config)) if training.start.config else {}
+    for key, text in changed_keys.items():
         print_line(f"config: {key}={text}")
     for key, (theirs, ours) in facts.items():
         print_line(f"job: {key} is {theirs} in {run.path}, {ours} here")
     if difference:
         print_line(str(difference))
-        cause = likely_cause(difference, [*told, *facts], is_step_before_equal=first_step == step - 1)
+        cause = likely_cause(difference, [*changed_keys, *facts], is_step_before_equal=first_step == step - 1)
         print_line(f"likely cause: {cause}")
         return DIFFERENT
     phases = [phase for phase in PHASES if recorded.get(phase) and again[phase]]
@@ -200,7 +200,7 @@ def _make_parser() -> argparse.ArgumentParser:
         f"it with the digests that the run recorded (--{KEY} N): images, each microbatch's gradients, their sums, "
         "weights. It begins at the newest checkpoint before K, or at the start of the run, and writes nothing. The "
         "first rank, microbatch and tensor that differ are named. More than one step from a checkpoint needs "
-        "run.reproducible, or a run of one rank. Where the data are elsewhere now, give --data.root.",
+        "run.reproducible, or a run of one rank. If the data have moved, give --data.root.",
         epilog=f"The exit code is 0 if all digests are equal, {DIFFERENT} if one differs, and 1 if the step cannot be "
         "replayed. example: bigbatch replay runs/quickstart --step 12",
     )

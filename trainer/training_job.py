@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import measured_folder
 from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.trainer.build.input import list_images, num_train_samples
 from bigbatch.trainer.build.parts import can_keep_parts
@@ -24,6 +23,7 @@ from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.step.stop_request import Joining, StopRequest
 from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import TrainingRun
+from bigbatch.user_settings import measured_folder
 
 
 class TrainingJob:
@@ -85,7 +85,7 @@ class TrainingJob:
             is_dry_run=is_dry_run,
         )
         self.config, self._inherited = chosen.config, replace(self._inherited, images=images)
-        self.job = replace(self.job, staged=staged, mode_note=chosen.told, mode_record=chosen.text)
+        self.job = replace(self.job, staged=staged, mode_note=chosen.note, mode_record=chosen.text)
 
     def _join(self) -> None:
         arrived = join_running_job(self.config, self.job, ownership=self._ownership)

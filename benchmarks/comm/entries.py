@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[
     if isinstance(world := open_mpi(job), str):
         left_out |= {"mpi": world, "hierarchical over mpi": world}
     else:
-        entries["mpi"] = Entry(partial(sum_by_mpi, world), "plain")
+        entries["mpi"] = Entry(lambda tensor_N: world.Allreduce(import_mpi().IN_PLACE, tensor_N.numpy()), "plain")
         over_mpi = connect(
             backend="mpi",
             algorithm="hierarchical",
@@ -80,11 +79,6 @@ def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[
 def allocate_from(communicator: Communicator) -> Allocate:
     """Allocate tensors that this communicator sums without copies."""
     return lambda num_elements: communicator.allocate(num_elements, torch.float32)
-
-
-def sum_by_mpi(world: Any, tensor_N: Tensor) -> None:
-    """Call MPI_Allreduce in place, by the algorithm that the MPI library chooses."""
-    world.Allreduce(import_mpi().IN_PLACE, tensor_N.numpy())
 
 
 def no_table_yet(tensor_N: Tensor) -> None:

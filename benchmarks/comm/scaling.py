@@ -69,7 +69,8 @@ def run(options: argparse.Namespace) -> None:
     job, goodput = case.job, case.goodput
     names, horovod, left_out = choose_with_horovod(job, options.contestants, CONTESTANTS)
     shapes, pace = record_pace(job, options)
-    lengths = step_lengths(options.weak, options.strong, num_nodes=job.num_nodes)
+    lengths = {"weak": options.weak, "strong": options.strong and options.strong / job.num_nodes}
+    lengths = {mode: seconds for mode, seconds in lengths.items() if seconds is not None}  # of steps on each node
     values, wrong = make_values(shapes), dict.fromkeys(names, 0)
     num_bytes = [value.nbytes for value in values.values()]
     job.say(f"steps at the pace of {options.model}")
@@ -100,12 +101,6 @@ def run(options: argparse.Namespace) -> None:
         for row in rows:
             job.say(show(row))
     close(job)
-
-
-def step_lengths(weak: float | None, strong: float | None, *, num_nodes: int) -> dict[str, float]:
-    """Return seconds of forward and backward on each node, by the kind of scaling."""
-    lengths = {"weak": weak, "strong": strong and strong / num_nodes}
-    return {mode: seconds for mode, seconds in lengths.items() if seconds is not None}
 
 
 def record_pace(job: Job, options: argparse.Namespace) -> tuple[dict[str, tuple[int, ...]], Pace]:

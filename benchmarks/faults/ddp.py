@@ -1,7 +1,7 @@
 """The usual way to survive a failure: torch's DDP under torchrun, with a checkpoint from time to time.
 
 A rank of `benchmarks.faults.effective`: not to be started by hand. torchrun starts all ranks again, which load the
-newest checkpoint of rank 0 and go on behind it.
+newest checkpoint of rank 0 and continue behind it.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Every figure of one GPU by one command: the parts in order of value, within the time that the machine is lent for.
 
     python -m benchmarks.gpu.day --minutes 14 --vision vision/references/classification --airbench cifar10-airbench
-    python -m benchmarks.gpu.day --minutes 14        # goes on with what the first call did not reach
+    python -m benchmarks.gpu.day --minutes 14        # continues with what the first call did not reach
     python -m benchmarks.gpu.day --dry-run           # what would run, and for how long
     python -m benchmarks.gpu.day --small             # does it all work? No figure of it means anything
 

@@ -7,7 +7,7 @@ Every measurement is a process of its own (precision_case.py tells what it measu
 precision once before any of them twice. A speed-up is of neighbours: fp32's in the same turn. Accuracy is the top-1 of
 `bigbatch train --config cifar10` with that model and precision after --epochs, for each of --seeds, on DATA as that
 config describes it; without --data there is none. Beside --out it writes a table (.md). What --out
-holds already is not measured again, so an interrupted run goes on. --small: sizes for a CPU.
+holds already is not measured again, so an interrupted run continues. --small: sizes for a CPU.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def run(*command: str, may_crash: bool = False) -> str:
     if done.returncode < 0 and may_crash:
         return "{}"
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}failed; the same command goes on from here")
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}failed; the same command continues from here")
     return done.stdout.splitlines()[-1]
 
 

@@ -97,7 +97,11 @@ MAKERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    facts = conditions(options) | own_conditions(options)
+    facts = conditions(options) | {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "cpu_threads": torch.get_num_threads(),
+        **{name: version_of(name) for name in ("timm", "torch-optimizer", "apex")},
+    }
     results = {name: measure_model(name, options) for name in options.models}
     write_record(options.out, {"benchmark": "lars-step", "conditions": facts, "models": results})
 
@@ -111,15 +115,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bandwidth-mb", type=int, default=512, help="size of the buffers that are copied and added")
     parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
     return parser.parse_args(argv)
-
-
-def own_conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the conditions that the shared ones lack."""
-    return {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "cpu_threads": torch.get_num_threads(),
-        **{name: version_of(name) for name in ("timm", "torch-optimizer", "apex")},
-    }
 
 
 def measure_model(model: str, options: argparse.Namespace) -> dict[str, Any]:

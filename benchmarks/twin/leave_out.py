@@ -13,6 +13,7 @@ from statistics import fmean
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.predict import Prediction, nearest, simulated_seconds
 from benchmarks.twin.rows import Row
+from bigbatch.launch.simulate.interval import UNCHECKED_REACH
 
 FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
 UNSEEN = {
@@ -32,6 +33,10 @@ MIN_MOVE = 1e-4
 """Least change of a step, as a share of it, by which a constant concerns it."""
 STATED = 0.9
 """The coverage that intervals state."""
+ONE_END = (1 + STATED) / 2
+"""Share of rows that one end of an interval leaves on its inner side."""
+UNCHECKED = "unchecked"
+"""Group of rows of hardly checked carriers and frameworks."""
 
 
 @dataclass
@@ -92,42 +97,55 @@ def constants_without(steps: Steps, family: str | None) -> RowConstants:
     return found
 
 
+def error_of(prediction: Prediction) -> float:
+    """Return the logarithm of measured over predicted seconds."""
+    assert prediction.row.seconds is not None
+    return math.log(prediction.row.seconds / prediction.seconds)
+
+
 def distance(prediction: Prediction) -> float:
-    """Return the distance of the measured step from the predicted one, in half intervals."""
-    seconds = prediction.row.seconds
-    assert seconds is not None
-    bound = prediction.high if seconds > prediction.seconds else prediction.low
-    return abs(math.log(seconds / prediction.seconds)) / abs(math.log(bound / prediction.seconds))
+    """Return the distance of the measured step from the predicted one, in half intervals of a checked carrier."""
+    error = error_of(prediction)
+    return abs(error) / prediction.reaches[error > 0]
 
 
-def factor_of(distances: Mapping[object, Sequence[float]]) -> float:
-    """Return the least factor of half intervals that then contain STATED of the rows; all systems weigh the same."""
-    weighted = sorted((each, 1 / len(found)) for found in distances.values() for each in found)
-    needed = STATED * sum(weight for _, weight in weighted)
+def quantile_of(values: Mapping[object, Sequence[float]], share: float) -> float | None:
+    """Return the least value that is not below a share of all, each system with the same weight; None of none."""
+    weighted = sorted((each, 1 / len(found)) for found in values.values() for each in found)
+    needed = share * sum(weight for _, weight in weighted)
     for each, weight in weighted:
         needed -= weight
         if needed <= 1e-9:
             return each
-    return 1.0
+    return None
 
 
-def held_without(predictions: Sequence[Prediction]) -> tuple[dict[str, bool], dict[str, float], dict[str, float]]:
-    """Widen each prediction's interval by the factor that all other families give for its kind.
+def calibrated(predictions: Sequence[Prediction], family: str | None = None) -> tuple[dict[str, float], float, float]:
+    """Return what families other than family give: a factor of intervals by kind, and UNCHECKED_REACH below and above.
 
-    Returns: row's name -> whether the interval holds; row's name -> its half width as a logarithm; kind -> the factor
-    that all families give.
+    The factors contain STATED of the rows. Each end of UNCHECKED_REACH excludes half of the others.
     """
-    by: dict[str, dict[tuple[str, str], list[Prediction]]] = collections.defaultdict(
-        lambda: collections.defaultdict(list)
-    )
+    groups: dict[str, dict[object, list[Prediction]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for each in predictions:
-        by[each.kind][each.row["family"], each.row.carrier].append(each)
-    held, widths = {}, {}
-    for systems in by.values():
-        for family in {family for family, _ in systems}:
-            factor = factor_of({k: [*map(distance, v)] for k, v in systems.items() if k[0] != family})
-            for each in (each for key, found in systems.items() if key[0] == family for each in found):
-                held[each.row.id] = distance(each) <= factor
-                widths[each.row.id] = factor * math.log(each.high / each.low) / 2
-    factors = {kind: factor_of({k: [*map(distance, v)] for k, v in systems.items()}) for kind, systems in by.items()}
-    return held, widths, factors
+        if each.row["family"] != family:  # strangers vary more than rows of hardly checked carriers
+            group = UNCHECKED if each.row.unchecked and each.kind == "ladder" else each.kind
+            groups[group][each.row["family"], each.row.carrier].append(each)
+    errors = {key: [*map(error_of, found)] for key, found in groups.pop(UNCHECKED, {}).items()}
+    negative = {key: [-each for each in found] for key, found in errors.items()}
+    ends = quantile_of(negative, ONE_END), quantile_of(errors, ONE_END)
+    below, above = (least if end is None else max(0.0, end) for end, least in zip(ends, UNCHECKED_REACH, strict=True))
+    distances = {kind: {key: [*map(distance, found)] for key, found in each.items()} for kind, each in groups.items()}
+    return {kind: quantile_of(each, STATED) or 1.0 for kind, each in distances.items()}, below, above
+
+
+def reaches_without(predictions: Sequence[Prediction]) -> dict[str, tuple[float, float]]:
+    """Return by row the half widths, below and above as logarithms, of the interval that all other families give."""
+    found = {}
+    for family in {each.row["family"] for each in predictions}:
+        factors, *least = calibrated(predictions, family)
+        for each in (each for each in predictions if each.row["family"] == family):
+            below, above = (factors.get(each.kind, 1.0) * reach for reach in each.reaches)
+            if each.row.unchecked:
+                below, above = max(below, least[0]), max(above, least[1])
+            found[each.row.id] = below, above
+    return found

@@ -22,7 +22,7 @@ from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
-from bigbatch.launch.simulate.interval import RATE_SPREAD, Interval, Uncertainty, interval_of
+from bigbatch.launch.simulate.interval import FACTORS, RATE_SPREAD, Interval, Uncertainty, interval_of
 from bigbatch.launch.simulate.show import write
 from bigbatch.launch.simulate.step import Compute, SimulatedStep, fit_compute
 from bigbatch.words import count
@@ -37,11 +37,15 @@ ANOMALOUS = 3.0
 """Least distance of a second row from its prediction, in half intervals, at which it contradicts the model."""
 CONTRADICTS = 1.25
 """Least ratio at which two steps of the same system, size, batch and software contradict each other."""
+SAME_SYSTEM = ("system", "accelerator", "framework", "collective_library_version", "precision", "model")
+"""Columns that are equal in rows of the same system and software, and on the same ladder."""
+SAME_LADDER = ("intra_node_link", "inter_node_link", "inter_node_gbit_per_s", "input_data", "fusion")
+"""Columns that are equal, too, if no ladder is stated."""
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
 CORRECTED_DOUBT = 0.8
-"""Factor of an interval's width if a second row has corrected the prediction. ASSUMED."""
+"""Factor of an interval's width if a second row inside its own interval has corrected the prediction. ASSUMED."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Prediction:
     is_extrapolated: bool
     kind: str
     """A key of FACTORS."""
+    reaches: tuple[float, float]
+    """Half widths below and above without UNCHECKED_REACH and second row, as logarithms."""
     unknown: tuple[str, ...] = ()
     """Unknown facts of the system, in words; each widens the interval."""
     refused: str = ""
@@ -79,13 +85,13 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
     """Scale the nearest measured row to the question's size, batch and network.
 
     The measured row gives the seconds per image: its step, less the simulated time of all else. A second row of the
-    same ladder corrects the prediction by its own error, as far as that exceeds its noise; a row that contradicts the
-    model is refused, and the interval then contains its error.
+    same ladder corrects the prediction by its own error, as far as that exceeds its noise, and widens the interval if
+    it is outside its own; a row that contradicts the model is refused, and the interval then contains its error.
     Raises: SimulationError if nothing is given.
     """
     measured = [row for row in given if row.seconds is not None]
     base = nearest(question, measured)
-    found = _scaled(question, base, constants)
+    found, kind = _scaled(question, base, constants), _kind(question, base)
     low, high = (found.factor * seconds for seconds in (found.interval.low, found.interval.high))
     shift, refused = 0.0, ""
     if second := _second(question, base, measured):
@@ -99,9 +105,9 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
             of_second, own = (each.interval.above if error > 0 else each.interval.below for each in (checked, found))
             # the share of the error that is not the second row's noise; smaller where the model is more certain
             shift = error * of_second**2 / (of_second**2 + NOISE**2) * min(1.0, own / of_second)
-            low, high = (
-                found.seconds * math.exp(shift) * (bound / found.seconds) ** CORRECTED_DOUBT for bound in (low, high)
-            )
+            surprise = abs(error) / (of_second * FACTORS[kind])
+            doubt = surprise if surprise > 1 else CORRECTED_DOUBT
+            low, high = (found.seconds * math.exp(shift) * (bound / found.seconds) ** doubt for bound in (low, high))
     return Prediction(
         question,
         base,
@@ -110,7 +116,8 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
         low,
         high,
         is_extrapolated(question, base),
-        _kind(question, base),
+        kind,
+        (FACTORS[kind] * found.interval.base[0], FACTORS[kind] * found.interval.base[1]),
         _unknown(question, base),
         refused,
     )
@@ -239,7 +246,12 @@ def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
     if _kinship(question, base) != "ladder" or question.num_nodes == 1:
         return None
     others = [row for row in measured if row["ladder"] == base["ladder"] and row.num_nodes > base.num_nodes]
-    return min(others, key=lambda row: abs(math.log(question.num_devices / row.num_devices)), default=None)
+
+    def distance(row: Row) -> tuple[float, float]:
+        sizes, batches = question.num_devices / row.num_devices, question.local_batch / row.local_batch
+        return abs(math.log(sizes)), abs(math.log(batches))
+
+    return min(others, key=distance, default=None)
 
 
 COLUMNS = ("id", "ms_per_step", "low", "high", "extrapolated", "scaled_from")
@@ -281,20 +293,28 @@ def predict_table(given: Path, questions: Path, out: Path) -> Answers:
     left_out = [*_few(measured.unusable), *_few(asked.unusable + alone)]
     if not predictions:
         raise SimulationError(left_out[-1])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *map(_line, predictions)])
-    write(out, text.getvalue())
+    text = table_text(list(map(_line, predictions)))
+    write(out, text)
     refused = dict.fromkeys(each.refused for each in predictions if each.refused)
     odd = [*_few(contradictions(measured.rows)), *_few(list(refused)), *_unknowns(predictions)]
-    return Answers(predictions, left_out, odd, text.getvalue())
+    return Answers(predictions, left_out, odd, text)
+
+
+def table_text(lines: Sequence[Sequence[str]]) -> str:
+    """Return the text of a table of predictions, whose SHA-256 a commitment states."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
+    return text.getvalue()
 
 
 def contradictions(rows: Sequence[Row]) -> list[str]:
     """Return a line for each two measured rows of one system, size, batch and software whose steps differ too much."""
     by: dict[tuple[object, ...], list[Row]] = collections.defaultdict(list)
     for row in rows:
-        if row["ladder"] and row.seconds:
-            by[row["ladder"], row["model"], row.num_devices, row.num_nodes, row.local_batch, row.software].append(row)
+        if row.seconds:
+            ladder = (row["ladder"],) if row["ladder"] else tuple(row[name] for name in SAME_LADDER)
+            system = tuple(row[name] for name in SAME_SYSTEM)
+            by[ladder, system, row.num_devices, row.num_nodes, row.local_batch].append(row)
     lines = []
     for found in by.values():
         least, most = (choose(found, key=lambda row: row.seconds or 0.0) for choose in (min, max))
@@ -315,13 +335,17 @@ def _unknowns(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def commitment(answers: Answers) -> dict[str, object]:
-    """Return predictions and their SHA-256, which is compared with the table when the answers are known."""
+    """Return the lines of the table and its SHA-256, which add_rows checks when the answers are known."""
     _, *rows = csv.reader(io.StringIO(answers.text))
     return {
-        "sha256": hashlib.sha256(answers.text.encode()).hexdigest(),
-        "bigbatch": source_commit(),
-        "predictions": {row[0]: [float(value) for value in row[1:4]] for row in rows},
+        "sha256": digest(answers.text),
+        "commit": source_commit(),
+        "predictions": {name: values for name, *values in rows},
     }
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _few(lines: Sequence[str]) -> list[str]:
@@ -355,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     more = (
         f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
     )
-    print_line(f"{len(answers.predictions)} rows predicted{more}")
+    print_line(f"{count(len(answers.predictions), 'row')} predicted{more}")
     print_line(f"written: {options.out} (milliseconds of a step; low and high are a 90% interval)")
     return 0
 

@@ -6,9 +6,9 @@ families are given and none of the own, as before a system is bought. Sizes: all
 ladder and size.
 
 Left out: cold and strangers, with constants and intervals chosen without the row's family, as for a new system. That
-is the headline; the others are predicted with constants chosen from the same rows.
+is the headline; the others are predicted with constants chosen from the same rows. LATER sets intervals alone.
 
-    python -m benchmarks.twin.published ROWS.csv --plot scatter.png
+    python -m benchmarks.twin.published ROWS.csv [LATER.csv ...] --plot scatter.png
 """
 
 import argparse
@@ -21,18 +21,24 @@ from typing import Any
 
 from benchmarks.record import conditions, write_record
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
-from benchmarks.twin.leave_out import Steps, constants_without, held_without
+from benchmarks.twin.leave_out import Steps, calibrated, constants_without, error_of, reaches_without
 from benchmarks.twin.predict import Prediction, predict_row
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
 from bigbatch.launch.simulate.interval import FACTORS
 
 FIT_1, FIT_2, JUDGE = "fit1", "fit2", "judge"
+Fits = dict[str, dict[str, list[Row]]]
+"""Rows by ladder and role."""
 
 
-def nulls(row: Row, fits: dict[str, dict[str, Row]]) -> dict[str, float]:
+def nulls(row: Row, fits: Fits) -> dict[str, float]:
     """Return the seconds that `linear` and `line` predict; without those that lack rows."""
-    fit = fits.get(row["null_line"], {})
+    ladder = fits.get(row["null_line"] or row["ladder"], {})
+    fit = {
+        role: min(rows, key=lambda each: abs(math.log(each.local_batch / row.local_batch)))
+        for role, rows in ladder.items()
+    }
     if FIT_1 not in fit:
         return {}
     one, two = fit[FIT_1], fit.get(FIT_2)
@@ -62,11 +68,11 @@ def errors_of(
     ]
 
 
-def fits_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    fits: dict[str, dict[str, Row]] = collections.defaultdict(dict)
+def fits_of(rows: Sequence[Row]) -> Fits:
+    fits: Fits = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:
         if row["role"] in (FIT_1, FIT_2):
-            fits[row["ladder"]][row["role"]] = row
+            fits[row["ladder"]][row["role"]].append(row)
     return fits
 
 
@@ -88,18 +94,19 @@ def as_strangers(rows: Sequence[Row], constants_of: Mapping[str, RowConstants] |
     return found
 
 
-def left_out(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """Predict cold rows and strangers as new systems: constants and intervals are set without the row's family."""
+def left_out(rows: Sequence[Row], later: Sequence[Row] = ()) -> dict[str, list[dict[str, Any]]]:
+    """Predict cold rows and strangers without their family's rows; later: rows that set no constants, only widths."""
     steps = Steps(targets_of(rows, warm=False), [row for row in rows if row["role"] == FIT_1])
     constants_of = {family: constants_without(steps, family) for family in steps.families()}
     found = {
-        "left out": errors_of(rows, warm=False, constants_of=constants_of),
+        "left out": errors_of([*rows, *later], warm=False, constants_of=constants_of),
         "left out, strangers": as_strangers(rows, constants_of),
     }
     for each in found.values():
-        held, widths, _ = held_without([error["prediction"] for error in each])
+        reaches = reaches_without([error["prediction"] for error in each])
         for error in each:
-            error |= {"held": held[error["id"]], "width": widths[error["id"]]}
+            below, above = error["reaches"] = reaches[error["id"]]
+            error |= {"held": -below <= error_of(error["prediction"]) <= above, "width": (below + above) / 2}
     return found
 
 
@@ -114,13 +121,12 @@ def as_new_sizes(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def calibrated(found: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, float]:
-    """Return the FACTORS of intervals that the systems left out give; those of strangers come from their own rows."""
-    factors: dict[str, float] = {}
-    for name in ("left out, strangers", "left out"):
-        _, _, shares = held_without([error["prediction"] for error in found[name]])
-        factors |= {kind: round(share * FACTORS[kind], 3) for kind, share in shares.items()}
-    return factors
+def widths_of(found: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, float]:
+    """Return the FACTORS and UNCHECKED_REACH that the systems left out give."""
+    groups = [[error["prediction"] for error in found[name]] for name in ("left out, strangers", "left out")]
+    (strangers, *_), (ladders, below, above) = map(calibrated, groups)
+    factors = {kind: share * FACTORS[kind] for kind, share in (strangers | ladders).items()}
+    return {name: round(each, 3) for name, each in (factors | {"below": below, "above": above}).items()}
 
 
 def _error(prediction: Prediction, known: dict[str, float]) -> dict[str, Any]:
@@ -199,14 +205,14 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     linear = [(1 + each["linear"]) * 1e3 * each["measured_seconds"] for each in across]
     axes.scatter(measured, linear, s=14, color="0.65", label="linear: one node's rate")
     ours = [1e3 * each["seconds"] for each in across]
-    reaches = [math.exp(each["width"]) for each in across]
+    reaches = [each["reaches"] for each in across]
     bars = [
-        [one - one / reach for one, reach in zip(ours, reaches, strict=True)],
-        [one * reach - one for one, reach in zip(ours, reaches, strict=True)],
+        [one - one * math.exp(-below) for one, (below, _) in zip(ours, reaches, strict=True)],
+        [one * math.exp(above) - one for one, (_, above) in zip(ours, reaches, strict=True)],
     ]
     label = "bigbatch simulate, 90% interval"
     axes.errorbar(measured, ours, bars, fmt="o", markersize=4, elinewidth=0.6, color=COLOURS[0], label=label)
-    axes.plot([8, 9000], [8, 9000], color="0.3", linewidth=1)
+    axes.plot([8, 14000], [8, 14000], color="0.3", linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
@@ -220,16 +226,18 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
+    parser.add_argument("later", nargs="*", help="tables of rows that set widths of intervals, but no constants")
     parser.add_argument("--out", type=Path, help="a file for the results as JSON")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     rows = read_given(arguments.rows).rows
-    found = left_out(rows) | {name: errors_of(rows, warm=name == "warm") for name in ("cold", "warm")}
+    later = [row for path in arguments.later for row in read_given(Path(path)).rows]
+    found = left_out(rows, later) | {name: errors_of([*rows, *later], warm=name == "warm") for name in ("cold", "warm")}
     found |= {"strangers": as_strangers(rows), "sizes": as_new_sizes(rows)}
     summaries = {name: summarise(errors) for name, errors in found.items() if errors}
     for name, summary in summaries.items():
         print_summary(name, summary)
-    stored = {"conditions": conditions(arguments), "summaries": summaries, "factors": calibrated(found)}
+    stored = {"conditions": conditions(arguments), "summaries": summaries, "widths": widths_of(found)}
     if arguments.out:
         write_record(arguments.out, stored)
     if arguments.plot:

@@ -21,7 +21,6 @@ from benchmarks.twin.hardware import (
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.errors import SimulationError, first_line
 from bigbatch.launch.simulate.constants import GIGABIT
-from bigbatch.launch.simulate.interval import UNCHECKED_CARRIERS
 from bigbatch.launch.simulate.network import Carrier, Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import Fusion, SimulatedJob
@@ -47,7 +46,10 @@ FIRST_YEAR_OF_GRAPHS, FIRST_NCCL_OF_GRAPHS = 2021, (2, 9)
 """First year and first NCCL version of software that launches a step's kernels together, by graphs: MLPerf v1.0."""
 MLPERF_YEARS = {"0.5": 2018, "0.6": 2019, "0.7": 2020}
 """Years of the first rounds; v1 was in 2021, and later rounds in the years after."""
-CHECKED_FRAMEWORKS = ("mxnet", "pytorch", "tensorflow")
+EC2_CONNECTIONS, FIRST_YEAR_OF_CONNECTIONS = 16, 2020
+"""TCP connections that NCCL opens to a peer with EC2's network cards: 2 threads with 8 each, since 2.4.8 of 2019.
+PUBLISHED: NVIDIA/nccl, src/transport/net_socket.cc."""
+CHECKED_FRAMEWORKS = ("mxnet", "paddlepaddle", "pytorch", "tensorflow")
 """Frameworks whose sums published rows across nodes have checked."""
 UNKNOWN_SHAPE = "resnet50"
 """Replaces a model with an unknown shape; such a row is marked as extrapolated."""
@@ -130,7 +132,7 @@ class Row:
         framework, library = self["framework"].lower(), self["collective_library_version"].lower()
         if "parameter server" in framework or "distributed_replicated" in framework:
             return "servers"
-        if "socket" in library or "tcp" in self["inter_node_link"].lower():
+        if re.search("socket|gloo", library) or "tcp" in self["inter_node_link"].lower():
             return "sockets"
         if "mpi" in library and "nccl" not in library:
             return "host"
@@ -142,6 +144,11 @@ class Row:
         is_ethernet = re.search(r"ethernet|gbe", self["inter_node_link"], re.IGNORECASE)
         has_rdma = re.search(r"roce|rdma|efa", self["inter_node_link"], re.IGNORECASE)
         return bool(is_ethernet and not has_rdma) and (self.link_gbit_per_s or math.inf) <= MAX_PLAIN_GBIT
+
+    @property
+    def _has_ec2_connections(self) -> bool:
+        is_ec2 = re.search(r"\b(EC2|AWS|Amazon)\b", f"{self['system']} {self['vendor']} {self['ladder']}")
+        return bool(is_ec2) and (self.year or FIRST_YEAR_OF_CONNECTIONS) >= FIRST_YEAR_OF_CONNECTIONS
 
     @property
     def software(self) -> tuple[str, str]:
@@ -162,8 +169,8 @@ class Row:
         """Return the carrier and the framework that published rows across nodes have hardly checked."""
         framework = self["framework"].split(",")[0]
         is_odd = self.num_nodes > 1 and not self.is_compiled and not framework.lower().startswith(CHECKED_FRAMEWORKS)
-        carriers = (f"carrier {self.carrier}",) if self.carrier in UNCHECKED_CARRIERS else ()
-        return (*carriers, *((f"framework {framework or 'not stated'}",) if is_odd else ()))
+        carriers = (f"carrier {self.carrier}, hardly checked",) if self._network(DEFAULTS).is_hardly_checked else ()
+        return (*carriers, *((f"framework {framework or 'not stated'}, hardly checked",) if is_odd else ()))
 
     @cached_property
     def library_version(self) -> tuple[int, int] | None:
@@ -238,6 +245,9 @@ class Row:
         servers = re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"])
         latency = across_latency_seconds(self["inter_node_link"], constants)
         constants = replace(constants, across_latency_seconds=latency)
+        if self._has_ec2_connections:
+            connections = EC2_CONNECTIONS * constants.connections_gbit_per_s
+            constants = replace(constants, connections_gbit_per_s=connections)
         if "real" not in self["input_data"].lower():
             constants = replace(constants, input_share=0.0)
         return Network(

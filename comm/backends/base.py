@@ -119,7 +119,7 @@ class Restartable(Protocol):
     """A transport that can abandon an operation that hangs."""
 
     def limit(self, seconds: float | None) -> None:
-        """Let waits raise LateError after so many seconds; None: only the job's time limit applies."""
+        """Let waits raise LateError after this many seconds; None: only the job's time limit applies."""
 
     def num_submitted(self) -> int:
         """Return the number of operations submitted so far."""

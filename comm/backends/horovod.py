@@ -29,7 +29,7 @@ def import_horovod() -> Any:
     except ImportError as error:
         raise CommError(
             f"the Horovod backend needs Horovod ({first_line(error)}): pip install 'bigbatch[horovod]' compiles it, "
-            f"which fails beside a recent torch; {HOW_TO_BUILD}"
+            f"which fails with a recent torch; {HOW_TO_BUILD}"
         ) from error
     if not hasattr(hvd, "mpi_built"):  # it installs even if its build failed
         raise CommError(f"Horovod was built without PyTorch support: build it in this environment; {HOW_TO_BUILD}")
@@ -121,7 +121,7 @@ class HorovodBackend:
     start_send = start_receive = start_exchange = _refuse
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation on a thread, beside backward, after the GPU's work so far."""
+        """Start the operation on a thread, while backward continues, after the GPU's work so far."""
         if self._gpu is not None:  # Horovod itself waits only for the stream of that thread
             operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, label=label, ranks=ranks)

@@ -11,7 +11,7 @@ from bigbatch.comm.backends.node_memory import NodeMemory
 
 
 class HostStaging:
-    """Copies tensors between a GPU and host memory on a separate stream, beside backward's kernels."""
+    """Copies tensors between a GPU and host memory on a separate stream, concurrently with backward's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -146,7 +146,7 @@ def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable
 
 
 class StreamQueue:
-    """Enqueues operations on a separate CUDA stream, so that they run beside backward's kernels.
+    """Enqueues operations on a separate CUDA stream, so that they overlap with backward's kernels.
 
     The GPU writes its progress as a number into host memory, behind each operation. Watching threads read that and call
     nothing of CUDA: a query of an event, by any thread, breaks a capture that a script has begun in torch's default

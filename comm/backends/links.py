@@ -26,7 +26,7 @@ from bigbatch.errors import CommError
 HELLO_SECONDS = 10.0
 """Time limit for a connection to authenticate itself."""
 MAX_UNAUTHENTICATED = 64
-"""Most unauthenticated connections beside the job's own; the oldest is dropped first."""
+"""Most unauthenticated connections in addition to the job's own; the oldest is dropped first."""
 UNPACED = ("cubic", "reno")
 """Congestion controls that do not pace, so that a burst fills a link at once; in order of preference."""
 LENGTH = struct.Struct("!Q")
@@ -178,7 +178,7 @@ class Links:
         """When bytes last moved over a link, and when while_waiting was last called; awake_seconds()."""
         towards = control.master[0] if control.master and not env.is_one_host else None
         address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
-        # backlog: all higher ranks may connect before this one looks
+        # backlog: all higher ranks may connect before this one accepts
         self._listener = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         avoid_bbr(self._listener)
         self._listener.setblocking(False)

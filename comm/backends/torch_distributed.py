@@ -51,7 +51,7 @@ class TorchDistributedBackend:
             if is_nccl:
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
-            if not is_nccl:  # a group formed after a loss makes groups of its own
+            if not is_nccl:  # a group formed after a loss makes its own groups
                 self._groups.destroy()
             if isinstance(error, PeerLostError):
                 raise
@@ -146,7 +146,7 @@ class TorchDistributedBackend:
         return AllOf(tuple(dist.batch_isend_irecv(some)) if some else ())  # type: ignore[arg-type]
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation beside backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
+        """Start the operation during backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
         start = awake_seconds()
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)

@@ -55,7 +55,7 @@ def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int =
 def send_object(value: Any, communicator: Communicator, *, source: int, to: Collection[int]) -> Any:
     """Return source's value on the ranks in `to`; every other rank gets its own value back. Collective.
 
-    For large states: host tensors are sent from their own memory, and only to these ranks. All else is as in
+    For large states: host tensors are sent from their own memory, and only to these ranks. Everything else as in
     broadcast_object. Raises: as broadcast_object, but only on source.
     """
     backend, rank = communicator.backend, communicator.rank
@@ -203,19 +203,30 @@ def require_same_start_(tensors: Mapping[str, Tensor], communicator: Communicato
         return
     mine = {name: _digest(tensor) for name, tensor in tensors.items()}
     found = communicator.gather_text(hashlib.sha256("".join(mine.values()).encode()).hexdigest())
-    # the most frequent digest; among equally frequent ones, that of the lowest rank
-    common = Counter(found).most_common(1)[0][0]
-    odd = [rank for rank, digest in enumerate(found) if digest != common]
+    reference, odd, names = find_odd_ranks(found, mine, communicator)
+    if odd:
+        raise CommError(
+            f"{name_ranks(odd)} {'have' if odd[1:] else 'has'} other weights than rank {reference}, first {names[0]}: "
+            'set the same seed on all ranks before the model is made, or weights="broadcast" to give them rank 0\'s'
+        )
+
+
+def find_odd_ranks(
+    hashes: Sequence[object], digests: Mapping[str, object], communicator: Communicator
+) -> tuple[int, list[int], list[str]]:
+    """Return a rank with the most frequent hash, the ranks with others, and the names that differ on the first of them.
+
+    hashes: of all ranks; of equally frequent ones that of the lowest rank counts. digests: this rank's, by name.
+    Collective if hashes differ.
+    """
+    common = Counter(hashes).most_common(1)[0][0]
+    reference, odd = hashes.index(common), [rank for rank, each in enumerate(hashes) if each != common]
     if not odd:
-        return
-    speakers = (found.index(common), odd[0])
-    digests = communicator.gather([*mine.values()] if communicator.rank in speakers else None)
-    one, other = (digests[rank] for rank in speakers)
-    first = next(name for name, a, b in zip(mine, one, other, strict=True) if a != b)
-    raise CommError(
-        f"{name_ranks(odd)} {'have' if odd[1:] else 'has'} other weights than rank {speakers[0]}, first {first}: set "
-        'the same seed on all ranks before the model is made, or pass weights="broadcast" to give all of them rank 0\'s'
-    )
+        return reference, [], []
+    is_asked = communicator.rank in (reference, odd[0])
+    told = communicator.gather([*digests.values()] if is_asked else None)
+    pairs = zip(digests, told[reference], told[odd[0]], strict=True)
+    return reference, odd, [name for name, one, other in pairs if one != other]
 
 
 def _digest(tensor: Tensor) -> str:

@@ -109,7 +109,7 @@ class GridSums:
     def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
         """Add the last microbatch's gradients, and start to sum over ranks. Collective.
 
-        On a CPU without scatter, a sum is written into its buffer on arrival, beside backward.
+        On a CPU without scatter, a sum is written into its buffer on arrival, while backward continues.
         """
         self._add_(index, buffer_N)
         communicator, sums_N = self._communicator, self._sums[index]

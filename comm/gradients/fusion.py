@@ -83,7 +83,7 @@ class PlanSizes:
     def plan(self, tensors: Sequence[TensorSpec], *, align: int = 1) -> FusionPlan:
         """Group gradients, given in the order in which they become ready, into buffers.
 
-        A gradient larger than threshold_bytes or buffer_bytes has a buffer of its own. The others share buffers of one
+        A gradient larger than threshold_bytes or buffer_bytes has its own buffer. The others share buffers of one
         dtype and at most buffer_bytes. The first shared buffer has at most first_buffer_bytes (None: buffer_bytes),
         because a small first buffer lets communication start early. Buffers are in the order in which their last
         gradients become ready. align: see BufferPlan.

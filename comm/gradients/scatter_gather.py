@@ -21,8 +21,8 @@ class ScatterGather:
         self._communicator, self._backend = communicator, communicator.backend
 
     def own_part(self, buffer_N: Tensor) -> Tensor:
-        """Return this rank's part of a buffer, as a view. Raises: ValueError if the ranks do not divide the buffer."""
-        return own_part(buffer_N, rank=self._communicator.rank, world_size=self._communicator.world_size)
+        """Return this rank's part of a buffer, as a view."""
+        return buffer_N.view(self._communicator.world_size, -1)[self._communicator.rank]
 
     def start_reduce_scatter(self, buffer_N: Tensor, *, label: str) -> InFlight:
         """Start to sum a buffer; each rank gets its own part, and the other parts become undefined. Collective.
@@ -56,10 +56,3 @@ class ScatterGather:
         """Copy each rank's part to all ranks and wait until it is done; return the buffer. Collective."""
         self.start_all_gather(buffer_N, label=label).wait()
         return buffer_N
-
-
-def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
-    """Return a rank's part, (N / world_size), as a view. Raises: ValueError if world_size does not divide N."""
-    if buffer_N.numel() % world_size:
-        raise ValueError(f"{buffer_N.numel()} elements do not divide into {world_size} equal parts: pad them")
-    return buffer_N.view(world_size, -1)[rank]

@@ -152,13 +152,13 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
     shape = next(tuple(p.shape) for key, p in updated.items() if key in alone)
     raise CommError(
         f"{type(optimizer).__name__} updates a parameter of shape {shape} that no GradientReducer sums"
-        f"{_more([*alone])}, beside others that are summed: {REMEDY}; parameters that each rank trains "
+        f"{_more([*alone])}, in addition to others that are summed: {REMEDY}; parameters that each rank trains "
         "separately need a separate optimizer"
     )
 
 
 def _drop_gradients_of_frozen(parameters: Iterable[nn.Parameter]) -> None:
-    """Set their gradients to None, so that optimizers skip them; with zeros, momentum and weight decay would go on."""
+    """Set their gradients to None: optimizers skip them. With zeros, momentum and weight decay would change weights."""
     for parameter in parameters:
         if not parameter.requires_grad:
             parameter.grad = None

@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     copies = WORKING_COPIES if arguments.verify else TIMING_COPIES
     require_memory(max(counts) * figures.ELEMENT_BYTES[arguments.dtype], communicator, copies=copies)
     available = (*communicator.algorithms, *(("hybrid",) if tuned else ()))
-    where = f"on {communicator.backend.name}"
+    where = f"with backend {communicator.backend.name}"
     names = figures.choose_algorithms(arguments.algorithms, available=available, where=where)
     report = BenchReport(conditions, communicator, command=command, output=arguments.output)
     if arguments.verify:
@@ -116,7 +116,10 @@ def main(argv: Sequence[str]) -> int:
 def _time_sizes(
     arguments: argparse.Namespace, counts: Sequence[int], contestants: Mapping[str, Communicator], report: BenchReport
 ) -> bool:
-    """Time each number of elements by each algorithm; return whether all sums were right. Collective."""
+    """Time each number of elements by each algorithm; return whether all sums were right. Collective.
+
+    Raises: CommError if all algorithms hang.
+    """
     communicator, conditions = report.communicator, report.conditions
     limit, source = _find_limit(arguments.link_gbit, communicator)
     tensor_N = communicator.allocate(max(counts), getattr(torch, arguments.dtype))
@@ -144,7 +147,10 @@ def _time_sizes(
         except HungError as hung:
             report.working_on("")
             report.print(f"# {hung}")
-            contestants = _without(hung.algorithm, contestants, communicator)
+            others = {name: each.table for name, each in contestants.items() if name != hung.algorithm}
+            if not others:
+                raise CommError(f"{hung.algorithm} hangs, and no other all-reduce is left to measure") from None
+            contestants = {name: communicator.with_algorithm(name, table=table) for name, table in others.items()}
             tensor_N = communicator.allocate(max(counts), tensor_N.dtype)  # the hung sum may use the old one
             continue
         left.pop(0)
@@ -166,14 +172,6 @@ def _time_sizes(
         plot_sweep(rows, arguments.plot, limit=limit, title=title, caption=caption)
         report.print(f"# plot: {arguments.plot}")
     return num_wrong == 0
-
-
-def _without(hung: str, contestants: Mapping[str, Communicator], communicator: Communicator) -> dict[str, Communicator]:
-    """Return the other contestants, connected again. Collective. Raises: CommError if there is none."""
-    others = {name: each for name, each in contestants.items() if name != hung}
-    if not others:
-        raise CommError(f"{hung} hangs, and no other all-reduce is left to measure")
-    return {name: communicator.with_algorithm(name, table=each.table) for name, each in others.items()}
 
 
 def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -212,7 +210,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
     if arguments.verify:
         if "hybrid" in arguments.algorithms.split(","):
             raise CommError("--algorithms hybrid is one of the others at each size: verify those by their names")
-        figures.choose_algorithms(arguments.algorithms, available=ALGORITHMS, where="anywhere")
+        figures.choose_algorithms(arguments.algorithms, available=ALGORITHMS, where="with any backend")
     return counts
 
 
@@ -308,7 +306,7 @@ is 1.""",
     add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="half-precision sums (default: %(default)s)")
     add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
-    add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
+    add("--interface", help="network interface, such as eth0 (default: that of the route to the other ranks)")
     add("--timeout-seconds", type=decimal, default=60.0, help="limit for a silent peer (default: %(default)s)")
     add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per row")
     timing = parser.add_argument_group("of times")

@@ -20,10 +20,10 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.measure.hangs import HungError
 from bigbatch.comm.measure.sizes import beyond_measured, make_table, measure_times, sizes_below
-from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
 from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
+from bigbatch.user_settings import nccl_settings
 
 FORMAT = "bigbatch calibration 1"
 SECONDS = 10.0
@@ -66,11 +66,11 @@ def calibrate(
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     size = f"{communicator.topology.num_nodes}nodes-{communicator.world_size}ranks"
     path = folder / f"{communicator.backend.name}-{size}-{digest}.json" if folder else None
-    record, told = None, ""
+    record, note = None, ""
     if is_first and not is_fresh:
         check = partial(_require_valid, facts=facts, algorithms=communicator.algorithms)
-        record, told = find_record([each for each in (kept, path) if each], form=FORMAT, check=check)
-    record, told = from_first(communicator, [record, told])
+        record, note = find_record([each for each in (kept, path) if each], form=FORMAT, check=check)
+    record, note = from_first(communicator, [record, note])
     if record is None:
         sizes = sizes_below(buffer_bytes)
         hung: list[HungError] = []
@@ -92,10 +92,10 @@ def calibrate(
                     for size, at_size in sorted(times.items())
                 },
             }
-            told += "".join(f"{each}; " for each in hung)
-            told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {store_record(path, record)}"
-        record, told = from_first(communicator, [record, told])
-    return Calibration(HybridTable.from_rows(record["table"]), told, as_text(record))
+            note += "".join(f"{each}; " for each in hung)
+            note += f"measured in {took:.1f} s{_left_out(times, sizes)} and {store_record(path, record)}"
+        record, note = from_first(communicator, [record, note])
+    return Calibration(HybridTable.from_rows(record["table"]), note, as_text(record))
 
 
 def _left_out(times: Times, sizes: Sequence[int]) -> str:

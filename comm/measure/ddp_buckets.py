@@ -22,7 +22,7 @@ from bigbatch.comm.measure.whole_steps import noise_between
 from bigbatch.errors import UserError
 
 CAPS_MIB = (5, 25, 100, 400)
-"""Sizes of buckets to try, as far as the gradients fill them; torch's default is 25, with a first bucket of 1."""
+"""Sizes of buckets to try, up to the size of all gradients; torch's default is 25, with a first bucket of 1."""
 ROUNDS = 5
 """Turns of each candidate in each of the two parts of search()."""
 WARM_UP_STEPS = 2

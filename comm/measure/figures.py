@@ -71,7 +71,9 @@ def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tup
         if name == "hybrid" and "hybrid" not in available:
             raise CommError("--algorithms hybrid needs --table: bigbatch comm tune makes one for this cluster")
         if name not in available:
-            raise CommError(f"--algorithms: {name!r} cannot run {where}; choose among {', '.join(available)}, or all")
+            raise CommError(
+                f"--algorithms: {name!r} is not available {where}; choose among {', '.join(available)}, or all"
+            )
     return names
 
 

@@ -84,7 +84,7 @@ def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backw
 
 
 BUFFER_BYTES = tuple(1 << power for power in (20, 22, 24, 26, 28))
-"""Sizes of fusion buffers to try: 1, 4, 16, 64 and 256 MiB, as far as the gradients fill them."""
+"""Sizes of fusion buffers to try: 1, 4, 16, 64 and 256 MiB, up to the size of all gradients."""
 MIN_STEPS, MAX_STEPS = 3, 20
 """Steps of one candidate in one turn: in the first turn, and the most in any."""
 ENOUGH_STEPS = 60
@@ -119,7 +119,7 @@ def make_candidates(
     """Return the stated candidate, then others, the most promising first; no two have the same table and plan. Pure.
 
     The others are buffers of BUFFER_BYTES with the fastest algorithm by size; then the stated sizes with each algorithm
-    alone, because the fastest single sum need not be the fastest beside a backward pass.
+    alone, because the fastest single sum need not be the fastest during a backward pass.
     """
     total = sum(tensor.num_bytes for tensor in tensors)
     filled = [size for size in BUFFER_BYTES if size < total] or [BUFFER_BYTES[0]]

@@ -43,7 +43,7 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
             future.set_exception(error)
 
     Thread(target=run, name=_THREAD_NAME, daemon=True).start()
-    # not by result(): the request may raise a TimeoutError of its own
+    # not by result(): the request may itself raise a TimeoutError
     if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()
@@ -68,7 +68,7 @@ def wait_until(
 
 
 class BoundedStore:
-    """Sends requests to one of torch's stores, each on a thread of its own with a time limit of seconds.
+    """Sends requests to one of torch's stores, each on its own thread with a time limit of seconds.
 
     torch's own requests wait without limit. A request that has timed out may still be executed when the server
     continues, so a write may happen late. Requests take turns, as inside torch's store: a stopped server costs one
@@ -89,7 +89,7 @@ class BoundedStore:
         self._turn = turn or Lock()
 
     def within(self, seconds: float) -> "BoundedStore":
-        """Return a view of the same store whose requests all end within so many seconds from now."""
+        """Return a view of the same store whose requests all end within this many seconds."""
         deadline = min(self._deadline, awake_seconds() + seconds)
         return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline, turn=self._turn)
 
@@ -113,7 +113,7 @@ class BoundedStore:
         """Return a key's value from byte `begin` on, at once; no ranks: torch's stores do not know their clients."""
         return News(self.get(key)[begin:] if self.check([key]) else b"")
 
-    def wait_for(self, key: str, seconds: float) -> bool:
+    def wait_for(self, key: str, *, seconds: float) -> bool:
         """Wait up to seconds for a key; return whether it exists. Polls: torch's own wait blocks other threads."""
         return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 

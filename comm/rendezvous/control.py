@@ -1,4 +1,4 @@
-"""Control channel: rendezvous, exchange of short texts, and failure detection, beside the data transport."""
+"""Control channel: rendezvous, exchange of short texts, and failure detection, separate from the data transport."""
 
 import json
 from contextlib import suppress
@@ -181,7 +181,7 @@ class Control:
         pause = min(PEER_CHECK_SECONDS, max(POLL_SECONDS, self.world_size / MAX_PEER_CHECKS_PER_SECOND))
         start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
         with self.detector.waiting():
-            while not store.wait_for(key, min(pause, max(0.0, limit - seconds))):
+            while not store.wait_for(key, seconds=min(pause, max(0.0, limit - seconds))):
                 seconds = awake_seconds() - start
                 self.detector.check_peers(what, seconds)
                 # in this order: it may have written the key just before its end

@@ -10,7 +10,7 @@ class Departure:
     """Agrees on the boundary at which all ranks stop, or admit joining ranks, after any rank has asked for it.
 
     All ranks pass the same boundaries, such as the ends of steps, in the same order, at different times. A rank that
-    sees the request writes how many boundaries it has passed, goes on working, and waits at its next boundary for the
+    sees the request writes how many boundaries it has passed, continues working, and waits at its next boundary for the
     answer: the first boundary that no rank had passed. So no rank can pass that boundary before it knows the answer.
     For a join it writes only once all ranks poll often, so that no rank waits for another one's next poll.
     Does not synchronize with the device. Collective to construct.

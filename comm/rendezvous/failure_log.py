@@ -89,7 +89,7 @@ class FailureLog:
         store.append(LOG, json.dumps((name, self._job.rank, *facts)) + "\n")
 
     def look_until(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Call look() until is_over(), or for so many seconds. Raises: RuntimeError."""
+        """Call look() until is_over(), or for this many seconds. Raises: RuntimeError."""
         deadline, pause = awake_seconds() + seconds, limits.FIRST_PAUSE_SECONDS
         self.look()
         while not is_over() and (left := deadline - awake_seconds()) > 0:

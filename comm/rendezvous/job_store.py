@@ -119,7 +119,7 @@ class JobStore(Store):
     """
 
     can_wait = True
-    """Each thread's request has a connection of its own, so a wait in the store blocks no other request."""
+    """Each thread's request has its own connection, so a wait in the store blocks no other request."""
 
     def __init__(
         self,
@@ -205,13 +205,11 @@ class JobStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises: RuntimeError after the time limit, with "timed out" as in torch's message."""
         seconds = self.seconds if timeout is None else timeout.total_seconds()
-        if not self._wait(keys, seconds):
+        if not self.wait_for(*keys, seconds=seconds):
             raise RuntimeError(f"wait for {', '.join(keys)} timed out after {seconds:g} s")
 
-    def wait_for(self, key: str, seconds: float) -> bool:
-        return self._wait([key], seconds)
-
-    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
+    def wait_for(self, *keys: str, seconds: float) -> bool:
+        """Wait up to seconds for keys; return whether all exist."""
         return self._ask("wait", str(seconds), *map(self._name, keys), waits=seconds) == DONE
 
     def has_extended_api(self) -> bool:

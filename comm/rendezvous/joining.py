@@ -2,7 +2,7 @@
 
 Requests and answers have keys outside of the groups' prefixes, because one store may serve several groups in turn. The
 new group uses the same store. A join is a transaction: either all present ranks enter the new group, or none does.
-leave_former_group() ends the former group in the same way. If a rank is lost before that, the present ranks go on in
+leave_former_group() ends the former group in the same way. If a rank is lost before that, the present ranks continue in
 the former group, in which the joining ranks have no vote. The joining ranks then ask again.
 """
 
@@ -52,7 +52,7 @@ class Admitted:
     """The new group, with the ranks that have joined, and what rank 0 of the former group tells all of them."""
 
     group: Group
-    told: dict[str, Any]
+    announced: dict[str, Any]
 
     def leave(self) -> None:
         """Close this process's connections, so that the store sees that it has left the group."""
@@ -84,15 +84,15 @@ def ask_to_join(
         endpoint, bound = bind_endpoint(env, towards=store[0], interface=interface)
         asked = {"number": number, "endpoint": asdict(endpoint), "facts": dict(facts)}
         requests.append("asked", json.dumps(asked) + "\n")
-        while not requests.wait_for(f"answer/{number}", LOOK_SECONDS):
+        while not requests.wait_for(f"answer/{number}", seconds=LOOK_SECONDS):
             if not is_current():
                 raise ConnectionError("its ranks use another store by now")
         answer = json.loads(requests.get(f"answer/{number}"))
         if why := answer.get("refused"):
-            raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks go on without it")
+            raise CommError(f"rank {env.rank} on {env.host} cannot join: {why}; the other ranks continue without it")
         env = replace(env, master=store)
         formed = _form(answer, env, requests, number=number, bound=bound, warn_seconds=warn_seconds)
-        return Admitted(formed, answer["told"])
+        return Admitted(formed, answer["announced"])
     except BaseException:
         connections.close()  # while connected, this process seems alive, and its request would be answered
         if bound:
@@ -159,9 +159,9 @@ def _endpoint_of(asked: Mapping[str, Any]) -> Endpoint | None:
 
 def _refusal(asked: Mapping[str, Any], endpoint: Endpoint | None, group: Group, facts: Mapping[str, str]) -> str:
     """Return why a rank can never join; empty if it may."""
-    told = asked.get("facts")
+    stated = asked.get("facts")
     for name, ours in facts.items():
-        theirs = told.get(name, "") if isinstance(told, dict) else ""
+        theirs = stated.get(name, "") if isinstance(stated, dict) else ""
         if theirs != ours:
             return f"its {name} differs from the job's: {first_difference(f'{theirs}', ours)}"
     if endpoint is None:
@@ -172,10 +172,10 @@ def _refusal(asked: Mapping[str, Any], endpoint: Endpoint | None, group: Group, 
     return ""
 
 
-def admit(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) -> Admitted:
+def admit(group: Group, found: Sequence[Request], *, announced: Mapping[str, Any]) -> Admitted:
     """Form the group of the present ranks and those found, in the launcher's order. Collective over the present ranks.
 
-    found, told: only rank 0's are used. No operation of the former group is under way afterwards.
+    found, announced: only rank 0's are used. No operation of the former group is under way afterwards.
     Raises: PeerLostError, then on all remaining ranks, and no rank is in the new group.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
@@ -190,7 +190,7 @@ def admit(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) ->
             "numbers": [number for number, _ in everyone],
             "endpoints": [asdict(endpoint) for _, endpoint in everyone],
             "holder": [number for number, _ in everyone].index(store.numbers[holder_of(control)]),
-            "told": dict(told),
+            "announced": dict(announced),
         }
         text = json.dumps(answer)
     text = _all_or_none(group, text, what="agreement on the ranks that join")
@@ -199,7 +199,7 @@ def admit(group: Group, found: Sequence[Request], *, told: Mapping[str, Any]) ->
     number, bound, answer = store.numbers[env.rank], endpoints.socket, json.loads(text)
     env = replace(env, secret=control.secret, master=control.master)
     formed = _form(answer, env, store, number=number, bound=bound, warn_seconds=control.warn_seconds)
-    return Admitted(formed, answer["told"])
+    return Admitted(formed, answer["announced"])
 
 
 def leave_former_group(group: Group) -> None:

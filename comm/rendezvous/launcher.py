@@ -104,7 +104,7 @@ def _is_stale(variables: Mapping[str, str], *, host: str) -> bool:
 
 
 def refuse_unknown(variables: Mapping[str, str]) -> None:
-    """Raise LaunchError if no launcher was found although this looks like one of several ranks."""
+    """Raise LaunchError if no launcher was found although this is apparently one of several ranks."""
     for name, (launcher, instead) in UNKNOWN_LAUNCHERS.items():
         if name in variables:
             raise LaunchError(

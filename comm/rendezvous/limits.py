@@ -4,9 +4,9 @@ GONE_SECONDS = 0.1
 """Time after the end of a rank's last connection until it counts as gone. A live rank keeps one open, so this only
 spans the moment in which one connection follows another. Each regrouping after a loss waits for it."""
 STORE_LOOK_SECONDS = 0.05
-"""Period in which the store looks for ranks that are gone: half of GONE_SECONDS."""
+"""Period in which the store checks for ranks that are gone: half of GONE_SECONDS."""
 LOOK_SECONDS = 1.0
-"""Longest pause between two looks at the operation under way, and limit of one wait for news."""
+"""Longest pause between two checks of the operation under way, and limit of one wait for news."""
 POLL_SECONDS = 0.05
 """Pause between two checks of a waiting rank for failed ranks. Under a Watch a check costs no request. A job that
 regroups after a loss waits for it each time."""
@@ -27,7 +27,7 @@ still run and must read it, too."""
 REQUESTS_SECONDS = 1.0
 """Additional time for the requests themselves."""
 FIRST_PAUSE_SECONDS, COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1, 0.8
-"""Pauses between looks at the log: the first; the longest of a rank that counts or holds the store; of the others."""
+"""Pauses between reads of the log: the first; the longest of a rank that counts or holds the store; of the others."""
 MAX_LOOKS_PER_SECOND = 4000
 """Most looks of all ranks together while the log grows: a store on one core answers more."""
 GRACE_SECONDS = 1.0

@@ -128,7 +128,7 @@ def _meet_by_torchrun(
 ) -> StoreConnections:
     """Publish the address of the job's authenticated store in torchrun's store, to which any process can write.
 
-    torchrun's store outlives the ranks, so each start uses a session of its own.
+    torchrun's store outlives the ranks, so each start uses its own session.
     """
     assert env.master is not None
     address, port = env.master

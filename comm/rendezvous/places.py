@@ -20,7 +20,7 @@ from bigbatch.words import count
 UNKNOWN_RELEASE = "an older bigbatch"
 """Release of a rank that does not state one."""
 _REMEDY = (
-    "start all ranks of a host by one launcher and give every node a host name of its own; to play several nodes on "
+    "start all ranks of a host by one launcher and give every node its own host name; to emulate several nodes on "
     "one host, name them by BIGBATCH_HOST"
 )
 ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
@@ -94,7 +94,7 @@ def _claim_rank(env: ProcessEnv, control: Control) -> None:
     variables = LAUNCHER_VARIABLES.get(env.launcher)
     raise CommError(
         f"two processes are rank {env.rank}, one on {first} and one on {env.host}: start every process in one job, "
-        f"with a {variables[0] if variables else 'rank'} of its own"
+        f"with its own {variables[0] if variables else 'rank'}"
     )
 
 
@@ -134,7 +134,7 @@ def too_few_gpus(num_ranks: int, num_gpus: int, *, host: str, is_one_host: bool,
     fewer = f" (--ranks {num_gpus})" if num_gpus and is_one_host else ""
     return CommError(
         f"{count(num_ranks, 'rank')} on {host} but {count(num_gpus, 'GPU')}{why}: start one rank per GPU{fewer}, let "
-        "each see all GPUs of its host or one of its own (in Slurm --gpus-per-node, or --gpus-per-task), or "
+        "each see all GPUs of its host or only its own (in Slurm --gpus-per-node, or --gpus-per-task), or "
         f"{ON_CPU}"
     )
 

@@ -136,7 +136,7 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     if not members:
         raise PeerLostError(
             f"rank {rank} on {env.host} reaches too few of the {env.world_size} ranks: those that it does not reach "
-            "may go on without it, so this process ends"
+            "may continue without it, so this process ends"
         )
     if rank not in members:
         raise excluded_error(env, frozenset(range(env.world_size)).difference(members))
@@ -168,14 +168,15 @@ def form_group(env: ProcessEnv, endpoints: Endpoints, store: JobStore, *, holder
 def excluded_error(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
     """Return the error for a rank that the other ranks have excluded."""
     error = PeerLostError(
-        f"rank {env.rank} on {env.host} did not answer in time, so the other ranks go on without it: this process ends"
+        f"rank {env.rank} on {env.host} did not answer in time, so the other ranks continue without it. "
+        "This process ends"
     )
     error.lost_ranks = lost | {env.rank}
     return error
 
 
 def has_quorum(members: Collection[int], silent: Collection[int]) -> bool:
-    """Return whether members continue without the silent ranks, which may form a group of their own.
+    """Return whether members continue without the silent ranks, which may form another group.
 
     Of two groups that find each other silent, the larger one continues; of equal ones, the one with the lowest rank.
     """
@@ -234,7 +235,7 @@ def _meet_at_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], 
         try:
             store.set(f"here/{env.rank}", "1")
             # twice: the first rank may wait once for another one, and once for its own requests
-            if store.wait_for("members", 2 * control.timeout_seconds):
+            if store.wait_for("members", seconds=2 * control.timeout_seconds):
                 return list(map(int, store.get("members").split())), connections, first
         except RuntimeError as error:  # the store has ended
             reasons.append(f"rank {first}: {error}")

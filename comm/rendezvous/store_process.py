@@ -1,4 +1,4 @@
-"""Server process of the job's key-value store: runs beside rank 0, and serves only clients that know the secret.
+"""Server process of the job's key-value store: runs on rank 0's host, and serves only clients that know the secret.
 
 Imports only the standard library. Ends with rank 0: it watches its pipe and its parent process. Clients' data is kept
 as bytes and never interpreted.

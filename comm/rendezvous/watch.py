@@ -35,7 +35,7 @@ class Pending:
 
 
 class Watch:
-    """Follows the failure detector's log on a thread of its own, and prints which ranks are late for an operation.
+    """Follows the failure detector's log on its own thread, and prints which ranks are late for an operation.
 
     A rank that has waited warn_seconds in an operation says so in the log. The other ranks that wait in the same one
     then say so, too; a rank that does not is late. Each waiting rank names the late ones, and a late rank that still
@@ -57,7 +57,7 @@ class Watch:
         self._control, self._oldest = control, oldest
         self._detector, self._log = control.detector, control.detector.log
         self._warn_seconds, self._say = control.warn_seconds, say
-        # four looks per warn_seconds: answers of others come at most a quarter of it late
+        # four checks per warn_seconds: answers of others are read at most a quarter of it late
         self._look_seconds = min(limits.LOOK_SECONDS, control.warn_seconds / 4)
         self._unqueued_numbers = itertools.count(FIRST_UNQUEUED_NUMBER)
         self._logged_wait: Pending | None = None
@@ -65,7 +65,7 @@ class Watch:
         self._logged_at = 0.0
         self._reported: set[int] = set()
         self._late_texts: dict[int, str] = {}
-        """Operation number -> what was printed about its late ranks, for the time after the store is lost."""
+        """Operation number -> the printed line about its late ranks, for the time after the store is lost."""
         self._report, self._ends_job = HangReport(control), ends_job
         self._closed = Event()
         rounds = [self._follow_log, self._watch_clock] if ends_job else [self._follow_log]
@@ -150,7 +150,7 @@ class Watch:
 
     def _report_late(self, stall: Stall, pending: Pending | None) -> None:
         if pending and pending.number == stall.number:
-            # after two looks every rank that waits in it has written so
+            # after two checks every rank that waits in it has written so
             if awake_seconds() - self._logged_at > 2 * self._look_seconds:
                 self._reported.add(stall.number)
                 ranks = range(self._control.world_size) if pending.ranks is None else pending.ranks

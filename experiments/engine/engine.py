@@ -50,7 +50,7 @@ def run_points(
     parallel: int = 1,
     gpus: Sequence[str] = (),
 ) -> None:
-    """Run all points, up to parallel at once, and go on if one fails; each is drawn from points when a slot is free.
+    """Run all points, up to parallel at once, and continue if one fails; each is drawn from points when a slot is free.
 
     on_end: gets each point that ended, with its state. why_stop: gets each new evaluation of a running point; returns
     why to stop that point early, or "". gpus: divided among the points; empty: each point sees all GPUs.

@@ -194,11 +194,11 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
     if plan.timeout_minutes is not None and not 0 < plan.timeout_minutes < 1e6:
         yield f"timeout_minutes: {plan.timeout_minutes:g} must be above 0, and below a million"
     if plan.target_top1 is not None and not 0 < plan.target_top1 <= 1:
-        yield f"target_top1: {plan.target_top1:g} must be a share of right answers, such as 0.94"
+        yield f"target_top1: {plan.target_top1:g} must be above 0 and at most 1, such as 0.94"
     if plan.steps is not None and (other := next((key for key in ("epochs", "target_top1") if getattr(plan, key)), "")):
         yield f"steps: {plan.steps} measure speed on generated tensors, where {other} has no meaning: leave one out"
     if plan.script == ():
-        yield "script: [] names none: give a script, or -m and a module, or leave the key out"
+        yield "script: [] names no script: give a script, or -m and a module, or leave the key out"
     num_points = math.prod(len(values) for values in plan.grid.values() if isinstance(values, list))
     num_points *= max(1, len(plan.cases)) * plan.seeds
     if num_points > MAX_POINTS:

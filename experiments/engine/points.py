@@ -20,7 +20,7 @@ from bigbatch.trainer.config.short_run import shorten
 from bigbatch.words import count
 
 EARLY_STOP_KEYS = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
-"""Keys that end a run early. They count only if the sweep states them: runs of unlike length do not compare."""
+"""Keys that end a run early. They count only if the sweep states them: runs of different lengths cannot be compared."""
 NUM_REPORTS = 8
 """Reports of a point that measures speed; the first one does not count."""
 SPEED_SETTINGS = {
@@ -138,7 +138,7 @@ class _PointBuilder:
         return Point(number, values, config.run.seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
 
     def repeat(self, first: Point, number: int, *, repeat: int) -> Point:
-        """Return a point again with a later seed, without building its config again. Raises: ConfigError."""
+        """Return a copy of a point with a later seed, without building its config again. Raises: ConfigError."""
         seed = first.seed + repeat
         run = dataclasses.replace(first.config.run, seed=seed, directory=self._directory(number))
         return dataclasses.replace(first, number=number, seed=seed, config=dataclasses.replace(first.config, run=run))
@@ -176,9 +176,8 @@ def _cores_per_rank(plan: SweepPlan) -> int | None:
     """
     if plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys():
         return None
-    stated = [plan.ranks, *plan.grid.get(RANKS, []), *(own[RANKS] for own in plan.cases.values() if RANKS in own)]
-    if RANKS in plan.grid:
-        stated = plan.grid[RANKS]
+    of_cases = (own[RANKS] for own in plan.cases.values() if RANKS in own)
+    stated = plan.grid.get(RANKS) or [plan.ranks, *of_cases]
     if len(set(stated)) == 1:
         return None  # it is the same in all points anyway
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -25,7 +25,7 @@ POLL_SECONDS = 5.0
 SETTLE_SECONDS = 30.0
 """How much later than the job's end its summary may reach this host, over a network file system."""
 PATIENCE_SECONDS = 600.0
-"""How long to wait for Slurm's answer: its controller restarts now and then, and jobs continue meanwhile."""
+"""How long to wait for Slurm's answer: its controller may restart, and jobs continue meanwhile."""
 
 
 def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:

@@ -144,7 +144,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
         summary = _summary(run) if run.summary.is_file() else {}
         return RunResults(path, _mapping(run.config, parse_yaml), common_conditions([summary]))
     what = "holds neither a sweep (sweep.yaml) nor a run (config.yaml and metrics.jsonl)"
-    raise RunFolderError(f"{path} {what if path.is_dir() else 'is no folder'}: name that of a sweep or a run")
+    raise RunFolderError(f"{path} {what if path.is_dir() else 'is not a folder'}: name the folder of a sweep or a run")
 
 
 def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> SweepResults:

@@ -64,9 +64,9 @@ def report_on(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch report",
-        description="Runs side by side: accuracy and loss as mean and standard deviation over seeds, time, images per "
-        "second. Of sweeps over ranks: efficiency, and what the rest is lost to. Of runs: time, GPU-hours and energy "
-        "until an accuracy.",
+        description="Compare runs: accuracy and loss as mean and standard deviation over seeds, time, images per "
+        "second. For sweeps over ranks: efficiency, and the causes of its loss. For runs: time, GPU-hours and energy "
+        "to an accuracy.",
         epilog="example: bigbatch report --by optimizer.name runs/sweeps/optimizers",
         allow_abbrev=False,
     )

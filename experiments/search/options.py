@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="bigbatch tune search",
         usage="bigbatch tune search --config NAME --space KEY=RANGE --trials N --epochs N --study FOLDER [OPTION ...] "
         "[--section.key VALUE ...]",
-        description="Run a config in a few epochs with many values, first over whole ranges, then in smaller ones "
-        "around the best. The same command continues a search that was stopped or killed.",
+        description="Train a config for a few epochs with many values, first over whole ranges, then in smaller "
+        "ones around the best. The same command continues a search that was stopped or killed.",
         epilog="example: bigbatch tune search --config quickstart --space schedule.base_lr=log:1:40 --trials 8 "
         "--epochs 2 --study runs/search",
         allow_abbrev=False,
@@ -58,9 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--trials", type=whole, required=True, help="short runs in all")
     add("--epochs", type=whole, required=True, help="of each trial; warm-up, milestones and sizes shrink in proportion")
     add("--study", type=as_path, required=True, metavar="FOLDER", help="folder of the search")
-    add("--rounds", type=whole, default=2, help="rounds, coarse to fine: each a third of the range (default: 2)")
-    add("--metric", choices=("top1", "loss"), default="top1", help="result of the last evaluation (default: top1)")
-    add("--prune", choices=("median", "none"), default="median", help="stop trials worse than it (default: median)")
+    add("--rounds", type=whole, default=2, help="rounds, coarse to fine: each covers a third of the last (default: 2)")
+    add(
+        "--metric",
+        choices=("top1", "loss"),
+        default="top1",
+        help="ranks trials by their last evaluation (default: top1)",
+    )
+    add("--prune", choices=("median", "none"), default="median", help="stop trials below the median (default: median)")
     add("--parallel", type=whole, default=1, help="number of trials that run at once on this machine (default: 1)")
     add("--launch", default="", metavar="WORDS", help="words of bigbatch launch, such as 'mpirun --ranks 2'")
     add("--dry-run", action="store_true", help="print the first commands instead of running them")

@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, LaunchOptionError, TuneError, print_line
 from bigbatch.experiments.engine.engine import Interrupted, run_points
 from bigbatch.experiments.engine.folder import (
@@ -42,6 +41,7 @@ from bigbatch.trainer.config.range_test import RANGE_TEST
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
 from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.user_settings import visible_gpus
 from bigbatch.words import count
 
 RATE = "schedule.base_lr"

@@ -1,1 +1,1 @@
-"""A cluster in a box: nodes as Linux namespaces on this machine, joined by links of a chosen rate and delay."""
+"""An emulated cluster: nodes as Linux namespaces on this machine, joined by links of a chosen rate and delay."""

@@ -70,10 +70,10 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: i
             f"{plan.name} is being started, or its start was cut short: bigbatch launch emulate down --name {plan.name}"
         ) from None
     try:
-        said = _start_keeper(plan, folder=folder, environ=dict(environ) | {"PATH": path}, lifeline=lifeline)
+        answer = _start_keeper(plan, folder=folder, environ=dict(environ) | {"PATH": path}, lifeline=lifeline)
         cluster = load(folder)
-        if said != "ok" or cluster is None:
-            raise EmulationError(f"this machine cannot emulate a cluster ({said}); it {NAMESPACES_HINT}")
+        if answer != "ok" or cluster is None:
+            raise EmulationError(f"this machine cannot emulate a cluster ({answer}); it {NAMESPACES_HINT}")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # `down` may have been faster
         raise
@@ -92,15 +92,15 @@ def _start_keeper(plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str]
         start_new_session=True,
     )
     assert keeper.stdout is not None
-    said = ""
+    answer = ""
     try:
-        said = keeper.stdout.read().strip()
+        answer = keeper.stdout.read().strip()
     finally:
-        if said != "ok":
+        if answer != "ok":
             with suppress(ProcessLookupError):
                 os.killpg(keeper.pid, signal.SIGKILL)
         keeper.wait()
-    return said.splitlines()[-1] if said else "no answer"
+    return answer.splitlines()[-1] if answer else "no answer"
 
 
 def _require_tools(environ: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ KINDS = {
     "stop": ("stopped", "stop all processes of a node (SIGSTOP), like a frozen host"),
     "cut": ("cut off", "drop all packets from and to a node, like a dead switch; `shape` fixes the link"),
 }
-"""Option -> what was done to the node, and its help."""
+"""Option -> what it does to the node, and its help."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 

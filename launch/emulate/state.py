@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bigbatch.boot import boot_id, start_ticks
-from bigbatch.comm.rendezvous.environ import runtime_folder
 from bigbatch.errors import EmulationError
 from bigbatch.files import mode_of_own, parse_json, write_whole
 from bigbatch.launch.emulate.plan import ClusterPlan
+from bigbatch.user_settings import runtime_folder
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`bigbatch launch emulate`: a cluster in a box."""
+"""`bigbatch launch emulate`: a cluster of emulated nodes."""
 
 import argparse
 import os
@@ -82,7 +82,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch launch emulate",
-        description="A cluster in a box: nodes with host names, addresses and links of their own on this machine.",
+        description="Emulate a cluster on this machine: nodes with their own host names, addresses and links.",
         epilog="example: bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 200mbit -- "
         "train --config quickstart",
     )

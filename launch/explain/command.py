@@ -54,17 +54,17 @@ def _parser() -> argparse.ArgumentParser:
         "the others\nwait for, and the collective. A chain is followed to its end: a rank that is late because it "
         "waits for another in\nanother process group is not the culprit.",
         epilog="""\
-a job writes such dumps as NCCL's time limit passes, one file per rank, if it was started with
+a job writes such dumps when NCCL's time limit passes, one file per rank, if it was started with
   TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/shared/job/trace_rank_
 (older releases of torch: TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_NCCL_DEBUG_INFO_TEMP_FILE); a run of bigbatch
-writes its own before it ends such a job, and says where. The rank is the number that a file's name ends in. Pickles
-and JSON are read, and no code in them is run.
+writes its own before it ends such a job, and prints their paths. The rank is the number that a file's name ends
+in. Pickles and JSON are read, and no code in them is run.
 
-what it may say, the likeliest cause first:
-  left no dump         the rank is dead, or its file lies elsewhere
+possible findings, the likeliest cause first:
+  left no dump         the process has ended, or its file is elsewhere
   calls ... as number  it calls another collective than most ranks, or with other sizes or types
   wait for each other  ranks wait in different groups, in a circle
-  has not begun        its own code has not come to the collective: see where it was last
+  has not begun        its code has not reached the collective: see its last position
   has queued           it has queued the collective, and its GPU is busy or faulty
   is still in          others have completed the collective
   no rank is behind    all are in the collective: the network or a GPU is at fault

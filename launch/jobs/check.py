@@ -36,7 +36,7 @@ VisibleFiles = Literal["all", "shared", "none"]
 
 
 def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, visible: VisibleFiles = "all") -> None:
-    """Collect mistakes in findings, and print as warnings what may be right on the nodes or in an image.
+    """Collect mistakes in findings; print as warnings those that may be none on the nodes or in an image.
 
     An image has its own bigbatch, and a job that is only shown (starts is false) may be for another machine.
     sees: which files of this host the job's hosts see.
@@ -68,7 +68,7 @@ def check_command(job: JobSpec) -> None:
 
 
 def _hint(command: Sequence[str]) -> str:
-    """Return the right form of a command that begins as with another launcher; "" for others."""
+    """Return how to write a command that has a word of another launcher, such as python; "" for others."""
     word, rest = command[0], shlex.join(command[1:])
     if re.fullmatch(r"(.*/)?python[\d.]*", word):
         return (
@@ -96,7 +96,7 @@ def check_experiment(job: JobSpec) -> None:
 def _check_files(
     job: JobSpec, certain: Problems, *, doubts: Problems, of_image: Problems, visible: VisibleFiles
 ) -> None:
-    """Check that each file exists; if the nodes may have other disks, one outside the work folder is only a doubt."""
+    """Check that each file exists; if the nodes may have other disks, one outside the work folder is only a warning."""
 
     def of_path(path: str) -> Problems:
         is_shared = visible == "all" or Path(path).absolute().is_relative_to(Path.cwd())
@@ -181,7 +181,7 @@ def _largest_fitting(batch: BatchConfig, *, limit: int) -> int | None:
 
 
 def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
-    """Return why so many ranks cannot share a batch; None if they can."""
+    """Return why this number of ranks cannot share a batch; None if they can."""
     try:
         accumulation_steps(batch, world_size=num_ranks)
     except ConfigError as error:

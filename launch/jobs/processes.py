@@ -52,11 +52,11 @@ def run_processes(
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
-    heals: called when a process is lost (signal, CRASHED or LOST); if true, the others go on. The result is then 0 if
-    any succeeds and all failures are losses. If one exits with LOST and all others stay stopped (SIGSTOP) from then on
-    for GRACE_SECONDS, none can go on, and all are ended.
-    joins: number of restarts in all, if the others go on. A process that a signal or CRASHED ended starts again to join
-    them, unless it was restarted before and has not joined yet, one has finished, or no others run.
+    heals: called when a process is lost (signal, CRASHED or LOST); if true, the others continue. The result is then 0
+    if any succeeds and all failures are losses. If one exits with LOST and all others stay stopped (SIGSTOP) for the
+    next GRACE_SECONDS, none can continue, and all are ended.
+    joins: number of restarts in all, if the others continue. A process that a signal or CRASHED ended starts again to
+    join them, unless it was restarted before and has not joined yet, one has finished, or no others run.
     enter(node): called in each new process. on_poll: called every LOOK_SECONDS. Every process has its own session, so
     Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third SIGKILL. If this
     process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its own watcher ends
@@ -142,13 +142,13 @@ def _wait(
             since_end = 0.0
             has_finished = has_finished or (heals is not None and code == 0)
             is_lost = failed is None and may_restart(shell_code(code), is_python=False)
-            left = {each for each in running if not has_to_join(each)}  # that can go on
+            left = {each for each in running if not has_to_join(each)}  # that can continue
             if is_lost and heals is not None and heals() and (left or has_finished):
                 is_stuck = is_stuck or code == LOST
                 may_join = code != LOST and not (has_finished or has_to_join(number)) and left - ended.keys()
                 starts = may_join and start_again(number)
-                goes_on = "; it restarts, to join the others" if starts else "; the others may continue"
-                tell(f"{names[number]} {describe_exit(code)}{'' if has_finished else goes_on}")
+                consequence = "; it restarts, to join the others" if starts else "; the others may continue"
+                tell(f"{names[number]} {describe_exit(code)}{'' if has_finished else consequence}")
                 continue
             # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:

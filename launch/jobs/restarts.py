@@ -55,16 +55,16 @@ def run_with_restarts(
     left, newest, fit = restarts, newest_checkpoint(folder), job
     while True:
         ended = start(fit)
-        goes_on = may_restart(ended.code, is_python=job.is_python)
+        can_restart = may_restart(ended.code, is_python=job.is_python)
         # it saved and stopped, or did not handle signals yet
-        if ended.for_restart and not ended.was_asked and (goes_on or ended.code == INTERRUPTED):
+        if ended.for_restart and not ended.was_asked and (can_restart or ended.code == INTERRUPTED):
             fit = refit(job)
             tell(_describe_restart(fit, job, folder=folder, saved=newest_checkpoint(folder)))
             continue
         if ended.was_asked or ended.code in FINAL:
             return ended
         remaining = refit(job) if restarts else fit
-        if not goes_on and set(fit.hosts) <= set(remaining.hosts):
+        if not can_restart and set(fit.hosts) <= set(remaining.hosts):
             return ended
         saved = newest_checkpoint(folder)
         # after a damaged newest checkpoint was renamed, the one before it is not newer
@@ -75,7 +75,7 @@ def run_with_restarts(
                 since = "" if folder is None else " that saved no newer checkpoint"
                 tell(f"exit code {ended.code}: not restarted after {restarts} restart(s){since}")
             elif saved := _resumable_checkpoint(job):
-                tell(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does so by itself")
+                tell(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does it for you")
             return ended
         left -= 1
         fit = remaining

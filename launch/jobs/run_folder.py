@@ -98,7 +98,7 @@ def try_load_experiment(job: JobSpec) -> Config | None:
 
 
 def heals_in_place(job: JobSpec) -> bool:
-    """Return whether the ranks of `train` go on without one that is lost."""
+    """Return whether the ranks of `train` continue without one that is lost."""
     config = try_load_experiment(job)
     return config is not None and config.run.heal == "in_place"
 
@@ -114,7 +114,7 @@ def count_joins(job: JobSpec) -> int:
 def has_begun(job: JobSpec) -> Callable[[], bool]:
     """Return a function that tells whether the ranks, which are about to start, have taken the run folder of `train`.
 
-    By then all ranks have met; before, they would wait for a lost one in vain. Always true for another command, and for
+    By then all ranks have met; before, they would wait for a lost one. Always true for another command, and for
     several nodes, whose folder this host may not see.
     """
     config = try_load_experiment(job)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_files
 from bigbatch.errors import LaunchOptionError, or_nearest, printable
 from bigbatch.launch.jobs.options import JOB_OPTIONS, Option, read_options
 from bigbatch.launch.jobs.validation import OPTIONS
+from bigbatch.user_settings import SITE_VARIABLE, site_files
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -140,14 +140,14 @@ def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
     of_others = () if launcher == "k8s" else KUBERNETES_FIELDS
     refused = {**dict.fromkeys(of_others, "it is an option of bigbatch launch k8s: leave it out"), **refused}
     found = [each.name for each in fields(JobSpec) if each.name in refused and getattr(job, each.name) != each.default]
-    said = [f"{option(name)}: bigbatch launch {launcher} does not support it; {refused[name]}" for name in found]
-    said += [
+    refusals = [f"{option(name)}: bigbatch launch {launcher} does not support it; {refused[name]}" for name in found]
+    refusals += [
         f"--env {name}@{secret}: only Kubernetes has Secrets: export {name} here, and state --env {name}"
         for name, secret in job.forwarded
         if secret is not None and launcher != "k8s"
     ]
-    if said:
-        raise JobRefused(said)
+    if refusals:
+        raise JobRefused(refusals)
 
 
 def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
@@ -221,7 +221,7 @@ def make_job(
             "nothing to start: put a bigbatch command after --, such as -- train --config quickstart"
         )
     if hosts and (num_nodes is not None or ranks_per_node is not None):
-        raise LaunchOptionError("--hosts states nodes and ranks by itself: leave out --nodes and --ranks-per-node")
+        raise LaunchOptionError("--hosts already states nodes and ranks: leave out --nodes and --ranks-per-node")
     for name, value in (("--nodes", num_nodes), ("--ranks-per-node", ranks_per_node)):
         if value is not None and value < 1:
             raise LaunchOptionError(f"{name} {value} is not a number from 1 on")

@@ -55,7 +55,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "restarts": RESTARTS if job.restarts is None else job.restarts,
         "nodes": job.num_nodes or 1,
         "deadline": None if job.minutes in (None, UNLIMITED) else (job.minutes or 0) * 60,
-        # a script may exit with this code by itself and would restart forever
+        # a script may exit with this code for its own reasons and would restart forever
         "if_stopped": None if job.is_python else IF_STOPPED,
         "final_codes": [c for c in EXIT_CODES if c in NOT_STARTED or not may_restart(c, is_python=job.is_python)],
         "grace": _grace_seconds(job),

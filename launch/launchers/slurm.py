@@ -146,7 +146,7 @@ LAUNCHER = Launcher(
     name="slurm",
     help="submit a job, which saves a checkpoint before its time limit, requeues itself and resumes",
     default_ranks="--nodes times --ranks-per-node",
-    environment_help="all but SLURM_*, SBATCH_*, SRUN_* of a job around it",
+    environment_help="all but SLURM_*, SBATCH_*, SRUN_* of an enclosing job",
     example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 8 --time 2:00:00 "
     "-- train --config imagenet/resnet50_32k",
     refused=REFUSED,

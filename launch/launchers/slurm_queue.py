@@ -100,18 +100,18 @@ def submit(
     assert sbatch.stderr is not None
     with suppress(BrokenPipeError), sbatch.stdin as stdin:  # it ended before it read all, and its output says why
         stdin.write(script.encode(errors="surrogateescape"))
-    said: list[bytes] = []
+    output: list[bytes] = []
     # line by line: with --wait it prints the number and runs until the job ends
     for line in sbatch.stdout:
         if found := re.fullmatch(r"(\d+)(?:;\S*)?\s*", line.decode(errors="replace"), re.ASCII):
-            _show(said)
+            _show(output)
             reader = threading.Thread(target=_show, args=(sbatch.stderr,), name="bigbatch-sbatch")
             reader.start()
             if not wait:  # it has ended
                 reader.join()
             return found[1], sbatch
-        said.append(line)
-    words = one_line((b"".join(said) + sbatch.stderr.read()).decode(errors="replace"))
+        output.append(line)
+    words = one_line((b"".join(output) + sbatch.stderr.read()).decode(errors="replace"))
     sbatch.wait()
     raise SchedulerError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
 

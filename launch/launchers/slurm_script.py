@@ -173,7 +173,7 @@ def _check_array(job: JobSpec) -> None:
     # an array without {index} overwrites its own files; without an array {index} stays as it is
     if (job.array is not None) != any(INDEX in word for word in job.command):
         raise LaunchOptionError(
-            f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
+            f"--array and {INDEX} belong together: each job of an array needs its own files, such as "
             f"--array 0-7 -- train --config quickstart --run.directory runs/sweep/{INDEX}"
         )
 

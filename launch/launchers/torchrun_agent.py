@@ -1,6 +1,6 @@
 """Run torchrun without its traceback and table: the failed rank has reported its error, and the job gets its exit code.
 
-The only module of launch that imports torch: `launch torchrun` starts it in a process of its own.
+The only module of launch that imports torch: `launch torchrun` starts it in a separate process.
 """
 
 import logging

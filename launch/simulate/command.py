@@ -55,25 +55,25 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     hours = None if arguments.deadline is None else read_hours(arguments.deadline)
     files = [path for path in (arguments.json, arguments.html, arguments.plot, arguments.trace) if path]
     if len(set(files)) < len(files):
-        raise LaunchOptionError(f"{max(files, key=files.count)} is named twice: give each output a file of its own")
+        raise LaunchOptionError(f"{max(files, key=files.count)} is named twice: give each output its own file")
     points, refused = simulate_scaling(scenario, counts)
     price = scenario.cluster.price_per_device_hour
     if arguments.price is not None:
         price = _above_0("--price", arguments.price)
-    makers = (show.loss_table, show.run_table, show.sent_table)
-    tables = [show.scaling_table(points, price=price), *(make(points) for make in makers)]
+    scaling, further = show.scaling_table(points, price=price), show.further_tables(points)
     compared = _comparisons(arguments, scenario, counts, points)
-    tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
+    comparisons = [show.comparison_table(name, columns) for name, columns in compared.items()]
     findings = show.findings(points, model=scenario.config.model.name, deadline_hours=hours)
     findings += [line for point in points if arguments.advise for line in show.advice(scenario, point)]
     findings += [f"left out: {show.gpus(count)}: {why}" for count, why in refused.items()]
     console = stdout_console()
     for line in show.assumptions(scenario):
         print_line(line)
-    for table in tables:
+    for table in (scaling, *(further if arguments.tables else []), *comparisons):
         show_table(table, console)
     for line in findings:
         print_line(line)
+    tables = [scaling, *further, *comparisons]
     page = partial(show.page, scenario, points, tables=tables, findings=findings, asked=asked)
     _write(arguments, scenario, points, page=page)
     return 0
@@ -210,9 +210,9 @@ def read_factors(text: str) -> Factors:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
-        description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. Says "
-        "time, efficiency and what the rest is lost to, time to the end, GPU-hours, and a band. What it rests on is "
-        "printed first; docs/simulate.md says how far off it was on published rows.",
+        description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. "
+        "Predicts step time, efficiency and the causes of its loss, run time, GPU-hours, and 90% intervals. Prints its "
+        "assumptions first; docs/simulate.md states the errors on published step times.",
         epilog="example: bigbatch simulate imagenet/resnet50_64k --cluster dgx_a100 --gpus 8..2048 --deadline 1h",
         allow_abbrev=False,
     )
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
     add("--profile", type=as_path, metavar="FILE", help="the same, by bigbatch doctor --json FILE of this recipe")
-    add("--input-rate", type=decimal, help="images/s that the loaders of one node bring, instead of the cluster's")
+    add("--input-rate", type=decimal, help="images/s that the loaders of one node deliver, instead of the cluster's")
     add("--images", type=decimal, default=IMAGES, help=f"images of an epoch (default: ImageNet's {IMAGES:,})")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")
     add("--deadline", metavar="TIME", help="time limit, such as 1h: names the cheapest number of GPUs within it")
@@ -235,6 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="compare steps with a larger or smaller link, inside, rate, batch or input")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire")
+    add("--tables", action="store_true", help="also print the losses, the hours of the run, and the bytes sent")
     add("--json", type=as_path, metavar="FILE", help="all figures")
     add("--html", type=as_path, metavar="FILE", help="write all results as one page, like bigbatch report")
     add("--plot", type=as_path, metavar="FILE", help="plot of images per second and GPU, PNG or SVG")

@@ -10,10 +10,9 @@ RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
 (PUBLISHED: 3% of H100, to 20% of A100, between submitters), and if the rate is another device's."""
 LINK_FACTOR, UNKNOWN_LINK_FACTOR = 1.8, 3.0
 """Factor by which sums may be slower or faster: over links with a stated rate, and without. ASSUMED."""
-UNCHECKED_CARRIERS = ("servers", "sockets")
-"""Carriers with published rows across nodes from fewer than three systems."""
-UNCHECKED_SPREAD = 0.12
-"""Standard deviation of a step of a carrier or framework that hardly any published row has checked. ASSUMED."""
+UNCHECKED_REACH = (0.068, 0.524)
+"""Least half widths below and above a step, as logarithms, if few published systems check its carrier or framework.
+Split conformal: each end misses 5% of the rows of such systems, and most of these were slower than predicted."""
 FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0
 """Standard deviations of a step's fixed time and of its stragglers' time, as shares of these. ASSUMED."""
 FACTORS = {"ladder": 1.62, "stranger": 1.69}
@@ -38,17 +37,18 @@ class Uncertainty:
     has_unknown_link: bool = False
     """Whether the rate of the network is not stated: then sums may also wait for backward's end."""
     is_unchecked: bool = False
-    """Whether published rows across nodes have hardly checked such a carrier or framework."""
+    """Whether published rows across nodes have hardly checked such a framework."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Ends of a step's 90% interval in seconds, and the spreads, as logarithms, from which they follow."""
+    """Ends of a step's 90% interval in seconds, and spreads as logarithms; base: those without UNCHECKED_REACH."""
 
     low: float
     high: float
     below: float
     above: float
+    base: tuple[float, float]
 
 
 def interval_of(
@@ -72,14 +72,14 @@ def interval_of(
         slower = max(slower, step.seconds + step.hidden)
     parts = (
         uncertainty.rate,
-        UNCHECKED_SPREAD if uncertainty.is_unchecked else 0.0,
         FIXED_SPREAD * num_microbatches * compute.fixed_seconds / step.seconds,
         STRAGGLER_SPREAD * step.stragglers / step.seconds,
     )
-    below = math.hypot(*parts, math.log(step.seconds / faster))
-    above = math.hypot(*parts, math.log(slower / step.seconds))
+    base = math.hypot(*parts, math.log(step.seconds / faster)), math.hypot(*parts, math.log(slower / step.seconds))
     reach = FACTORS[uncertainty.kind]
-    return Interval(step.seconds * math.exp(-reach * below), step.seconds * math.exp(reach * above), below, above)
+    least = UNCHECKED_REACH if uncertainty.is_unchecked or job.network.is_hardly_checked else (0.0, 0.0)
+    below, above = (max(spread, each / reach) for spread, each in zip(base, least, strict=True))
+    return Interval(step.seconds * math.exp(-reach * below), step.seconds * math.exp(reach * above), below, above, base)
 
 
 def energy_factors(interval: Interval, kind: str, waiting: float) -> tuple[float, float]:

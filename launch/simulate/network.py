@@ -49,6 +49,11 @@ class Network:
         """Return whether sums travel over TCP: then they start at backward's end."""
         return self.carrier == "sockets" and self.num_nodes > 1
 
+    @property
+    def is_hardly_checked(self) -> bool:
+        """Return whether sums travel over a carrier that published rows of few systems check."""
+        return self.crosses_sockets or (self.num_devices > 1 and self.carrier in ("host", "servers"))
+
     def cluster(self) -> ClusterModel:
         return ClusterModel(
             (self.devices_per_node,) * self.num_nodes,
@@ -86,15 +91,15 @@ class Network:
 
         Bytes: 2(k-1)/k * M inside and 2(m-1)/m * M over each node's links; of a ring alone 2(P-1)/P * M over each
         link. Hops: 2(P-m) inside and 2m across of a ring; 2(k-1) and 2 log2(m) of a tree. Source: NCCL's own model,
-        src/graph/tuning.cc. Sockets have one ring, and it has one connection between two nodes. Inside a node, small
-        sums take the protocol LL, with shorter hops and fewer bytes per second.
+        src/graph/tuning.cc. Sockets have one ring, limited by its connections. Inside a node, small sums take the
+        protocol LL, with shorter hops and fewer bytes per second.
         """
         m, k, P, constants = self.num_nodes, self.devices_per_node, self.num_devices, self.constants
         is_ring = self.crosses_sockets or not self.has_trees
         parts = P if is_ring else m
         rate = self.across_bytes_per_second
         if self.crosses_sockets:
-            rate = min(rate, constants.connection_gbit_per_s * GIGABIT * constants.link_share)
+            rate = min(rate, constants.connections_gbit_per_s * GIGABIT * constants.link_share)
         inside = 2 * (k - 1) / k * num_bytes / self.inside_bytes_per_second
         across = 2 * (parts - 1) / parts * num_bytes / rate if m > 1 else 0.0
         near, far = constants.inside_latency_seconds, constants.across_latency_seconds

@@ -100,7 +100,7 @@ def beyond_checked(model: str, num_devices: int, local_batch: float) -> str | No
     if not known:
         return f"no step of {model} was published"
     if num_devices > max(each.num_devices for each in known):
-        return f"no step of so many GPUs was published of {model}"
+        return f"no step of {model} was published for this many GPUs"
     batches = [each.local_batch for each in known]
     if not min(batches) / BATCH_FACTOR <= local_batch <= max(batches) * BATCH_FACTOR:
         return f"no step of {local_batch:,.4g} images at once was published of {model}"

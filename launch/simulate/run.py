@@ -14,7 +14,7 @@ FORWARD_SHARE = 1 / 3
 STATE_BYTES = 8
 """Bytes of a parameter in a checkpoint: its fp32 weight and its momentum."""
 COPY_BYTES_PER_SECOND = 2.2e9
-"""Rate of a checkpoint's copy on the first rank, for which training waits; it is written while training goes on.
+"""Rate of a checkpoint's copy on the first rank, for which training waits; it is written while training continues.
 MEASURED on two busy cores: benchmarks/results/checkpoint.json, 205 MB in 92 ms."""
 RESTART_SECONDS = 60.0
 """Seconds from a failure to the first new step. ASSUMED: emulated clusters took 7 to 34 s; starts of GPUs and their
@@ -24,7 +24,7 @@ MIN_EFFECTIVE = 0.01
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a node fails, and the cost of each failure beside the lost steps."""
+    """How often a node fails, and the cost of each failure in addition to the lost steps."""
 
     node_hours: float
     """Mean time between failures of one node."""

@@ -8,7 +8,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.simulate.cluster import Cluster, Rate
-from bigbatch.launch.simulate.interval import RATE_SPREAD, UNCHECKED_CARRIERS, Uncertainty, energy_factors, interval_of
+from bigbatch.launch.simulate.interval import RATE_SPREAD, Uncertainty, energy_factors, interval_of
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, LIBRARY_ALGORITHMS, Network
 from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
 from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759, power_of
@@ -87,7 +87,7 @@ class PredictedPoint:
     hours_to_759: float | None
     """Hours until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None without a record."""
     beyond_checked: str | None
-    """What exceeds all published steps; None within what was checked."""
+    """What exceeds all published steps; None if nothing does."""
     sent: SentPerStep
     energy: Energy | None
     """None for a device without published power."""
@@ -202,13 +202,9 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
 
 
 def uncertainty_of(scenario: Scenario) -> Uncertainty:
-    """Return the uncertainty about a scenario's system: a rate that was not measured, a hardly checked carrier."""
-    carrier, is_measured = scenario.cluster.network.carrier, scenario.rate is not None or scenario.compute is not None
-    return Uncertainty(
-        RATE_SPREAD["ladder" if is_measured else "device"],
-        "ladder" if is_measured else "stranger",
-        is_unchecked=carrier in UNCHECKED_CARRIERS,
-    )
+    """Return the uncertainty about a scenario's system: whether its rate was measured."""
+    is_measured = scenario.rate is not None or scenario.compute is not None
+    return Uncertainty(RATE_SPREAD["ladder" if is_measured else "device"], "ladder" if is_measured else "stranger")
 
 
 def input_rate(scenario: Scenario) -> float | None:

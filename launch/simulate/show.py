@@ -12,7 +12,6 @@ from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.simulate.interval import UNCHECKED_CARRIERS
 from bigbatch.launch.simulate.network import BY_SIZE
 from bigbatch.launch.simulate.published import nearest_published, power_of
 from bigbatch.launch.simulate.scaling import (
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXPLAINED = (
-    "Simulated, not measured. Efficiency: images per second and GPU, beside the fewest. docs/simulate.md says how far "
-    "off such figures were on published rows, and how many the 90% intervals contained."
+    "Simulated, not measured. Efficiency: images/s of a GPU, relative to the fewest. docs/simulate.md states the "
+    "errors on published step times, and how many of these the 90% intervals contained."
 )
 PYTORCH_SHARE = 2790 / 7140
 """Least share of the rate of MLPerf's implementations that PyTorch is known to reach. PUBLISHED: ResNet-50 on an H100,
@@ -77,8 +76,8 @@ def assumptions(scenario: Scenario) -> list[str]:
     carrier = cluster.network.carrier
     if carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
         lines.append(f"the recipe's {stated} is not simulated: {cluster.name} sums by {carrier}, in its own form")
-    if carrier in UNCHECKED_CARRIERS:
-        lines.append(f"carrier {carrier}: hardly any published step checks it, so the interval is wider")
+    if carrier != "nccl":
+        lines.append(f"carrier hardly checked: {carrier}; few published systems use it, so the interval is wider")
     if power := power_of(cluster.device):
         lines.append(f"energy: {power.watts:,.0f} W for each {cluster.device} ({power.source}), also while it waits")
     if cluster.assumed:
@@ -94,7 +93,7 @@ def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> T
         "step": [f"{1e3 * point.step.seconds:,.1f} ms" for point in points],
         "90% interval": [f"{1e3 * point.low_seconds:,.1f} to {1e3 * point.high_seconds:,.1f}" for point in points],
         "images/s": [f"{point.images_per_second:,.0f}" + (" ?" if point.beyond_checked else "") for point in points],
-        "efficiency": [percent(each.efficiency) for each in efficiencies(points)],
+        **({"efficiency": [percent(each.efficiency) for each in efficiencies(points)]} if len(points) > 1 else {}),
         "algorithm": [point.algorithm for point in points],
         "run": [duration(point.hours) for point in points],
         "GPU-hours": [f"{point.device_hours:,.1f}" for point in points],
@@ -117,6 +116,11 @@ def _batch(point: PredictedPoint) -> str:
     local = point.global_batch_size // point.num_devices
     times = point.num_microbatches
     return f"{local:,}" + (f" in {times} parts" if times > 1 else "")
+
+
+def further_tables(points: Sequence[PredictedPoint]) -> list[Table]:
+    """Return the tables of losses (of several sizes), of the run, and of bytes sent."""
+    return [*([loss_table(points)] if len(points) > 1 else []), run_table(points), sent_table(points)]
 
 
 def loss_table(points: Sequence[PredictedPoint]) -> Table:
@@ -267,6 +271,8 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
 
 
 def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
+    """Write all figures; efficiency and losses are null for a single size, which has nothing to compare with."""
+    is_single = len(points) == 1
     rows = [
         {
             "gpus": point.num_devices,
@@ -283,8 +289,8 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
             "input_wait_seconds": point.step.input,
             "slow_step_seconds": point.step.slow_seconds,
             "images_per_second": point.images_per_second,
-            "efficiency": each.efficiency,
-            "losses": each.losses,
+            "efficiency": None if is_single else each.efficiency,
+            "losses": None if is_single else each.losses,
             "hours": point.hours,
             "gpu_hours": point.device_hours,
             "hours_to_759": point.hours_to_759,
@@ -305,7 +311,7 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
 
 
 def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
-    """Draw images per second and device over devices with the band, beside perfect scaling from the fewest."""
+    """Draw images per second and device over devices with the 90% interval, and perfect scaling."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")
@@ -342,7 +348,7 @@ def page(
         title=title,
         findings=findings,
         images={"images per second and GPU": as_svg(draw(points, title=title))},
-        tables=[*tables, Table("What it rests on", ("", ""), tuple(rests_on))],
+        tables=[*tables, Table("Assumptions", ("", ""), tuple(rests_on))],
         note=EXPLAINED,
     )
 

@@ -1,4 +1,4 @@
-"""One step as events: gradients become ready, buffers travel while backward goes on, the update waits. Pure."""
+"""One step as events: gradients become ready, buffers travel while backward continues, the update waits. Pure."""
 
 import math
 from dataclasses import dataclass, replace

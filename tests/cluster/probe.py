@@ -81,7 +81,7 @@ def connect() -> socket.socket:
 
 
 def fail(rank: str, code: str) -> dict[str, object]:
-    """One rank ends with a code; the others would go on."""
+    """One rank ends with a code; the others would continue."""
     if numbers()[0] == int(rank):
         raise SystemExit(int(code))
     time.sleep(600)

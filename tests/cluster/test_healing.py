@@ -1,4 +1,4 @@
-"""A job that loses a node, goes on without it, and takes it back."""
+"""A job that loses a node, continues without it, and takes it back."""
 
 import os
 import re

@@ -231,7 +231,7 @@ def test_exit_codes_and_messages_pass_through(slurm: EmulatedCluster, tmp_path: 
 
 @pytest.fixture
 def slow(slurm: EmulatedCluster, emulate: Emulate) -> Iterator[Callable[[], None]]:
-    """Links at which a job goes on for minutes; a call lets it finish fast."""
+    """Links at which a job continues for minutes; a call lets it finish fast."""
     assert emulate("shape", "--name", "slurm", "--link", SLOW_LINK).returncode == 0
 
     def release() -> None:
@@ -353,7 +353,7 @@ def test_suspended_job_goes_on_and_saves_when_it_is_cancelled(
 ) -> None:
     """Slurm stops all its processes for longer than any of its limits: no rank takes the others for lost.
 
-    Then it is asked to stop: it goes on, saves a checkpoint, and is not requeued.
+    Then it is asked to stop: it continues, saves a checkpoint, and is not requeued.
     """
     run = tmp_path / "run"
     limits: dict[str, object] = {"comm.timeout_seconds": 18, "comm.warn_seconds": 18, "data.patience_seconds": 8}

@@ -21,8 +21,9 @@ from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.rendezvous.environ import ALONE, visible_gpus
+from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
+from bigbatch.user_settings import visible_gpus
 
 pytestmark = pytest.mark.gpu
 

@@ -210,4 +210,4 @@ def test_graph_of_a_step_that_reads_the_device_ends_in_one_line(tmp_path: Path) 
         train_step(step, stream)
     with pytest.raises(ComputeError, match=naming("32 x 3 x 32 x 32", "item", "compute.cuda_graph=false")):
         train_step(WARM_UP_STEPS, stream)
-    assert torch.randn(3, device="cuda").isfinite().all()  # the process can go on drawing
+    assert torch.randn(3, device="cuda").isfinite().all()  # the process can continue drawing

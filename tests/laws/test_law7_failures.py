@@ -50,7 +50,7 @@ def first(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
 
 @pytest.fixture
 def finished(first: tuple[Path, str], tmp_path: Path) -> Path:
-    """Return a copy of that run, to go on with."""
+    """Return a copy of that run, to continue with."""
     return Path(shutil.copytree(first[0], tmp_path / "run"))
 
 
@@ -151,7 +151,7 @@ def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, finishe
     done = run(alone([*command, f"--run.resume={older}"]))
     assert "resumed after step 5" in done.stdout
     assert "set aside" in done.stdout, "what that run will not go through"
-    assert "resumed after step 15" in run(alone([*command, "--run.epochs=4"])).stdout, "auto goes on where that ended"
+    assert "resumed after step 15" in run(alone([*command, "--run.epochs=4"])).stdout, "auto continues where that ended"
 
 
 def test_used_folder_is_not_overwritten(data: Path, finished: Path) -> None:

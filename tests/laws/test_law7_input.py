@@ -72,7 +72,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_data_that_go_away_change_no_bit(data: Path, tmp_path: Path) -> None:
-    """Taken away in mid-run and brought back: the same command goes on after the last whole step."""
+    """Taken away in mid-run and brought back: the same command continues after the last whole step."""
     moving, epochs = copy_of(data, tmp_path), 4
     whole, broken, go_on = tmp_path / "whole", tmp_path / "broken", tmp_path / "go_on"
     overrides = {
@@ -153,7 +153,7 @@ def test_bad_image_is_skipped_alike_by_any_ranks(data: Path, tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> None:
-    """It goes on where only steps are left that do not meet the image again."""
+    """It continues where only steps are left that do not meet the image again."""
     damaged, whole, resumed = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "resumed"
     last_step = {"epoch": 1, "step": STEPS_PER_EPOCH - 1}
     left = {image_of(damaged, **last_step, rank=0, number=number) for number in range(GLOBAL_BATCH)}

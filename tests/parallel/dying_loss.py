@@ -131,7 +131,7 @@ Precision.update_ = _update  # type: ignore[method-assign]
 
 
 def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each image, for the ranks that go on."""
+    """Cross entropy of each image, for the ranks that continue."""
     _die_if_due("forward")
     return F.cross_entropy(logits_BK, targets, reduction="none")
 

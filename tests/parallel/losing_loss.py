@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each image, for the ranks that go on."""
+    """Cross entropy of each image, for the ranks that continue."""
     run = Path(os.environ.get("LOSE_RUN", ""))
     for step in os.environ.get("LOSE_AFTER", "").split():
         mark = run / f"lost-{step}"

@@ -100,7 +100,7 @@ def check_beside(own: str) -> int:
 def check_reconnect(*backends: str) -> int:
     """One connection after another, in one process: the rendezvous is met once, and keys do not mix.
 
-    A reducer is refused where ranks bring other weights, and the connection goes on.
+    A reducer is refused where ranks bring other weights, and the connection continues.
     """
     for backend in backends:
         communicator = connect(backend=backend, algorithm="sharded")

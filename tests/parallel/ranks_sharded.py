@@ -189,7 +189,7 @@ def assert_same_on_all(run: Run) -> None:
 
 
 def check_checkpoints(name: str, precision: str, communicator: Communicator) -> None:
-    """A sharded run's checkpoint is that of a whole one, and either goes on from the other's."""
+    """A sharded run's checkpoint is that of a whole one, and either continues from the other's."""
     whole, sharded = (start(name, precision, communicator, sharded=each) for each in (False, True))
     for run in (whole, sharded):
         run.steps(0, 1)

@@ -74,6 +74,6 @@ def test_a_cluster_is_measured_once_and_rank_0_tells_all(
 
     for home in homes:
         shutil.rmtree(home)
-    summary, text = train(*over, "--run.epochs", "2", run="second")  # goes on with what it began with
+    summary, text = train(*over, "--run.epochs", "2", run="second")  # continues with what it began with
     assert summary["algorithm"] == "ring"
     assert str(tmp_path / "second/calibration.json") in summary["algorithm_why"]

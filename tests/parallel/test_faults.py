@@ -1,4 +1,4 @@
-"""Real trials of faults: a rank is struck in a known step and phase, and the same command goes on."""
+"""Real trials of faults: a rank is struck in a known step and phase, and the same command continues."""
 
 import pytest
 from faults.experiment import Laboratory

@@ -1,4 +1,4 @@
-"""Jobs that lose ranks and go on in the same processes, to the bits of a job that nothing disturbs."""
+"""Jobs that lose ranks and continue in the same processes, to the bits of a job that nothing disturbs."""
 
 import os
 import re
@@ -117,7 +117,8 @@ def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
     assert codes == [-signal.SIGKILL if rank == lost else 0 for rank in range(num_ranks)] + [0], log.read_text()
     said = log.read_text()
     assert re.search(
-        rf"joined: rank {lost} on \S+; going on from step {at} with {num_ranks} ranks; the others waited \S+ s\n", said
+        rf"joined: rank {lost} on \S+; continuing from step {at} with {num_ranks} ranks; the others waited \S+ s\n",
+        said,
     )
     assert [(record["step"], record["ranks"]) for record in records(run, "joined")] == [(at, num_ranks)]
     assert steps(run) == list(range(1, NUM_STEPS + 1))
@@ -172,7 +173,7 @@ def test_rank_that_is_lost_while_it_joins_is_lost_as_any_other(data: Path, undis
     codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
     said = log.read_text()
     assert codes == [0, 0, -signal.SIGKILL, -signal.SIGKILL], said
-    assert re.findall(r"lost: rank 2 on \S+; going on from step (\d) with 2 ranks", said) == ["3", "5"], said
+    assert re.findall(r"lost: rank 2 on \S+; continuing from step (\d) with 2 ranks", said) == ["3", "5"], said
     assert_identical(final_state(run), final_state(undisturbed))
 
 
@@ -186,7 +187,7 @@ def test_rank_that_is_killed_just_after_the_others_let_it_in_costs_no_step(
     codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
     said = log.read_text()
     assert codes == [0, 0, -signal.SIGKILL, -signal.SIGKILL], said
-    assert re.search(r"did not join: rank 2 on \S+; going on from step 5 with 2 ranks", said), said
+    assert re.search(r"did not join: rank 2 on \S+; continuing from step 5 with 2 ranks", said), said
     assert not records(run, "joined")
     assert steps(run) == list(range(1, NUM_STEPS + 1))
     times = {record["step"]: record["time"] for record in records(run, "train")}
@@ -197,7 +198,7 @@ def test_rank_that_is_killed_just_after_the_others_let_it_in_costs_no_step(
 def test_rank_that_stalls_before_it_has_the_state_does_not_end_the_only_one_that_has_it(
     data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """It would be the first rank of the new group, so by vote the other one could not go on without it."""
+    """It would be the first rank of the new group, so by vote the other one could not continue without it."""
     run, log = tmp_path / "run", tmp_path / "log"
     limits = {"comm.timeout_seconds": 4, "comm.warn_seconds": 1, "data.patience_seconds": 1}
     job = ForkedJob(forked(command_of(data, run, HEALING | limits), ranks=2), log, DIE="0/4/forward", JOIN_AT="6")
@@ -209,7 +210,7 @@ def test_rank_that_stalls_before_it_has_the_state_does_not_end_the_only_one_that
         joiner.join()
     said = log.read_text()
     assert codes == [-signal.SIGKILL, 0], said
-    assert re.search(r"did not join: rank 0 on \S+; going on from step 5 with 1 rank", said), said
+    assert re.search(r"did not join: rank 0 on \S+; continuing from step 5 with 1 rank", said), said
     assert not records(run, "joined")
     assert_identical(final_state(run), final_state(undisturbed))
 

@@ -143,7 +143,7 @@ def test_two_ranks_choose_alike_and_train_the_same_update(train: Train, tmp_path
     text = train(run="again", rates=untried)
     assert f"{path}, measured " in text
     path.unlink()
-    text = train("--run.epochs", "2", run="auto", rates=untried)  # goes on as it began
+    text = train("--run.epochs", "2", run="auto", rates=untried)  # continues as it began
     assert f"{tmp_path / 'auto/mode.json'}, measured " in text
     assert "batch.microbatch_size=" not in text, "nothing has changed"
     text = train("--dry-run", run="dry", rates=untried)

@@ -1,4 +1,4 @@
-"""A job that is stopped as a whole, as `scontrol suspend` and Ctrl-Z stop it, and goes on later."""
+"""A job that is stopped as a whole, as `scontrol suspend` and Ctrl-Z stop it, and continues later."""
 
 import time
 from pathlib import Path

@@ -122,7 +122,7 @@ def notebook(root: str, out: str) -> int:
 
 
 def interruptions(root: str, out: str, undisturbed: str) -> int:
-    """Interrupt a run and go on with it, and meet all else that ends one; undisturbed: the same run without."""
+    """Interrupt a run and continue with it, and meet all else that ends one; undisturbed: the same run without."""
     stopped = Path(out) / "stopped"
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     interrupted = Diary(stop_at=4)
@@ -140,7 +140,7 @@ def interruptions(root: str, out: str, undisturbed: str) -> int:
     with pytest.raises(ZeroDivisionError):
         bigbatch.train("quickstart", settings(root, stopped), hooks=bigbatch.TrainingHooks(on_step=fail), quiet=True)
     bigbatch.train("quickstart", settings(root, stopped), quiet=True)
-    assert same(stopped, Path(undisturbed)), "what was stopped went on otherwise"
+    assert same(stopped, Path(undisturbed)), "what was stopped continued otherwise"
 
     with pytest.raises(ConfigError, match=naming("optimizer.lr", "schedule.base_lr")):
         bigbatch.train("quickstart", {"optimizer.lr": 1})

@@ -15,7 +15,7 @@ class GoneStore(HashStore):
 
 
 class StoppedStore(HashStore):
-    """A store with a holder that is stopped until it goes on."""
+    """A store with a holder that is stopped until it continues."""
 
     def __init__(self) -> None:
         super().__init__()

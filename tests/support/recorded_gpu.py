@@ -265,7 +265,7 @@ class RecordedGpu(PlayedGpus):
             self.trace.follow(self.thread, self.stream)
 
     def _travel(self, hops: Sequence[dist.P2POp]) -> list[Any]:
-        """As torch does: it starts after what the current stream has, which goes on after it only from wait() on.
+        """As torch does: it starts after what the current stream has, which continues after it only from wait() on.
 
         Each has an actor of its own: torch promises no order among messages, though NCCL keeps one.
         """

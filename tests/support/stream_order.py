@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Wait:
-    """An actor goes on only after some markers."""
+    """An actor continues only after some markers."""
 
     actor: Actor
     markers: tuple[Marker, ...]
@@ -78,7 +78,7 @@ class Trace:
         self.events.append(Wait(actor, tuple(markers), place))
 
     def follow(self, actor: Actor, other: Actor) -> None:
-        """Let an actor go on after what another one has been given, as nature has it."""
+        """Let an actor continue after what another one has been given, as nature has it."""
         self.wait(actor, [self.mark(other)])
 
     def launch(self, actor: Actor, what: str, *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:

@@ -18,7 +18,7 @@ class Time:
         monkeypatch.setattr(awake, "_CLOCK", self.clock)
 
     def passes(self, seconds: float) -> float:
-        """Return by how much the clock goes on in so many seconds without a tick."""
+        """Return by how much the clock continues in so many seconds without a tick."""
         before = awake.awake_seconds()
         self.now += seconds
         return awake.awake_seconds() - before

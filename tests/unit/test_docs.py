@@ -1,6 +1,5 @@
 """The commands of the pages work, here or in a named test, and the files that they link to exist."""
 
-import ast
 import json
 import re
 import shlex
@@ -59,93 +58,71 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "docker build -t bigbatch --build-arg BASE_IMAGE=python:3.12-slim-bookworm .": ".ci/run::container-3.12",
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",
     "BIGBATCH_OPENREG=FOLDER .venv/bin/python -m pytest tests/openreg": ".ci/run::openreg",
-    "pip install 'bigbatch[verify]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
-    "pip install 'bigbatch[storage]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
-    "pip install 'bigbatch[wandb]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
-    "python examples/language_model.py": "tests/parallel/test_language_example.py::test_example_learns",
+    "pip install 'bigbatch[verify]'": "test_extras_leave_out_what_a_platform_lacks",
+    "pip install 'bigbatch[storage]'": "test_extras_leave_out_what_a_platform_lacks",
+    "pip install 'bigbatch[wandb]'": "test_extras_leave_out_what_a_platform_lacks",
+    "python examples/language_model.py": "test_example_learns",
     "python examples/language_model.py --cell gru --epochs 30 --learning-rate 0.005": (
-        "tests/parallel/test_language_example.py::test_example_learns_with_other_cells"
+        "test_example_learns_with_other_cells"
     ),
-    "mpirun -n 2 python examples/language_model.py --precision bf16": (
-        "tests/parallel/test_language_example.py::test_example_on_two_ranks_is_the_same"
-    ),
-    "torchrun --nproc-per-node 2 train.py": (
-        "tests/parallel/test_other_scripts.py::test_both_sides_of_ddps_page_print_the_same_losses"
-    ),
-    "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (
-        "tests/parallel/test_language_example.py::test_example_on_two_ranks_is_the_same"
-    ),
+    "mpirun -n 2 python examples/language_model.py --precision bf16": "test_example_on_two_ranks_is_the_same",
+    "torchrun --nproc-per-node 2 train.py": "test_both_sides_of_ddps_page_print_the_same_losses",
+    "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": "test_example_on_two_ranks_is_the_same",
 }
 BENCHMARK = ".venv/bin/python -m benchmarks."
 BENCHMARKS_RUN_BY = {  # by the first of these that follows BENCHMARK, the test that runs it, at a smaller size
-    "make faults FAULTS=": (
-        "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits"
-    ),
-    "input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
-    "comm.messages ": "tests/unit/benchmarks/test_messages.py::test_messages_table_of_a_recipe",
-    "faults.effective ": "tests/cluster/test_benchmarks.py::test_effective_time_of_a_job_that_is_struck",
-    "faults.healing ": "tests/cluster/test_benchmarks.py::test_trial_of_healing",
-    "gpu.precision ": "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size",
-    "twin.predict ": (
-        "tests/unit/benchmarks/test_predicted_rows.py::test_table_is_predicted_without_its_own_measurements"
-    ),
-    "twin.published ": "tests/unit/benchmarks/test_predicted_rows.py::test_benchmark_prints_both_tables_and_draws",
-    "twin.nccl_tests": "tests/unit/benchmarks/test_nccl_tests.py::test_benchmark_prints_each_size_of_each_table",
-    "twin.speed ": (
-        "tests/unit/benchmarks/test_twin_speed.py::test_work_of_a_simulation_does_not_grow_with_the_number_of_gpus"
-    ),
-    "twin.emulated ": (
-        "tests/unit/benchmarks/test_emulated_twin.py::test_four_numbers_are_found_again_and_predict_four_nodes"
-    ),
-    "gpu.day --small ": "tests/unit/benchmarks/test_gpu.py::test_parts_all_run_small_and_a_second_call_skips_them",
+    "make faults FAULTS=": "test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits",
+    "input.feed ": "test_feed",
+    "comm.messages ": "test_messages_table_of_a_recipe",
+    "faults.effective ": "test_effective_time_of_a_job_that_is_struck",
+    "faults.healing ": "test_trial_of_healing",
+    "gpu.precision ": "test_precision_all_of_it_at_a_tiny_size",
+    "twin.predict ": "test_table_is_predicted_without_its_own_measurements",
+    "twin.published ": "test_benchmark_prints_both_tables_and_draws",
+    "twin.nccl_tests": "test_benchmark_prints_each_size_of_each_table",
+    "twin.speed ": "test_work_of_a_simulation_does_not_grow_with_the_number_of_gpus",
+    "twin.emulated ": "test_four_numbers_are_found_again_and_predict_four_nodes",
+    "gpu.day --small ": "test_parts_all_run_small_and_a_second_call_skips_them",
 }
 BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that really runs such a one
-    "init": "tests/unit/trainer/init/test_init.py::test_init_to_a_prediction",
-    "train": "tests/laws/test_law1_batch_is_global.py::test_any_division_gives_the_same_update",
-    "evaluate": "tests/laws/test_law3_evaluation.py::test_every_image_counts_once",
-    "predict": "tests/unit/trainer/inference/test_predict.py::test_predict_it_scores_what_evaluate_counts",
-    "export": "tests/unit/trainer/inference/test_export.py::test_export_says_what_serving_needs_to_know",
-    "verify": "tests/unit/trainer/mlperf/test_verify.py::test_verify_several_seeds_are_tested_together",
-    "diff": "tests/laws/test_diff.py::test_diff_finds_the_step_after_a_bit_flipped",
-    "replay": "tests/laws/test_replay.py::test_replay_names_rank_microbatch_and_tensor_of_a_flipped_bit",
-    "doctor": "tests/unit/trainer/doctor/test_probe.py::test_whole_examination",
-    "sweep": "tests/parallel/test_real_sweep.py::test_sweep_point_out_of_memory_fails_alone",
-    "report": "tests/unit/experiments/report/test_report.py::test_report_of_a_run",
-    "simulate": (
-        "tests/unit/launch/simulate/test_simulated_scaling.py::test_command_answers_and_writes_what_is_asked_for"
-    ),
-    "tune range": "tests/unit/trainer/tune/range/test_range.py::test_range_of_two_ranks_finds_where_the_loss_explodes",
-    "tune search": "tests/unit/experiments/search/test_options.py::test_tune_search_of_real_runs_and_a_kill",
-    "tune batch": "tests/unit/experiments/batch/test_batch.py::test_tune_batch_trains_a_short_run_that_measures",
-    "tune precision": (
-        "tests/unit/trainer/tune/precision/test_precision.py::test_tune_precision_predicts_what_training_so_reports"
-    ),
-    "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
-    "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
-    "explain": "tests/unit/launch/explain/test_explain.py::test_rank_that_has_not_begun_is_named_with_the_collective",
-    "config show": "tests/unit/test_docs.py::test_bigbatch_commands",
-    "config diff": "tests/unit/test_docs.py::test_bigbatch_commands",
-    "config list": "tests/unit/test_docs.py::test_bigbatch_commands",
+    "init": "test_init_to_a_prediction",
+    "train": "test_any_division_gives_the_same_update",
+    "evaluate": "test_every_image_counts_once",
+    "predict": "test_predict_it_scores_what_evaluate_counts",
+    "export": "test_export_says_what_serving_needs_to_know",
+    "verify": "test_verify_several_seeds_are_tested_together",
+    "diff": "test_diff_finds_the_step_after_a_bit_flipped",
+    "replay": "test_replay_names_rank_microbatch_and_tensor_of_a_flipped_bit",
+    "doctor": "test_whole_examination",
+    "sweep": "test_sweep_point_out_of_memory_fails_alone",
+    "report": "test_report_of_a_run",
+    "simulate": "test_command_answers_and_writes_what_is_asked_for",
+    "tune range": "test_range_of_two_ranks_finds_where_the_loss_explodes",
+    "tune search": "test_tune_search_of_real_runs_and_a_kill",
+    "tune batch": "test_tune_batch_trains_a_short_run_that_measures",
+    "tune precision": "test_tune_precision_predicts_what_training_so_reports",
+    "comm bench": "test_bench_finds_every_algorithm_of_every_backend_right",
+    "comm tune": "test_tune_and_use_what_it_found",
+    "explain": "test_rank_that_has_not_begun_is_named_with_the_collective",
+    "config show": "test_bigbatch_commands",
+    "config diff": "test_bigbatch_commands",
+    "config list": "test_bigbatch_commands",
     "data generate": ".ci/run::train",
-    "data prepare": "tests/unit/trainer/datasets/test_prepare_options.py::test_prepare_the_command_for_every_data_set",
-    "data check": "tests/unit/trainer/datasets/test_check.py::test_check_the_command_names_the_first_and_writes_all",
-    "data pack": "tests/unit/trainer/datasets/test_pack.py::test_pack_the_command",
-    "data stage": "tests/laws/test_law7_input.py::test_packed_and_staged_copies_are_the_same_data",
-    "launch local": "tests/unit/launch/jobs/test_spec.py::test_local_starts_a_rank_per_gpu",
+    "data prepare": "test_prepare_the_command_for_every_data_set",
+    "data check": "test_check_the_command_names_the_first_and_writes_all",
+    "data pack": "test_pack_the_command",
+    "data stage": "test_packed_and_staged_copies_are_the_same_data",
+    "launch local": "test_local_starts_a_rank_per_gpu",
     "launch mpirun": ".ci/run::train",
-    "examples/language_model.py": (
-        "tests/parallel/test_own_script.py::test_own_script_runs_on_every_rank_with_its_arguments"
-    ),
-    "launch flux": "tests/unit/launch/launchers/test_flux.py::test_ranks_under_flux_know_their_places",
-    "launch torchrun": "tests/laws/test_law2_resume_is_exact.py::test_ctrl_c_saves_a_checkpoint_and_changes_no_bit",
-    "launch slurm": "tests/cluster/test_slurm.py::test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits",
-    "launch k8s": "tests/unit/launch/launchers/test_k8s.py::test_k8s_jobs_have_names_of_their_own",
-    "launch emulate": "tests/cluster/test_emulate.py::test_bigbatch_command_runs_on_every_rank",
-    "launch preflight": ("tests/cluster/test_preflight.py::test_node_at_half_speed_is_named_and_equal_ones_are_not"),
-    "launch status": "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_status_says_what_a_user_asks_first",
-    "launch cancel": (
-        "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_cancel_asks_a_job_to_save_and_stop_or_ends_it"
-    ),
+    "examples/language_model.py": "test_own_script_runs_on_every_rank_with_its_arguments",
+    "launch flux": "test_ranks_under_flux_know_their_places",
+    "launch torchrun": "test_ctrl_c_saves_a_checkpoint_and_changes_no_bit",
+    "launch slurm": "test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits",
+    "launch k8s": "test_k8s_jobs_have_names_of_their_own",
+    "launch emulate": "test_bigbatch_command_runs_on_every_rank",
+    "launch preflight": "test_node_at_half_speed_is_named_and_equal_ones_are_not",
+    "launch status": "test_slurm_status_says_what_a_user_asks_first",
+    "launch cancel": "test_slurm_cancel_asks_a_job_to_save_and_stop_or_ends_it",
 }
 NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself
     ".ci/run",
@@ -180,7 +157,9 @@ SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
     "gpu.day --dry-run": "gpu.day --dry-run --only lars --out . --logs logs",
     "gpu.day --guard": GPU,
     "comm.run --out benchmarks/results": "comm.run --list --out .",
-    "comm.run --only scaling --out benchmarks/results": ("comm.run --only scaling --list --out ."),
+    "comm.run --only scaling-resnet50-1gbit-2 --out benchmarks/results": (
+        "comm.run --only scaling-resnet50-1gbit-2 --list --out ."
+    ),
     "input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,
     "input.decode data/imagenet --batch 32 --prefetch 1 --batches 4 --repetitions 12 --cpu-time --contestants our_dali our_dali_at_256 our_pillow limit_yuv_at_256 --out benchmarks/results/input-stored-cpu-time.json": (  # noqa: E501
         f"{DECODE} limit_yuv_at_256 --cpu-time"
@@ -339,25 +318,27 @@ def test_commands_are_each_run_by_someone() -> None:
     assert set().union(*names.values()) == {*RUN_BY, *BENCHMARKS_RUN_BY, *BIGBATCH_RUN_BY}
 
 
-@pytest.mark.parametrize("name", sorted({*RUN_BY.values(), *BENCHMARKS_RUN_BY.values(), *BIGBATCH_RUN_BY.values()}))
-def test_commands_name_tests_that_exist(name: str) -> None:
-    path, test = name.split("::")
-    text = (ROOT / path).read_text()
-    if path.endswith(".py"):
-        assert test in {each.name for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)}
-    else:
-        assert re.search(rf"^ *tier {test} ", text, re.M)
+def names_of_tests() -> set[str]:
+    return set(re.findall(r"^def (test_\w+)\(", "".join(p.read_text() for p in ROOT.glob("tests/**/test_*.py")), re.M))
+
+
+def test_commands_name_tests_that_exist() -> None:
+    named = {*RUN_BY.values(), *BENCHMARKS_RUN_BY.values(), *BIGBATCH_RUN_BY.values()}
+    tiers = {name for name in named if name.startswith(".ci/run::")}
+    text = (ROOT / ".ci/run").read_text()
+    assert [name for name in tiers if not re.search(rf"^ *tier {name.partition('::')[2]} ", text, re.M)] == []
+    assert named - tiers <= names_of_tests()
 
 
 def test_threat_model_names_tests_that_exist() -> None:
     """Each of its sentences is one, at least."""
     table = (ROOT / "docs/admin.md").read_text().partition("| who | what they reach |")[2].partition("\n\n")[0]
     assert table
-    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = names_of_tests()
     for line in table.splitlines()[2:]:
         names = re.findall(r"`(test_\w+)`", line.rsplit("|", 2)[1])
         assert names, line
-        assert [name for name in names if f"\ndef {name}(" not in tests] == []
+        assert set(names) <= tests
 
 
 def test_environment_is_entered() -> None:

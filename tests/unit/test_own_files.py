@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from faults.table import read_records
 
-from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_settings
 from bigbatch.errors import UserError
 from bigbatch.experiments.engine.folder import SweepFolder, require_same_experiment
 from bigbatch.experiments.engine.plan import read_plan
@@ -22,6 +21,7 @@ from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.prepare import IMAGENETTE, SOURCES, missing_splits
 from bigbatch.trainer.input.shards import read_packed
 from bigbatch.trainer.run import owner
+from bigbatch.user_settings import SITE_VARIABLE, site_settings
 
 DEEP = "[" * 30_000
 TEXTS = {

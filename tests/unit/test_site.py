@@ -73,16 +73,3 @@ def test_design_names_every_room() -> None:
         for path in (ROOT / top).rglob("__init__.py")
     }
     assert {str(room) for room in rooms if len(room.parts) > 1 and f"`{room}`" not in text} == set()
-
-
-@pytest.mark.parametrize(
-    ("old", "word"), [(r"(?<![-`\w])[Pp]ictures?(?![-`\w])", "image"), ("nine of ten", "90% interval")]
-)
-def test_pages_use_the_words_of_the_field(old: str, word: str) -> None:
-    found = {
-        (str(page.relative_to(ROOT)), line)
-        for page in PAGES
-        for line in page.read_text().split("\n")
-        if re.search(old, line)
-    }
-    assert found == set(), f"say {word}"

@@ -65,10 +65,8 @@ class Mix:
     ) -> tuple[Tensor, Tensor]:
         """Return mixed images in the memory format of images_BCHW, and float32 class probabilities (B, num_classes).
 
-        Raises: ValueError if the batch is not a whole number of ghost batches.
+        The batch consists of whole ghost batches.
         """
-        if len(indices_B) % self._bn_span:
-            raise ValueError(f"batch of {len(indices_B)} samples is not a multiple of bn_span {self._bn_span}")
         targets_BK = one_hot(labels_B, self._num_classes).float()
         mixed_BCHW, mixed_BK = torch.empty_like(images_BCHW), torch.empty_like(targets_BK)
         draws_G5 = uniforms(

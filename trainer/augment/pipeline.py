@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bigbatch.trainer.augment.color_jitter import ColorJitter
@@ -44,15 +43,7 @@ class Augment:
     chain: tuple[Augmentation, ...] = ()
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor:
-        """Return new images in the memory format of images_BCHW, or images_BCHW itself without augmentations.
-
-        Raises: ValueError if images_BCHW are not uint8 RGB images, one per index.
-        """
-        if images_BCHW.dtype != torch.uint8 or images_BCHW.shape[:2] != (len(indices_B), 3):
-            shape = tuple(images_BCHW.shape)
-            raise ValueError(
-                f"images of {images_BCHW.dtype} and shape {shape}: must be uint8 ({len(indices_B)}, 3, H, W)"
-            )
+        """Return new images in the memory format of images_BCHW, or images_BCHW itself without augmentations."""
         for change in self.chain:
             draws_BD = uniforms(
                 seed=self.seed, epoch=epoch, indices_B=indices_B, num_draws=change.num_draws, stream=change.stream

@@ -41,10 +41,8 @@ def set_up_compute_(
         compile_regions_(model, mode=MODES[config.compute.compile])
         own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
         # if one rank fails, all do: all ranks must train by the same code
-        failures = [(rank, text) for rank, text in enumerate(communicator.gather_text(own)) if text]
-        failure = ""
-        if failures:
-            failure = f"rank {failures[0][0]}: {failures[0][1]}" if communicator.world_size > 1 else failures[0][1]
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(communicator.gather_text(own)) if text]
+        failure = own if communicator.world_size == 1 else next(iter(failures), "")
         if failure and not config.compute.compile_fallback:
             raise ComputeError(
                 f"compute.compile={config.compute.compile}: {failure}; set compute.compile=null, or "
@@ -87,7 +85,7 @@ def logits_of_noise(
     normalize: Callable[[Tensor], Tensor],
     forward: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Return logits (count, K) in fp32 of noise images of size x size, from a generator of their own; calls no hooks.
+    """Return logits (count, K) in fp32 of noise images of size x size, from a separate generator; calls no hooks.
 
     forward: returns the context of the model's forward, as Precision.forward does.
     """

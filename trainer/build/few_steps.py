@@ -41,14 +41,11 @@ def few_steps(
     fit_whitening_(parts.model, splits.train, config=config, communicator=communicator)
     plan = dataclasses.replace(whole, num_steps=num_steps, log_every_steps=1)
 
-    def acknowledge(asked_by: str) -> None:
-        say(f"{asked_by}: will stop after this step")
-
     def run(
         on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
     ) -> str | None:
         steps = Steps(plan, parts, build_input.train_batches(config, splits.train, plan=plan))
-        with parts.stop.watch(communicator.control, acknowledge=acknowledge):
+        with parts.stop.watch(communicator.control, acknowledge=lambda by: say(f"{by}: will stop after this step")):
             for step in range(num_steps):
                 steps(step)
                 after_step(step + 1)

@@ -23,8 +23,7 @@ from bigbatch.trainer.input.loaders.probe import ProbedInput, probe_input
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch
-from bigbatch.trainer.input.remedies import input_settings
-from bigbatch.trainer.input.report import MeasuredInput, Rates
+from bigbatch.trainer.input.report import MeasuredInput, Rates, input_settings
 from bigbatch.trainer.input.shards import DataRoot
 from bigbatch.trainer.input.storage import Cache
 from bigbatch.trainer.machine.host import cores_per_rank

@@ -10,7 +10,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.measure.calibration import calibrate
-from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder
+from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.regroup import Group
 from bigbatch.comm.tuning.conditions import gather_cluster
 from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
@@ -22,6 +22,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import set_deterministic, set_up_process
 from bigbatch.trainer.machine.numa import bind
 from bigbatch.trainer.step.precision import set_tf32
+from bigbatch.user_settings import measured_folder
 
 
 def join_job(

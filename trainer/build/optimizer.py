@@ -49,7 +49,7 @@ def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torc
     if settings.momentum is not None:
         stated["momentum"] = settings.momentum
     if settings.name in WHOLE_MATRIX:
-        # apart gives weights that are not matrices, or do not adapt, groups of their own
+        # apart gives weights that are not matrices, or do not adapt, separate groups
         factor = stated.pop("vector_lr_factor", 1.0)
         groups = [part for group in groups for part in apart(group, vector_lr_factor=factor)]
     return NATIVE[settings.name](groups, lr=lr, **stated)

@@ -5,7 +5,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import divide_batch, ghosts_per_microbatch
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.optim.schedule import Schedule, make_schedule, mirrored_momentum
+from bigbatch.trainer.optim.schedule import SCHEDULES, Schedule, mirrored_momentum
 from bigbatch.trainer.step.divergence import GuessWatch
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.words import count
@@ -66,11 +66,8 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
         "warmup_steps": None if schedule.name == "cyclic" else round(schedule.warmup_epochs * steps),
     }
     try:
-        return make_schedule(
-            schedule.name,
-            base_lr=schedule.base_lr,
-            **{name: value for name, value in optional.items() if value is not None},
-        )
+        make = SCHEDULES[schedule.name]
+        return make(base_lr=schedule.base_lr, **{name: each for name, each in optional.items() if each is not None})
     except ValueError as error:
         raise ConfigError(f"schedule: {error}") from error
 

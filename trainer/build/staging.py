@@ -60,7 +60,7 @@ def _nothing_to_copy() -> State:
 
 def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> list[State]:
     """Return the last state of each rank; rank 0 prints the progress of the slowest node. Collective."""
-    said = awake_seconds()
+    printed_at = awake_seconds()
     while True:
         states = communicator.gather(state())
         # every rank sees the same states, so all raise the same error
@@ -69,8 +69,8 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
         under_way = [each for each in states if "share" in each]
         if not under_way:
             return states
-        if communicator.rank == 0 and awake_seconds() - said >= LINE_SECONDS:
-            said = awake_seconds()
+        if communicator.rank == 0 and awake_seconds() - printed_at >= LINE_SECONDS:
+            printed_at = awake_seconds()
             last = min(under_way, key=lambda each: float(each["share"]))
             print_line(f"staging: {last['progress']}", file=sys.stderr)
 

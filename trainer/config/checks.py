@@ -319,7 +319,7 @@ def check_model_name(name: str) -> Iterator[str]:
     if not is_foreign_model(name):
         if name not in MODELS:
             yield (
-                f"model.name={name} is none of {', '.join(MODELS)}{or_nearest(name.lower(), MODELS)}. "
+                f"model.name={name} is not one of {', '.join(MODELS)}{or_nearest(name.lower(), MODELS)}. "
                 "Others have names such as timm:resnet18, torchvision:resnet18 and mypackage.models.Net"
             )
         return

@@ -70,7 +70,7 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
     if name and run_config.is_file():  # without a name it would be the config of below
         return run_config
     near = nearest(name, known)
-    hint = f"; the nearest packaged one is {near}" if near else "; bigbatch config list names those" if known else ""
+    hint = f"; the nearest packaged one is {near}" if near else "; bigbatch config list names those"
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 
 

@@ -36,7 +36,7 @@ def check_optimizer_name(name: str) -> Iterator[str]:
     """Yield an error for a name that is neither one of OPTIMIZERS nor an import path."""
     if not is_foreign(name) and name not in OPTIMIZERS:
         yield (
-            f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}"
+            f"optimizer.name={name} is not one of {', '.join(OPTIMIZERS)}"
             f"{or_nearest(name.lower(), OPTIMIZERS)}. Others need an import path, such as "
             "schedulefree.SGDScheduleFree"
         )

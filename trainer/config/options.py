@@ -90,7 +90,7 @@ def _make_parser(
         prog=prog,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Train one experiment: a YAML file of what differs from the defaults, and any key as an override; "
+        description="Train one experiment: a YAML file of keys that differ from their defaults. Options override keys. "
         + "".join(f"{alias} is short for --{key}. " for alias, key in ALIASES.items())
         + f"Packaged experiments: {', '.join(packaged)}.",
         epilog=f"example: {prog} --config quickstart --run.epochs 24 --optimizer.momentum 0.8",
@@ -116,10 +116,10 @@ def _make_parser(
         for key in (key for key in OPTION_KEYS.values() if key.section == f"{section}.options"):
             owners = {name: own[key.name] for name, own in OPTIONS[section].items() if key.name in own}
             classes = (each for name in owners for each in OPTION_CLASSES[section][name].__mro__)
-            said = next((texts[found] for each in classes if (found := (each.__name__, key.name)) in texts), "")
+            about = next((texts[found] for each in classes if (found := (each.__name__, key.name)) in texts), "")
             defaults = {name: json.dumps(own.default) for name, own in owners.items()}
             own = ", ".join(f"{each} with {name}" for name, each in defaults.items())
-            text = f"{' '.join(owners)}: {said} ({_describe_key(key, own if len(set(defaults.values())) > 1 else '')})"
+            text = f"{' '.join(owners)}: {about} ({_describe_key(key, own if len(set(defaults.values())) > 1 else '')})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
     for option in options:
         if option not in OPTION_KEYS:

@@ -34,7 +34,7 @@ READING_KEYS = (  # where and how images are read, not which
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """These keys say where the run goes, how long it lasts and what it writes."""
+    """Folder, length, checkpoints, checks and loggers of the run."""
 
     directory: Annotated[str, PATH] = "runs/{name}"
     """Folder for config, metrics, checkpoints, plot and summary; {name} stands for the name of the config file."""
@@ -54,7 +54,7 @@ class RunConfig:
     """How many of the newest checkpoints to keep, in addition to the best."""
     heal: Literal["in_place", "restart"] = "restart"
     """After the loss of a rank: restart ends all processes, which their launcher may start again; in_place lets the
-    others go on in the same processes and from the same step, over tcp and gloo, if they can share the batch."""
+    others continue in the same processes and from the same step, over tcp and gloo, if they can share the batch."""
     compare_every_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps, rounded up to the next report, between two comparisons of all ranks' weights and optimizer state; 0 for
     none. The start and each checkpoint compare them too. If they differ, the run goes back to the newest checkpoint on
@@ -90,7 +90,7 @@ class RunConfig:
     {balanced: mypackage.metrics.Balanced}, or {name, options} if it takes arguments; null for none."""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow. If one
-    fails or has no network, the run warns once and goes on. [] for none."""
+    fails or has no network, the run warns once and continues. [] for none."""
     target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None
@@ -105,7 +105,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """These keys select the images and how they are read, cropped and normalized."""
+    """Images, and how they are read, cropped and normalized."""
 
     loader: Literal["dali", "torchvision", "resident", "synthetic"] = "dali"
     """dali: decode and resize ahead, on the GPU if there is one; torchvision: the same in Pillow threads; resident:
@@ -189,7 +189,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """These keys describe the classifier."""
+    """The classifier and its initial weights."""
 
     name: str = "resnet50"
     """resnet18, resnet34, resnet50, resnet101, resnet152 (v1.5), alexnet_bn, resnet9 (David Page's), torchvision:NAME,
@@ -347,7 +347,7 @@ class CommConfig:
     """auto: NCCL if every rank has a GPU, else tcp."""
     interface: str | None = None
     """Network interface between the nodes, such as eth0, or several, such as ib0,ib1: NCCL and gloo use all of them,
-    bigbatch itself the first. null for the one that leads to rank 0."""
+    bigbatch itself the first. null for that of the route to rank 0."""
     algorithm: Literal["auto", "native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "auto"
     """auto: the table's choice, or without table native with NCCL and hierarchical otherwise; native: the backend's
     own; hierarchical: reduce to a leader per node, ring of leaders, broadcast; sharded: reduce-scatter in the node,

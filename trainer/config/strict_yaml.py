@@ -16,7 +16,7 @@ _SCALARS = {
     "int": (WHOLE, "-+0123456789"),
     "float": (rf"{DECIMAL}|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
 }
-"""All else is text as it is written: YAML 1.1, PyYAML's own, reads 010 as 8, 1:30 as 90 and no as false."""
+"""Everything else is text as it is written: YAML 1.1, PyYAML's own, reads 010 as 8, 1:30 as 90 and no as false."""
 _STANDARD = "tag:yaml.org,2002:"
 
 

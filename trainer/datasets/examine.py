@@ -132,7 +132,7 @@ def examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: in
 
 def reason_of(path: str, error: Exception) -> str:
     """Return one line on why an image cannot be used."""
-    # an existing path that cannot be read, such as a folder; an image in a shard has no path of its own
+    # an existing path that cannot be read, such as a folder; an image in a shard has no path
     is_there = isinstance(error, StorageError) and os.path.lexists(path)
     if isinstance(error, DataError) and not is_there:
         return str(error.args[0])

@@ -27,7 +27,7 @@ from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, STAGED, is_packed
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed
 from bigbatch.trainer.input.webdataset import find_shards
-from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
+from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
 from bigbatch.words import count
 
 LOCK, USERS = ".stage.lock", ".stage.users"
@@ -246,9 +246,9 @@ def _remove_cut_files(split: _Split) -> None:
 
 def _require_room(target: Path, splits: Sequence[_Split]) -> None:
     missing = sum(f.num_bytes for split in splits for f in split.files if not (split.target / f.name).exists())
-    free, advice = shutil.disk_usage(target).free, "make room, or name another DST"
-    left = memory_left() if lies_in_memory(target) else None
-    if left is not None and left < free:
+    free: float = shutil.disk_usage(target).free
+    advice = "make room, or name another DST"
+    if lies_in_memory(target) and (left := memory_left()) < free:
         # the kernel would kill the job for more memory
         free, advice = left, "its files count as memory of this job: ask for more, or name a DST on a disk"
     if missing > free:

@@ -160,7 +160,7 @@ class Examination:
                 leave_out(each)
             return
         self.say("measuring the noise: the config against itself")
-        again = self._start({})  # another process, with memory and threads of its own
+        again = self._start({})  # another process, with separate memory and threads
         findings.noise = compare(base, again, turns=self.turns)
         again.close()
         noise = findings.noise.noise

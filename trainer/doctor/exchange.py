@@ -24,7 +24,7 @@ CONFIG, ORDERS, ANSWERS = "config.yaml", "orders", "answers"
 """Files in the folder of a probe: the config that it measures, the doctor's orders, and its answers."""
 POLL_SECONDS = 0.02
 END_SECONDS = 10.0
-"""Seconds for a probe to exit by itself: its ranks leave the job together."""
+"""Seconds for a probe to exit before it is ended: its ranks leave the job together."""
 GPU_TAKEN = ("OutOfMemoryError", "busy or unavailable")
 """Words in a GPU error that another process causes."""
 
@@ -171,15 +171,15 @@ class Probe:
         self._probes.close(self)
 
 
-def orders(folder: Path, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the doctor's orders as they arrive, until goes_on is false while none is waiting."""
+def orders(folder: Path, *, is_running: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """Yield the doctor's orders as they arrive, until is_running is false while none is waiting."""
     num_seen = 0
     while True:
         found = read_lines(folder / ORDERS)
         if num_seen < len(found):
             yield found[num_seen]
             num_seen += 1
-        elif goes_on():
+        elif is_running():
             time.sleep(POLL_SECONDS)
         else:
             return

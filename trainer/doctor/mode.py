@@ -41,7 +41,7 @@ from bigbatch.trainer.doctor.modes import (
     with_mode,
     write_mode,
 )
-from bigbatch.trainer.input.remedies import AUGMENTATIONS
+from bigbatch.trainer.input.report import AUGMENTATIONS
 from bigbatch.trainer.machine.gpu_driver import driver_version
 
 FORMAT = "bigbatch compute mode 2"
@@ -61,7 +61,7 @@ KEYS = (
 @dataclass(frozen=True)
 class ChosenMode:
     config: Config
-    told: str = ""
+    note: str = ""
     """Line for the log: the mode, and why it was chosen."""
     text: str = ""
     """Record of the choice, which the run stores in its folder; empty if there is none."""
@@ -105,7 +105,7 @@ def choose_mode(
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"{digest}.json" if folder else None
     trial_time = _trial_time(config, num_samples=num_samples, world_size=ranks)
-    record, told, earlier = _find(
+    record, note, earlier = _find(
         communicator,
         kept=kept,
         path=path,
@@ -114,10 +114,10 @@ def choose_mode(
     )
     if record is None and trial_time.is_too_short:
         few = f"{trial_time.num_images:,} images of each GPU, fewer than {MIN_IMAGES:,}, are too few for trials"
-        return ChosenMode(config, f"{prefix}{told}{modes.stated}, as stated: {few}")
+        return ChosenMode(config, f"{prefix}{note}{modes.stated}, as stated: {few}")
     if record is None and is_dry_run:
         limits = f"{SHARE_OF_RUN:.0%} of the run's time, {MAX_SECONDS:g} s at most"
-        return ChosenMode(config, f"{prefix}{told}the first start would time {modes}, for {limits}")
+        return ChosenMode(config, f"{prefix}{note}the first start would time {modes}, for {limits}")
     if record is None:
         trials = start_trials(config, modes=modes, device=communicator.device)
         try:
@@ -127,12 +127,12 @@ def choose_mode(
         record, stored = _record(
             communicator, path, facts=facts, found=write_mode(modes, tried, best=best), earlier=earlier
         )
-        told += f"measured in {took:.0f} s and {stored}{describe_refusals(tried)}"
+        note += f"measured in {took:.0f} s and {stored}{describe_refusals(tried)}"
     mode = read_mode(record, modes=modes)
     if modes.leaves_graph_out:
-        told += graph_hint(mode, images_per_rank=facts["images_per_rank"])
+        note += graph_hint(mode, images_per_rank=facts["images_per_rank"])
     chosen = with_mode(config, mode, world_size=ranks)
-    return ChosenMode(chosen, f"{prefix}{describe(record, mode=mode, modes=modes)}; {told}", as_text(record))
+    return ChosenMode(chosen, f"{prefix}{describe(record, mode=mode, modes=modes)}; {note}", as_text(record))
 
 
 def graph_hint(mode: Mode, *, images_per_rank: int) -> str:
@@ -184,17 +184,17 @@ def _find(
     trial_time: TrialTime,
 ) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]:
     """Return rank 0's record, its origin or the faults of the files, and an earlier record to measure again."""
-    record, told, earlier = None, "", None
+    record, note, earlier = None, "", None
     if communicator.rank == 0:
-        record, told = find_record([kept] if kept else [], form=FORMAT, check=check)
+        record, note = find_record([kept] if kept else [], form=FORMAT, check=check)
         if record is None:
             record, more = find_record([path] if path else [], form=FORMAT, check=check)
-            told += more
+            note += more
             if record is not None and _has_time_for_more(record, trial_time):
                 record, earlier = None, record
-                told += "; tried once more, since a trial was cut short or left out; "
-    record, told, earlier = from_first(communicator, [record, told, earlier])
-    return record, told, earlier
+                note += "; tried once more, since a trial was cut short or left out; "
+    record, note, earlier = from_first(communicator, [record, note, earlier])
+    return record, note, earlier
 
 
 def _has_time_for_more(record: Mapping[str, Any], trial_time: TrialTime) -> bool:

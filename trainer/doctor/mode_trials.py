@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(["--config", str(folder / CONFIG), TRUST], prog="bigbatch doctor")
     append(folder / ANSWERS, {})
     eager: TrialStep | None = None
-    waiting = orders(folder, goes_on=lambda: psutil.pid_exists(parent))
+    waiting = orders(folder, is_running=lambda: psutil.pid_exists(parent))
 
     def pause() -> None:
         append(folder / ANSWERS, {"is_ready": True})

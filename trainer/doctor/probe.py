@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         is_first = communicator.rank == 0
         if is_first:
             append(folder / ANSWERS, probe.facts)
-        for order in orders(folder, goes_on=lambda: not probe.parts.stop.is_set and psutil.pid_exists(doctor)):
+        for order in orders(folder, is_running=lambda: not probe.parts.stop.is_set and psutil.pid_exists(doctor)):
             what = order.pop("what")
             if what == "end":
                 break

@@ -56,7 +56,7 @@ def profile_step(
     # a dispatch mode does not see into compiled code
     with FindSyncs(communicator.device) as syncs, torch.compiler.set_stance("force_eager"):
         timed(1)
-    # in steps of its own: the profiler would lengthen the phases above
+    # in separate steps: the profiler would lengthen the phases above
     with profile(activities=activities_on(communicator.device)) as profiled:
         profiled_seconds = timed(num_steps)
     operators = [

@@ -14,8 +14,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor import verdict
 from bigbatch.trainer.doctor.examine import ExaminationResults, describe
 from bigbatch.trainer.doctor.recommend import SpeedComparison
-from bigbatch.trainer.input.remedies import InputSettings
-from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints
+from bigbatch.trainer.input.report import InputSettings, InputWait, MeasuredInput, hints
 
 WIDTH = 100
 """Width of a report that goes to a file."""

@@ -142,23 +142,21 @@ def find_candidates(
     """
     candidates: list[Candidate] = []
     unmeasured: list[Unmeasured] = []
+    is_cut = config.batch.microbatch_size != whole.batch.microbatch_size
     for name in only or SPEEDUPS:
+        is_of_part = name == "microbatch" and config.batch != whole.batch
         for found in SPEEDUPS[name](config, machine):
             if isinstance(found, Unmeasured):
-                unmeasured.append(found)
+                unmeasured.append(replace(found, why=MEASURED_IN_PART) if is_of_part else found)
                 continue
             # legal in the part that is measured, and in the whole config that the advice is for
             changed = [try_values(each, found.values, world_size=machine.world_size) for each in (config, whole)]
             if illegal := [each for each in changed if isinstance(each, str)]:
-                unmeasured.append(Unmeasured(name, illegal[0]))
+                unmeasured.append(Unmeasured(name, MEASURED_IN_PART if is_of_part else illegal[0]))
+            elif is_cut and "batch.microbatch_size" in found.values:
+                unmeasured.append(Unmeasured(name, MEASURED_IN_PART))
             else:
                 candidates.append(found)
-    if config.batch != whole.batch:
-        unmeasured = [replace(each, why=MEASURED_IN_PART) if each.name == "microbatch" else each for each in unmeasured]
-    if config.batch.microbatch_size != whole.batch.microbatch_size:
-        cut = [each for each in candidates if "batch.microbatch_size" in each.values]
-        candidates = [each for each in candidates if each not in cut]
-        unmeasured += [Unmeasured(name, MEASURED_IN_PART) for name in dict.fromkeys(each.name for each in cut)]
 
     def worth(candidate: Candidate) -> float:
         """Return the assumed gain, used only to try the likeliest first."""
@@ -168,7 +166,7 @@ def find_candidates(
 
     first = {"input": INPUT, "network": NETWORK, "cores": ("threads", *INPUT)}.get(limit, COMPUTE)
     # stable, so that those of equal worth stay in order
-    return sorted(candidates, key=lambda each: (each.name not in first, -worth(each))), unmeasured
+    return sorted(candidates, key=lambda each: (each.name not in first, -worth(each))), list(dict.fromkeys(unmeasured))
 
 
 def _workers(config: Config, machine: Machine) -> Candidates:

@@ -123,8 +123,7 @@ def _describe_speed(record: dict[str, Any]) -> str:
 def _parser() -> ArgumentParser:
     parser = trained_parser(
         "bigbatch evaluate",
-        description="Count the correct answers of a run's best checkpoint, or of any weights, on the validation "
-        "images.",
+        description="Measure the accuracy of a run's best checkpoint, or of other weights, on the validation images.",
     )
     parser.add_argument("--fold", action="store_true", help="fold batch norms into the convolutions before them")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")

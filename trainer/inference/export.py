@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = trained_parser(
-        "bigbatch export", description="Write a run's best checkpoint, or any weights, in a form that others read."
+        "bigbatch export", description="Write a run's best checkpoint, or other weights, in a format of other programs."
     )
     parser.add_argument("--format", required=True, choices=FORMATS, help="format of the file")
     parser.add_argument("--fold", action="store_true", help="onnx, torch_export: fold batch norms into convolutions")

@@ -135,8 +135,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = trained_parser(
         "bigbatch predict",
-        description="Classify images, as evaluation does. Names of classes are those that the run was trained on; "
-        "numbers for weights without names.",
+        description="Predict the classes of images, which are resized and cropped as in evaluation. Prints class "
+        "names, or numbers if the weights have no names.",
         takes_images=True,
     )
     parser.add_argument("--top", type=whole, default=5, help="classes to print of each image (default 5)")

@@ -47,7 +47,7 @@ def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] |
             twice[image] = f"{where}: {image} is {labels[image]} and {label}"
     if not labels:
         raise DataError(
-            f"{path}: no line of it names one of the {len(images):,} images beside it; it has {len(rows)} lines, the "
+            f"{path}: no line names one of the {len(images):,} images beside it; it has {len(rows)} lines, the "
             f"first is {shortened(rows[0][1])}: name its columns by --columns IMAGES,LABELS"
         )
     return LabelFile(

@@ -182,7 +182,7 @@ class PatientReads:
         return gathering.whole.result()  # type: ignore[return-value]
 
     def _take_rows(self) -> None:
-        # after the last row of a batch a thread goes on to the next batch: it waits for no slower thread
+        # after the last row of a batch a thread continues to the next batch: it waits for no slower thread
         while (task := self._rows.get()) is not None:
             gathering, row = task
             self._gatherings[get_ident()] = id(gathering)

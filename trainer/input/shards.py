@@ -161,7 +161,7 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     if ((offsets_N < BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
         return "an entry lies outside of its shard"
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(facts.classes))).any():
-        return f"a label is none of {len(facts.classes)} classes"
+        return f"a label is not one of {len(facts.classes)} classes"
     if (entries_N["height"] <= 0).any() or (entries_N["width"] <= 0).any():
         return "an image has no pixels"
     return None

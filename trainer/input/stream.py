@@ -1,4 +1,4 @@
-"""Give the loop one rank's batches: measures the waits, and repeats a batch after a failure."""
+"""One rank's batches for the training loop: measures the waits, and repeats a batch after a failure."""
 
 import time
 from collections.abc import Iterator, Mapping

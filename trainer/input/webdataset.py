@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bigbatch.comm.rendezvous.environ import measured_folder
 from bigbatch.errors import DataError, StorageError, print_line, shortened
 from bigbatch.files import read_plain, write_whole
 from bigbatch.locks import wait_lock
@@ -26,6 +25,7 @@ from bigbatch.trainer.input.shard_files import ShardFiles, ShardReader, Stamp, i
 from bigbatch.trainer.input.storage import Storage
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset_index import Index, make_index, parse_index
+from bigbatch.user_settings import measured_folder
 
 INDEX_FILE, CLASS_NAMES = "webdataset.index", "classnames.txt"
 """Files beside the shards: the index, and one line per class for shards that number their classes."""

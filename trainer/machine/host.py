@@ -54,7 +54,7 @@ def set_deterministic(mode: int) -> None:
 def cores_per_rank(communicator: Communicator) -> int:
     """Return this rank's share of the cores that it may use. Collective.
 
-    Hosts that share a kernel share its cores: containers, pods without cores of their own, emulated nodes.
+    Hosts that share a kernel share its cores: containers, pods without dedicated cores, emulated nodes.
     """
     cores = usable_cores()
     mine = f"{boot_id() or communicator.env.host} {cores}"

@@ -69,7 +69,7 @@ def query_driver() -> Driver:
         answers = list(pool.map(lambda words: _query(*words), questions))
     health, remaps, processes, links = (lines for lines, _ in answers)
     # other complaints do not count: an older driver refuses queries that it does not know
-    late = next((said for _, said in answers if said and said.startswith(NO_ANSWER)), None)
+    late = next((complaint for _, complaint in answers if complaint and complaint.startswith(NO_ANSWER)), None)
     found = {row["uuid"]: row for row in _rows(health, HEALTH_QUERY)}
     remapped = {row["gpu_uuid"]: row for row in _rows(remaps, REMAPS_QUERY)}
     return Driver(
@@ -110,8 +110,8 @@ def _query(*words: str) -> tuple[list[str], str | None]:
         return [], None
     lost = [line for line in lines if LOST.search(line)]
     if lost or program.returncode not in (0, INFOROM_CORRUPTED):
-        said = "".join(letter for letter in (lost or lines or [""])[0].strip() if letter.isprintable())
-        return stdout.splitlines(), said[:200] or f"exit code {program.returncode}"
+        complaint = "".join(letter for letter in (lost or lines or [""])[0].strip() if letter.isprintable())
+        return stdout.splitlines(), complaint[:200] or f"exit code {program.returncode}"
     return stdout.splitlines(), None
 
 

@@ -100,7 +100,7 @@ def run_steps(
     """Train on generated images, on this rank alone; return the mean seconds of the timed steps at the end.
 
     All steps have learning rate 0 and the same images, for any division into microbatches: each repeats the first. A
-    size below batch.bn_span is a ghost batch of its own. No collectives. From the second step on, the optimizer's state
+    size below batch.bn_span is one ghost batch. No collectives. From the second step on, the optimizer's state
     takes memory, too. look is called after the last step.
     Raises: RuntimeError; MemoryError.
     """

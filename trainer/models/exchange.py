@@ -151,13 +151,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _require_names(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str) -> None:
-    if missing := [name for name in own if name not in tensors]:
-        why = f"{len(missing)} of {len(own)} tensors are missing ({_first(missing)})"
-        if foreign := [name for name in tensors if name not in own]:
-            why += f" and {len(foreign)} are foreign ({_first(foreign)})"
-    elif foreign := [name for name in tensors if name not in own]:
-        why = f"{len(foreign)} of {len(tensors)} tensors are foreign ({_first(foreign)})"
-    else:
+    odd = {
+        f"of {len(own)} tensors are missing": [name for name in own if name not in tensors],
+        f"of {len(tensors)} tensors are foreign": [name for name in tensors if name not in own],
+    }
+    why = " and ".join(f"{len(names)} {what} ({_first(names)})" for what, names in odd.items() if names)
+    if not why:
         return
     if {"features.0.bias", "classifier.6.weight"} <= tensors.keys() and "features.1.running_mean" not in tensors:
         why += "; torchvision's AlexNet has biases where alexnet_bn has batch norm, and gives it no start"

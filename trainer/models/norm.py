@@ -124,7 +124,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return super().train(mode and not self.is_frozen)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Normalise each ghost batch by itself; in eval mode, plain batch norm with running statistics.
+        """Normalise each ghost batch separately; in eval mode, plain batch norm with running statistics.
 
         Raises: ValueError if the batch is not a multiple of this rank's part of bn_span, or exceeds the step.
         """

@@ -97,7 +97,7 @@ class MatrixOptimizer(FusedOptimizer):
 
 
 def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
-    """Split a group into matrices that adapt and the rest, with a rate of its own; an empty part is left out."""
+    """Split a group into matrices that adapt and the rest, with another rate; an empty part is left out."""
     named = list(zip(group["names"], group["params"], strict=True))
     matrices = {name for name, tensor in named if group["adapt"] and len(shape_of(tensor)) > 1}
     parts = []

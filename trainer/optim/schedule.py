@@ -94,25 +94,12 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 }
 
 
-def make_schedule(name: str, **settings: object) -> Schedule:
-    """Make the schedule of that name; settings go to its constructor. Raises: ValueError for an unknown name."""
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {name!r}")
-    return SCHEDULES[name](**settings)
-
-
 def _warmup_then_decay(
     shape: Callable[[float], float], *, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float
 ) -> Schedule:
     """Warm up, then follow shape, which falls from 1 at fraction 0 to 0 at fraction 1."""
-    if not 0 < base_lr < math.inf:
-        raise ValueError(f"base_lr must be positive and finite, not {base_lr}")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
     if total_steps < 1 or warmup_steps > total_steps:
         raise ValueError(f"total_steps must be at least 1 and warmup_steps {warmup_steps}, not {total_steps}")
-    if not 0 <= end_lr <= base_lr:
-        raise ValueError(f"end_lr must lie between 0 and base_lr {base_lr}, not {end_lr}")
 
     def schedule(step: int) -> float:
         num_done = min(max(step, 0), total_steps - 1) + 1

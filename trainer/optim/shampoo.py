@@ -191,7 +191,7 @@ class Shampoo(MatrixOptimizer):
 
 
 def blocks(matrix_MN: Tensor, *, block_size: int) -> list[Tensor]:
-    """Cut a matrix into blocks of at most so many rows and columns, row by row: views."""
+    """Cut a matrix into blocks of at most this many rows and columns, row by row: views."""
     num_rows, num_columns = (-(-size // block_size) for size in matrix_MN.shape)
     return [part for rows in matrix_MN.tensor_split(num_rows) for part in rows.tensor_split(num_columns, dim=1)]
 

@@ -113,10 +113,10 @@ def examine(
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage
         looking = _query_host(config, env, places, gpus, device=device, address=address) if is_leader else Host
-        said: dict[str, Any] = {"host": env.host}
-        said["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        measured: dict[str, Any] = {"host": env.host}
+        measured["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         if is_leader:
-            said["node"] = gather_facts(config, device=device, list_gpus=lambda: looking().driver.gpus)
+            measured["node"] = gather_facts(config, device=device, list_gpus=lambda: looking().driver.gpus)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
         own = looking()
         reach = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
@@ -127,10 +127,12 @@ def examine(
     # a transport would wait for unreachable nodes
     if not any(each["missed"] or each["is_broken"] for each in heard):
         links = _measure_links(places, env, device=device)
-    said |= {"rates": asdict(rates), "links": links}
+    measured |= {"rates": asdict(rates), "links": links}
     if is_leader:
-        said["node"] |= host_fields(own, links=links)
-    everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
+        measured["node"] |= host_fields(own, links=links)
+    everyone = [
+        json.loads(text) for text in control.collect_text(json.dumps(measured), what="what every rank measured")
+    ]
     # collect_text returns the texts on rank 0 only
     nodes = [_node(place, everyone, reached) for place in places] if everyone else []
     return nodes, find_faults(nodes) if nodes else []
@@ -240,7 +242,7 @@ def _print_findings(
         print_line(f"bigbatch: {finding.text}")
     for remark in remarks(nodes):
         print_line(f"remark: {remark}")
-    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'none by itself'}" if findings else "all fit"
+    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'no single node'}" if findings else "all fit"
     measured = f"nodes: {len(nodes)}" if nodes else "nothing measured"
     print_line(f"preflight: {measured}, {outcome}; {seconds:.1f} s")
     if arguments.bad_nodes:

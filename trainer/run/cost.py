@@ -45,7 +45,7 @@ def spent_by(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
     for record, seconds in durations(records):
         if record["kind"] == "start":
             ranks = record["job"].get("world_size", 1)
-        # nothing ran between the previous record and a start, unless the same processes went on
+        # nothing ran between the previous record and a start, unless the same processes continued
         if record["kind"] != "start" or record.get("is_healed") is True:
             hours, rank_hours = hours + seconds / 3600, rank_hours + ranks * seconds / 3600
         if record["kind"] == "train":

@@ -10,13 +10,13 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import mlflow_settings, wandb_settings
 from bigbatch.errors import first_line
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.user_settings import mlflow_settings, wandb_settings
 
 CLOSE_SECONDS = 60.0
 """Limit of the wait for unsent data at the end of a run."""

@@ -26,14 +26,14 @@ WRITTEN_AGAIN = ("start", "input")
 class MetricsLog:
     """Appends records to metrics.jsonl, and passes their numbers to the loggers, between begin() and close().
 
-    One per process: after a loss the next run of the process goes on with it.
+    One per process: after a loss the next run of the process continues with it.
     """
 
     def __init__(self, rundir: RunDir) -> None:
         self.loggers: list[GuardedLogger] = []
         self._rundir, self._path = rundir, rundir.metrics
         self._file: BinaryIO | None = None
-        self._goes_on_from = 0
+        self._continues_from = 0
         """Lowest starting step for which the open file has no records to remove."""
 
     def begin(self, *, from_step: int) -> None:
@@ -43,10 +43,10 @@ class MetricsLog:
         appears twice. Keeps an open file without such records: the other ranks of a job that heals wait meanwhile.
         """
         self._opened_at = time.monotonic()
-        if self._file is not None and from_step >= self._goes_on_from:
+        if self._file is not None and from_step >= self._continues_from:
             return
         self._close_file()
-        self._goes_on_from = from_step
+        self._continues_from = from_step
         with self._rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
             for record in read_records(self._path):
                 is_written_again = record["kind"] in WRITTEN_AGAIN and record.get("step") == from_step
@@ -69,7 +69,7 @@ class MetricsLog:
             self._file.write((json.dumps({"kind": kind, **stamps, **record}) + "\n").encode())
             # flush: the record is complete in the file however the process ends
             self._file.flush()
-        self._goes_on_from = max(self._goes_on_from, record["step"] + (kind in WRITTEN_AGAIN))
+        self._continues_from = max(self._continues_from, record["step"] + (kind in WRITTEN_AGAIN))
         if figures := figures_of(record):
             for logger in self.loggers:
                 logger.write(kind, record["step"], figures)

@@ -179,7 +179,7 @@ def succeed(
             number = newest
         if not (newest == number and _create(_path(folder, number + 1), claim.text())):
             raise RunFolderError(
-                f"{folder} has another owner than this job's former first rank: either other ranks of the job go on "
+                f"{folder} has another owner than this job's former first rank: either other ranks of the job continue "
                 "without this process, or the folder is on no disk that all nodes share"
             )
         _path(folder, number).unlink(missing_ok=True)

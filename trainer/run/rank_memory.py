@@ -71,7 +71,7 @@ def sharded_notes(config: Config, parts: Parts) -> list[str]:
 
 
 def matrix_bytes(config: Config, parts: Parts) -> int:
-    """Return the bytes of matrix state beside the momentum: Shampoo's factors and roots."""
+    """Return the bytes of matrix state besides the momentum: Shampoo's factors and roots."""
     if config.optimizer.name != "shampoo":
         return 0
     return 2 * FP32_BYTES * sum(elements for _, elements in _shared_work(config, parts))

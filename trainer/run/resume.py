@@ -135,7 +135,7 @@ def _find_state(
 
 
 def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str) -> Start:
-    """Return the start of a run that goes on from a state in memory. samples: digest of the training images in root.
+    """Return the start of a run that continues from a state in memory. samples: digest of the training images in root.
 
     Raises: CheckpointError if the images changed since the run began.
     """

@@ -12,7 +12,6 @@ from torch import nn
 from bigbatch import __version__
 from bigbatch.comm.algorithms.wire import rounding_note
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.rendezvous.environ import site_settings
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
@@ -28,6 +27,7 @@ from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes, shard
 from bigbatch.trainer.run.sums import summing_algorithms
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
+from bigbatch.user_settings import site_settings
 from bigbatch.words import count
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bigbatch.comm.rendezvous.late_ranks import name_ranks
 from bigbatch.errors import TrainingDiverged
 
 MARGIN = 0.01
@@ -29,7 +30,7 @@ def require_finite(loss: float, *, first_step: int, finite_steps: int, gather: C
     if len(ranks) == len(counts):
         raise TrainingDiverged(f"the loss is {loss} since step {step}: {REMEDY}")
     raise TrainingDiverged(
-        f"the loss is {loss} since step {step}, which began on {_name(ranks)} of {len(counts)} alone: look at the "
+        f"the loss is {loss} since step {step}, which began on {name_ranks(ranks)} of {len(counts)} alone: look at the "
         f"images and the GPU there, or {REMEDY}"
     )
 
@@ -51,10 +52,6 @@ def require_statistics(num_beyond: int, *, done: int) -> None:
             f"skipped, by step {done}: run.reproducible cannot sum these; normalise the images, let each forward "
             "go through each batch norm once, or set it to false"
         )
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 class GuessWatch:

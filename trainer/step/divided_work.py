@@ -50,7 +50,7 @@ class DividedWork:
     """A Division by which each rank does the work on some of the tensors; one all-gather collects all results.
 
     All ranks hold the same bits of the result. If more than half of the gather would be padding, as with more ranks
-    than large tensors, each rank does all work instead. one_by_one: work on each tensor by itself, so that its bits do
+    than large tensors, each rank does all work instead. one_by_one: work on each tensor separately, so that its bits do
     not depend on which other tensors its rank has.
     """
 

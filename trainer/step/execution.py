@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.environ import set_compile_cache
 from bigbatch.errors import ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.user_settings import set_compile_cache
 
 WARM_UP_STEPS = 3
 """Eager steps of each shape before its capture: in them cuDNN chooses algorithms, the reducer orders its buffers, the
@@ -62,7 +62,7 @@ class CudaCapture:
 
         The work calls cut to end one graph and start the next; call the functions, one per graph, in their order.
         Capturing computes nothing. Each graph waits for the device before it starts; the work itself must not wait for
-        it. Other threads may go on meanwhile: they decode images and watch NCCL.
+        it. Other threads may continue meanwhile: they decode images and watch NCCL.
         """
         current, graphs, capturing = torch.cuda.current_stream(self._stream.device), [], ExitStack()
 
@@ -193,7 +193,7 @@ def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> It
 
 def _explained(error: BaseException, batch: Prepared) -> BaseException:
     """Return the error to raise for a failed capture: the first one, which causes the others."""
-    # torch ends a failed capture with an error of its own, which hides the cause
+    # torch ends a failed capture with another error, which hides the cause
     while error.__context__ is not None:
         error = error.__context__
     if isinstance(error, UserError) or is_out_of_memory(error):
@@ -217,6 +217,6 @@ def compile_failure(first_call: Callable[[], object]) -> str:
     try:
         first_call()
     except TorchDynamoException as error:
-        said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # without torch's hints
-        return " ".join(said.split())[:300]
+        message = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # without torch's hints
+        return " ".join(message.split())[:300]
     return ""

@@ -46,9 +46,6 @@ class WholeWeights:
     def sum_parts(self, counts_N: Tensor) -> Tensor:
         return counts_N
 
-    def is_finite(self) -> bool:
-        return all(bool(master.isfinite().all()) for master in self.masters.values())
-
     def whole(self) -> dict[str, Tensor]:
         return {key: master.detach() for key, master in self.masters.items()}
 

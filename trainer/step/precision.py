@@ -158,8 +158,8 @@ class Precision:
             self._scale.require_progress(done, is_last=is_last)
 
     def is_finite(self) -> bool:
-        """Return whether every weight is finite. Waits for the device."""
-        return self.weights.is_finite()
+        """Return whether every weight is finite. Waits for the device. Collective if sharded."""
+        return self.has_finite([self.masters])
 
     def has_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
         """Return whether the optimizer state of all masters is finite. Waits for the device. Collective if sharded."""

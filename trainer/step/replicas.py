@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.broadcast import find_odd_ranks
 from bigbatch.errors import ReplicasDiffer
 from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.step.plan import Parts
@@ -16,7 +16,7 @@ from bigbatch.trainer.step.plan import Parts
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> integer type in which its bits are read."""
 PIECE = 1 << 20
-"""Elements that are multiplied at once: 16 MiB of products and factors beside the weights."""
+"""Elements that are multiplied at once: 16 MiB of products and factors besides the weights."""
 CACHED = 1 << 16
 """The same on a CPU: 512 KiB of int64, and as many of factors."""
 
@@ -94,30 +94,19 @@ def require_same(communicator: Communicator, names: Iterable[str], digest_N: Ten
     # 48 bits, which fp64 holds exactly; the other ranks add 0
     hash_P[communicator.rank] = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:6], "big")
     hash_P = communicator.sum_(hash_P.to(communicator.device), label=f"comparison of weights after step {done}")
-    hashes = hash_P.tolist()
-    if len(set(hashes)) > 1:
-        raise _difference(communicator, list(names), mine, hashes, done=done)
-
-
-def _difference(
-    communicator: Communicator, names: list[str], mine: list[int], hashes: list[float], *, done: int
-) -> ReplicasDiffer:
-    """Return a line on the ranks that differ, and in which tensors. Collective."""
-    commonest, count = Counter(hashes).most_common(1)[0]
-    reference = hashes.index(commonest)
-    odd = [rank for rank, other in enumerate(hashes) if other != commonest]
-    is_asked = communicator.rank in (reference, odd[0])
-    theirs = communicator.gather(mine if is_asked else None)
-    pairs = zip(names, theirs[reference], theirs[odd[0]], strict=True)
-    differing = [name for name, one, other in pairs if one != other]
-    what = differing[0] + (f" and {len(differing) - 1} more of {len(names)} tensors" if differing[1:] else "")
+    digests = dict(zip(names, mine, strict=True))
+    reference, odd, differing = find_odd_ranks(hash_P.tolist(), digests, communicator)
+    if not odd:
+        return
+    what = differing[0] + (f" and {len(differing) - 1} more of {len(digests)} tensors" if differing[1:] else "")
     places = [f"{rank} on {communicator.control.host_of(rank)}" for rank in odd]
-    if 2 * count > len(hashes):
-        who = f"rank{'s' if odd[1:] else ''} {', '.join(places)} and the {count} others"
+    num_alike = communicator.world_size - len(odd)
+    if num_alike > len(odd):
+        who = f"rank{'s' if odd[1:] else ''} {', '.join(places)} and the {num_alike} others"
     else:
         who = f"rank {reference} on {communicator.control.host_of(reference)} and rank {', '.join(places)}"
         what += ", and no majority tells which of them is wrong"
-    return ReplicasDiffer(
+    raise ReplicasDiffer(
         f"after step {done} {who} do not hold the same bits of {what}: a bit has flipped, or a processor or its "
         "memory is faulty (processors of different kinds round differently: run.compare_every_steps=0 allows that)"
     )

@@ -140,11 +140,6 @@ class ShardedWeights:
         """Sum counts_N over ranks. Collective."""
         return self.communicator.sum_(counts_N, label="all-reduce of counts")
 
-    def is_finite(self) -> bool:
-        """Return whether every element of the masters is finite, on any rank. Collective."""
-        odd_N = torch.stack([~full_M.isfinite().all() for full_M in self.flat_masters])
-        return not self.sum_parts(odd_N.double()).any()
-
     def whole(self) -> dict[str, Tensor]:
         """Return every master, gathered, on the host. Collective."""
         return self.layout.gather(self.flat_masters)

@@ -13,12 +13,12 @@ class StepStatistics:
     """Sums batch norm's statistics, and the flag of a failed input, over ranks: one flat fp32 tensor, one all-reduce.
 
     The running statistics move once per step, by the mean over its microbatches; forward does not change them. The
-    flag needs no sum of its own because the statistics are summed in every step anyway (docs/decisions/020).
+    flag needs no separate sum because the statistics are summed in every step anyway (docs/decisions/020).
     running_N: as flatten_running_statistics returns them. microbatches: number of those of all ranks in a step.
     """
 
     unseen: float | None = None
-    """Stands for the statistics of a norm that a forward skipped; None: those of its last forward count again."""
+    """Replaces the statistics of a norm that a forward skipped; None: those of its last forward count again."""
 
     def __init__(self, running_N: Tensor, *, microbatches: int) -> None:
         self.running_N = running_N

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Window:
         self.finite_steps += self.sums_3[0].isfinite()  # a sum that is not finite stays so
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WindowSums:
     """Holds the sums of one rank's window as numbers or, after a sum over ranks, those of all P ranks.
 
@@ -74,18 +74,17 @@ class WindowSums:
 
     def pack(self, device: torch.device) -> Tensor:
         """Return all numbers in one flat fp64 tensor; unpack() reads its sum over ranks."""
-        scalars = [getattr(self, name) for name in _SCALARS]
-        shares = [share for name in _SHARES for share in getattr(self, name)]
-        return torch.tensor([*scalars, *shares], dtype=torch.float64, device=device)
+        *scalars, waited_P, exposed_P = astuple(self)
+        return torch.tensor([*scalars, *waited_P, *exposed_P], dtype=torch.float64, device=device)
 
     @classmethod
     def unpack(cls, packed_N: Tensor) -> "WindowSums":
         """Return the numbers of pack(), or of a sum over ranks. Waits for the device."""
+        num_scalars = len(fields(cls)) - 2
         numbers = packed_N.tolist()
-        scalars, shares = numbers[: len(_SCALARS)], numbers[len(_SCALARS) :]
-        num_ranks = len(shares) // len(_SHARES)
-        of_ranks: dict[str, Any] = {name: tuple(shares[k * num_ranks :][:num_ranks]) for k, name in enumerate(_SHARES)}
-        return cls(**dict(zip(_SCALARS, scalars, strict=True)), **of_ranks)
+        scalars, shares = numbers[:num_scalars], numbers[num_scalars:]
+        num_ranks = len(shares) // 2
+        return cls(*scalars, *map(tuple, (shares[:num_ranks], shares[num_ranks:])))
 
     @property
     def mean_seconds(self) -> float:
@@ -121,12 +120,6 @@ class WindowSums:
             **(waits if measures_waits else dict.fromkeys(waits)),
             "energy_joules": self.joules if math.isfinite(self.joules) else None,
         }
-
-
-_SHARES = ("waited_P", "exposed_P")
-"""Fields with one number per rank, in the order in which pack() puts them after the others."""
-_SCALARS = tuple(field.name for field in fields(WindowSums) if field.name not in _SHARES)
-"""Fields with a single number, in the order in which pack() puts them first."""
 
 
 @dataclass

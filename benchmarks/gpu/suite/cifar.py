@@ -15,7 +15,6 @@ from benchmarks.gpu.suite.context import Context, Found
 from benchmarks.gpu.suite.images import small_images
 from benchmarks.record import ratios
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.shards import open_split
 
@@ -101,14 +100,13 @@ def as_tensors(root: Path, folder: Path) -> None:
     for split, name in (("train", "train.pt"), ("val", "test.pt")):
         source = open_split(root, split)
         order_N = np.random.default_rng(0).permutation(len(source))
-        images = [_pixels(source, int(position)) for position in order_N]
+        images = [
+            np.asarray(open_image(source.read(position), path=source.name(position)).convert("RGB"))
+            for position in order_N.tolist()
+        ]
         content = {
             "images": torch.from_numpy(np.stack(images)),
             "labels": torch.from_numpy(source.labels_N[order_N]),
             "classes": list(source.classes),
         }
         torch.save(content, folder / name)
-
-
-def _pixels(source: ImageSource, position: int) -> np.ndarray:
-    return np.asarray(open_image(source.read(position), path=source.name(position)).convert("RGB"))

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "trial trains 15 steps on generated images on some ranks (on this machine, or in emulated nodes), strikes "
         "one rank or the link of a node in a drawn step and phase, waits for the end, starts the same command again,\n"
         "and compares the weights in the end with those of an undisturbed run. Printed: when the others named the "
-        "rank that was struck, when steps went on, how many were lost, and what was left behind.",
+        "rank that was struck, when steps continued, how many were lost, and what was left behind.",
         epilog=f"kinds of faults, and what becomes of the job:\n{kinds}\n\nexample: python -m faults run --seed 7 "
         "--trials 20 --kinds kill,stop --out faults.jsonl",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -149,7 +149,7 @@ class Laboratory:
                 rank_side.damage(folder / "run", kind=trial.kind)
             rank_side.put_back(folder)
             again = None
-            if KINDS[trial.kind].outcome != "goes on" or any(job.exit_codes):
+            if KINDS[trial.kind].outcome != "continues" or any(job.exit_codes):
                 again = self._start(trial, folder, fault=None, cluster=cluster)
                 again.follow()
                 left += self._left(again, cluster)
@@ -285,11 +285,11 @@ def judge(
         broken.append("a rank ended as if nothing had happened")
     if kind.outcome == "stops" and set(codes) != {130} and not is_done:
         broken.append(f"exit codes {codes} instead of 130")
-    if kind.outcome == "goes on" and any(codes):
-        broken.append("the job did not go on")
+    if kind.outcome == "continues" and any(codes):
+        broken.append("the job did not continue")
     resumed, lost = _resumption(trial, done, again)
     if again is not None and any(again.exit_codes):
-        broken.append("the same command did not go on")
+        broken.append("the same command did not continue")
         is_ended_well = False
     else:
         is_ended_well = not any((again or job).exit_codes)

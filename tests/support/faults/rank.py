@@ -49,7 +49,7 @@ JUMP_SECONDS = -3600.0
 BIT = 1 << 22
 """The highest of an fp32's mantissa: what it changes is large, and finite."""
 GO = "go"
-"""The file that lets a rank go on whose link the campaign has changed meanwhile."""
+"""The file that lets a rank continue whose link the campaign has changed meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class Kind:
     what: str
     phases: tuple[str, ...] = PHASES
     outcome: str = "ends"
-    """ends: with an error that names the culprit, and the same command goes on; stops: with a checkpoint and exit code
-    130; goes on: to the end, by itself."""
+    """ends: with an error that names the culprit, and the same command continues; stops: with a checkpoint and exit
+    code 130; continues: to the end, without a restart."""
     says: str = r"rank {rank}\b"
     """A regular expression that a line must match: of the other ranks; of any, where the job does not end by it."""
     needs_nodes: bool = False
@@ -60,7 +60,7 @@ class Kind:
 KINDS = {
     "kill": Kind("SIGKILL, as by the kernel's out-of-memory killer"),
     "stop": Kind("SIGSTOP for good: a process that lives and never answers", never_ends=True),
-    "pause": Kind("SIGSTOP, and SIGCONT before the time limit", outcome="goes on", says=""),
+    "pause": Kind("SIGSTOP, and SIGCONT before the time limit", outcome="continues", says=""),
     "term": Kind(
         "SIGTERM, as before a time limit",
         phases=IN_TRAINING,
@@ -77,7 +77,7 @@ KINDS = {
     "memory": Kind("MemoryError"),
     "gil": Kind("native code that never gives Python's lock back", never_ends=True),
     "exception": Kind("an unexpected exception"),
-    "slow": Kind("one rank computes tenfold as long", phases=("forward",), outcome="goes on"),
+    "slow": Kind("one rank computes tenfold as long", phases=("forward",), outcome="continues"),
     "full disk": Kind(
         "no space left while a checkpoint is written",
         phases=("checkpoint",),
@@ -104,14 +104,14 @@ KINDS = {
         only_first=True,
     ),
     "slow storage": Kind(
-        "a checkpoint takes 2 seconds longer", phases=("checkpoint",), outcome="goes on", says="", only_first=True
+        "a checkpoint takes 2 seconds longer", phases=("checkpoint",), outcome="continues", says="", only_first=True
     ),
-    "weight bit": Kind("a bit of a weight flips", phases=(*STEP, *LATE), outcome="goes on", says=DIFFERS),
-    "gradient bit": Kind("a bit of a summed gradient flips", phases=("update",), outcome="goes on", says=DIFFERS),
+    "weight bit": Kind("a bit of a weight flips", phases=(*STEP, *LATE), outcome="continues", says=DIFFERS),
+    "gradient bit": Kind("a bit of a summed gradient flips", phases=("update",), outcome="continues", says=DIFFERS),
     "local bit": Kind(
         "a bit of a rank's own gradient flips once, before the sum",
         phases=("backward",),
-        outcome="goes on",
+        outcome="continues",
         says=MISCOMPUTES,
         is_audited=True,
     ),
@@ -122,16 +122,16 @@ KINDS = {
         is_audited=True,
     ),
     "state bit": Kind(
-        "a bit of the optimizer's state flips", phases=(*STEP, *LATE), outcome="goes on", says=DIFFERS, first_step=2
+        "a bit of the optimizer's state flips", phases=(*STEP, *LATE), outcome="continues", says=DIFFERS, first_step=2
     ),
-    "clock": Kind("the time of day that a rank reads jumps back by an hour", outcome="goes on", says=""),
+    "clock": Kind("the time of day that a rank reads jumps back by an hour", outcome="continues", says=""),
     # later, all have been read ahead
     "deleted": Kind("images are deleted under the reader", phases=STEP, says=r"train/", last_step=8),
     "cut": Kind("a node's link carries nothing any more, both ways", needs_nodes=True),
-    "short cut": Kind("the same for 2 seconds", outcome="goes on", says="", needs_nodes=True),
+    "short cut": Kind("the same for 2 seconds", outcome="continues", says="", needs_nodes=True),
     "deaf": Kind("nothing reaches a node any more", needs_nodes=True),
     "mute": Kind("nothing leaves a node any more", needs_nodes=True),
-    "thin": Kind("a node's link falls to a tenth", outcome="goes on", says="", needs_nodes=True),
+    "thin": Kind("a node's link falls to a tenth", outcome="continues", says="", needs_nodes=True),
     "node": Kind("a node loses power: its link and all of its processes", needs_nodes=True),
 }
 

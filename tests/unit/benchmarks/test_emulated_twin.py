@@ -34,12 +34,6 @@ def record_of(case: emulated.Case, *, repetitions: int, lost_bytes: int = 0) -> 
     }
 
 
-def test_cases_are_all_that_the_comparison_names():
-    names = [case.name for case in emulated.cases()]
-    assert len(names) == len(set(names)) == 20
-    assert {"8 on 1, none, block", "8 on 2, 25mbit, cyclic", "4 on 4, 100mbit, block"} <= set(names)
-
-
 @pytest.mark.long  # the fit alone takes seconds, and minutes on a busy machine
 def test_four_numbers_are_found_again_and_predict_four_nodes(tmp_path, capsys):
     out = tmp_path / "out.json"

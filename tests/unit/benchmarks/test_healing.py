@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.healing import KEPT, judge, summary
+from benchmarks.faults.healing import KEPT, judge
 
 STRIKE = {"rank": 2, "time": 5.2, "step": 10}
 EXPECTED = {step: {key: f"{key} of {step}" for key in KEPT} for step in range(1, 15)}
@@ -43,18 +43,3 @@ def test_steps_that_were_missed_or_made_again_are_told() -> None:
 def test_images_or_bits_that_differ_are_seen(key: str) -> None:
     expected = EXPECTED | {13: EXPECTED[13] | {key: "other"}}
     assert not judge([STRIKE], course(), expected)[0]["is_equal"]
-
-
-def test_summary_counts_trials_and_takes_the_nearest_rank() -> None:
-    trials = [{"seconds": float(n), "steps_lost": 0, "is_equal": n > 1} for n in range(1, 21)]
-    failed = {"seconds": None, "steps_lost": None, "is_equal": False}
-    assert summary([*trials, failed]) == {
-        "n": 21,
-        "healed": 20,
-        "equal": 19,
-        "steps_lost": 0,
-        "median_seconds": 10.5,
-        "percentile_95_seconds": 19.0,
-        "max_seconds": 20.0,
-    }
-    assert summary([failed])["median_seconds"] is None

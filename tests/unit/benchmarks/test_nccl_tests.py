@@ -4,10 +4,8 @@ import statistics
 
 import pytest
 
-from benchmarks.twin.hardware import across_latency_seconds
 from benchmarks.twin.nccl_tests import TABLES, errors_of, main
 from bigbatch.launch.simulate.cluster import load_cluster
-from bigbatch.launch.simulate.constants import DEFAULTS
 
 
 def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,11 +21,6 @@ def test_published_sums_are_near_the_simulated_from_1_mebibyte_on(table) -> None
     errors = [abs(error) for error in errors_of(table).values()]
     assert statistics.median(errors) <= 0.15
     assert max(errors) <= 0.4
-
-
-def test_links_by_libfabric_have_the_latency_of_its_plugin() -> None:
-    assert across_latency_seconds("8 x EFA 400 Gb/s", DEFAULTS) == 75e-6
-    assert across_latency_seconds("8 x NDR InfiniBand 400 Gb/s", DEFAULTS) == DEFAULTS.across_latency_seconds
 
 
 @pytest.mark.parametrize("cluster", ["dgx_h100", "h200_roce400"])

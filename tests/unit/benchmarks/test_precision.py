@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from benchmark_process import run_benchmark
 
-from benchmarks.gpu import precision
 from bigbatch.trainer.datasets.generated import write_dataset
 
 TINY = """--models resnet18 --repeats 1 --steps 1 --untimed 1 --batch 32 --epochs 1 --train-batch 32
@@ -17,23 +16,6 @@ TINY = """--models resnet18 --repeats 1 --steps 1 --untimed 1 --batch 32 --epoch
 
 def measured(what: str, precision: str, turn: int, **figures: Any) -> dict[str, Any]:
     return {"what": what, "model": "resnet18", "precision": precision, "turn": turn, **figures}
-
-
-def test_rows_by_hand() -> None:
-    """Speeds of 100, 50, 200 beside 200, 150, 300 in the same turns: ratios of 2, 3 and 1.5."""
-    speeds = {"fp32": (100.0, 50.0, 200.0), "bf16": (200.0, 150.0, 300.0)}
-    everything = [
-        measured("speed", name, turn, images_per_second=speed, peak_mb=10.0 + turn)
-        for name, found in speeds.items()
-        for turn, speed in enumerate(found)
-    ]
-    everything.append(measured("largest", "bf16", 0, largest=96))
-    everything += [measured("accuracy", "bf16", seed, top1=top1) for seed, top1 in ((0, 0.5), (7, 0.6))]
-    fp32, bf16 = precision.make_rows(everything)
-    assert (fp32["speedup"]["median"], fp32["largest"], fp32["top1"], fp32["peak_mb"]) == (1.0, None, None, 12.0)
-    assert bf16["images_per_second"]["median"] == 200
-    assert [bf16["speedup"][key] for key in ("n", "min", "median", "max")] == [3, 1.5, 2.0, 3.0]
-    assert (bf16["largest"], bf16["top1"]["median"], bf16["top1"]["n"]) == (96, 0.55, 2)
 
 
 @pytest.mark.long

@@ -17,10 +17,3 @@ def test_step_computes_in_the_precision_that_is_asked_for(precision: str, dtype:
     model.layer1[0].conv1.register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
     recompute.step(model, torch.randn(2, 3, 32, 32, dtype=recompute.COMPUTE_DTYPES[precision]), precision)
     assert found == [dtype]
-
-
-@pytest.mark.parametrize("option", ["--batch", "--repetitions", "--image-size"])
-def test_sizes_of_nothing_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        recompute.parse([option, "0"])
-    assert f"argument {option}: '0': " in capsys.readouterr().err

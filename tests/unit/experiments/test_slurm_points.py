@@ -68,7 +68,7 @@ def test_sweep_points_go_through_the_slurm_queue(file: Path, slurm: Path, capsys
     assert states(folder) == ["submitted", "submitted"]
     script = (slurm / "script-0").read_text()
     assert "#SBATCH --array=0,1\n" in script
-    assert "#SBATCH --signal=B:USR1@0\n" in script, "a point at its time limit does not go on"
+    assert "#SBATCH --signal=B:USR1@0\n" in script, "a point at its time limit does not continue"
     assert "2 points are in Slurm's queue (scancel 7 would end them)" in capsys.readouterr().out
     assert queueing.queued(["7"]) == {("7", 0), ("7", 1)}
     (slurm / "queue").write_text("")

@@ -95,12 +95,12 @@ def test_score_of_a_trial_that_goes_as_promised() -> None:
         ({"struck": (100.0, 13)}, "more than 8 steps lost"),
         ({"is_equal": False}, "other bits in the end"),
         ({"left": ("process 7",)}, "something was left behind"),
-        ({"again": replace(WELL, exit_codes=[1, 0, 0])}, "the same command did not go on"),
+        ({"again": replace(WELL, exit_codes=[1, 0, 0])}, "the same command did not continue"),
         (
             {"trial": replace(KILL, kind="term"), "said": "SIGTERM: will save a checkpoint"},
             "exit codes [1, -9, 1] instead of 130",
         ),
-        ({"trial": replace(KILL, kind="pause"), "again": None}, "the job did not go on"),
+        ({"trial": replace(KILL, kind="pause"), "again": None}, "the job did not continue"),
     ],
 )
 def test_score_of_a_trial_that_breaks_a_promise(changed: dict, broken: str) -> None:

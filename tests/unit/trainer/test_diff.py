@@ -105,12 +105,7 @@ PLACED = {"places": "aaaaaaaabbbbbbbbccccccccdddddddd", "positions": [7, 5, 9, 2
     [
         ("abdc", [7, 5, 2, 9], " at 2 of 4 places, first at place 2: images 9 and 2 of the split", "another order of"),
         ("axcd", [7, 5, 9, 2], " at 1 of 4 places, first at place 1: image 5 of the split in both", "another way to"),
-        (
-            "abcx",
-            [7, 5, 9, 3],
-            " at 1 of 4 places, first at place 3: images 2 and 3 of the split",
-            "other images: ",
-        ),
+        ("abcx", [7, 5, 9, 3], " at 1 of 4 places, first at place 3: images 2 and 3 of the split", "other images: "),
         ("abcd", [7, 5, 9, 2], "", "other images, another order"),  # a digest of so few letters, and the same
         ("abc", [7, 5, 9], "", "other images, another order"),
     ],

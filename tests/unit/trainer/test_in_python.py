@@ -1,4 +1,4 @@
-"""bigbatch.train in a process that goes on to do other things."""
+"""bigbatch.train in a process that continues to do other things."""
 
 from pathlib import Path
 

@@ -242,7 +242,7 @@ def _build_pipeline(
 
 
 def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | None) -> None:
-    """Raise UndecodableError naming the first image that DALI refuses by itself; DALI's error does not name it.
+    """Raise UndecodableError naming the first image that DALI refuses to decode alone; DALI's error does not name it.
 
     DALI decides, not Pillow, which refuses more images: the result must not depend on the other images in flight.
     """
@@ -261,7 +261,7 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
 
 
 def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
-    """Yield each image, uncropped, as a batch of its own."""
+    """Yield each image, uncropped, as a batch of one."""
     for data, name, position in zip(batch.images, batch.names, batch.positions, strict=True):
         box_14 = np.array([(0, 0, *encoded_size(data, path=name, max_pixels=batch.max_pixels))], np.int32)
         no_flip_1 = np.zeros(1, bool)
@@ -269,7 +269,7 @@ def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
 
 
 def _first_refused(rows: list[EncodedBatch], *, device_id: int | None) -> EncodedBatch | None:
-    """Return the first row that DALI cannot decode by itself; None if it decodes all."""
+    """Return the first row that DALI cannot decode alone; None if it decodes all."""
     feed = (_inputs(row, with_resize=device_id is not None) for row in rows)
     pipeline: Any = None
     for row in rows:

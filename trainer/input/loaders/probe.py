@@ -1,4 +1,4 @@
-"""Measure the input rate without training: of the whole loader, and of each stage by itself."""
+"""Measure the input rate without training: of the whole loader, and of each stage alone."""
 
 import time
 from collections import deque
@@ -118,7 +118,7 @@ def _probe(
 
 
 def _ready(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield each batch when the current stream has made it; other streams may go on decoding later batches."""
+    """Yield each batch when the current stream has made it; other streams may continue decoding later batches."""
     for batch in batches:
         if batch.images_BCHW.is_cuda:
             torch.cuda.current_stream(batch.images_BCHW.device).synchronize()

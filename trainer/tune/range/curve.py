@@ -8,6 +8,7 @@ explodes (fastai's lr_find: `steep`, and a tenth of the minimum's).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import linear_regression
 
 SMOOTHING = 0.8
 """Decay of the running mean of the loss, per step: the mean lags four steps behind."""
@@ -88,7 +89,5 @@ def _slopes(x_N: Sequence[float], y_N: Sequence[float]) -> dict[int, float]:
     slopes = {}
     for center in range(half, len(x_N) - half):
         x, y = x_N[center - half : center + half + 1], y_N[center - half : center + half + 1]
-        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-        covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-        slopes[center] = covariance / sum((a - mean_x) ** 2 for a in x)
+        slopes[center] = linear_regression(x, y).slope
     return slopes

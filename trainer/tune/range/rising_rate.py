@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bigbatch tune range",
         usage="bigbatch tune range --config NAME --from LR --to LR --steps N --out FOLDER [--section.key VALUE ...]",
         description="Train a config for a few steps while the learning rate rises by the same factor each step, and "
-        "read from the loss where it is too small and where too large. Runs as one rank of a job.",
+        "find from the loss which rates are too small and which too large. Runs as one rank of a job.",
         epilog="example: bigbatch launch mpirun --ranks 2 -- tune range --config quickstart --from 0.1 --to 100 "
         "--steps 60 --out runs/range",
         allow_abbrev=False,

@@ -3,23 +3,8 @@
 import random
 import re
 
-import pytest
-
 from benchmarks.comm import turns
 from benchmarks.comm.job import join
-
-
-def test_repetition_is_the_slowest_ranks() -> None:
-    repetitions = [
-        turns.Repetition(0.4, 0.2, (100, 140)),
-        turns.Repetition(0.2, 0.2, (100, 120)),
-        turns.Repetition(0.3, 0.6, (100, 160)),
-    ]
-    facts = turns.describe_repetitions(repetitions, loops=2)
-    assert facts["each_seconds"] == [0.2, 0.1, 0.15]
-    assert facts["seconds"]["median"] == 0.15
-    assert facts["cores_used"] == pytest.approx(1.0)  # of 0.5, 1 and 2
-    assert facts["node_bytes"] == 70
 
 
 def test_turns_interleave_and_rounds_stay_together() -> None:

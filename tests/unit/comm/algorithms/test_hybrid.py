@@ -154,11 +154,3 @@ def test_table_is_never_five_percent_behind_and_has_no_needless_switch(seed: int
     good = [[n for n in "abc" if times[s][n].median <= 1.01 * min(m.median for m in times[s].values())] for s in sizes]
     fewest = min(sum(a != b for a, b in itertools.pairwise(names)) for names in itertools.product(*good))
     assert len(table.rows) - 1 <= fewest
-
-
-def test_quartiles_and_median() -> None:
-    measured = MeasuredTimes((4.0, 1.0, 2.0, 3.0))
-    assert measured.median == 2.5
-    assert MeasuredTimes((1.0,) * 19 + (50.0,)).noise == 0.0  # a stray repetition
-    # quartiles 1.75 and 3.25, by linear interpolation
-    assert measured.noise == pytest.approx(2 * 1.253 * 1.5 / 1.349 / 2 / 2.5, rel=1e-12)

@@ -222,15 +222,6 @@ def test_mpi_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) ->
         backend.new_group([[0], [1]])
 
 
-def test_mpi_group_is_a_split_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = mpi_backend(monkeypatch, Split=lambda color, key: (color, key))
-    group = backend.new_group([[1], [0]])
-    assert (group.ranks, group.handle) == ((0,), (1, 0))
-    backend.abandon()
-    with pytest.raises(CommError, match=naming("buffer 7", "closed")):
-        backend.submit(lambda: None, label="buffer 7")
-
-
 def test_mpi_message_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI itself refuses a longer one; a shorter one would leave old values behind."""
 

@@ -234,7 +234,7 @@ def test_limit_of_nccl_comes_after_the_verdict(library: PlayedNccl) -> None:
 def test_rank_that_ends_while_gloo_connects_is_lost_and_leaves_no_default_group(
     library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Healing goes on from there, and makes another default group."""
+    """Healing continues from there, and makes another default group."""
     hurry_count(monkeypatch)
 
     def fail(*arguments: Any, **options: Any) -> None:

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from error_texts import naming
 from one_rank import RecordingBackend, alone
 
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.gradients.group_gather import make_group_gather
-from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+from bigbatch.comm.gradients.reducer import ExposedTime
 
 LABEL = "gather of moments over ranks 0 to 0"
 
@@ -26,11 +25,6 @@ def test_group_gather_of_one_rank_gathers_its_own() -> None:
     assert exposed.take_seconds() > 0
 
 
-def test_group_gather_refuses_groups_that_do_not_divide_the_ranks() -> None:
-    with pytest.raises(ValueError, match=naming("1 rank cannot", "groups of 2")):
-        make_group_gather(alone(RecordingBackend()), group_size=2, exposed=ExposedTime(), what="moments")
-
-
 def test_group_gather_shows_in_the_timeline() -> None:
     communicator = alone(RecordingBackend())
     gather = make_group_gather(communicator, group_size=1, exposed=ExposedTime(), what="moments")
@@ -38,13 +32,6 @@ def test_group_gather_shows_in_the_timeline() -> None:
     gather(torch.zeros(5))
     events = json.loads(communicator.timeline.gather(communicator.control))["traceEvents"]
     assert [(event["name"], event["args"]["bytes"]) for event in events if event["ph"] == "X"] == [(LABEL, 20)]
-
-
-def test_reducer_counts_into_the_exposed_time_of_others() -> None:
-    exposed = ExposedTime()
-    weight = torch.nn.Parameter(torch.zeros(3))
-    reducer = GradientReducer([("weight", weight)], alone(RecordingBackend()), exposed=exposed)
-    assert reducer.exposed is exposed
 
 
 @pytest.mark.gpu

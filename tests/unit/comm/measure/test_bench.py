@@ -327,7 +327,7 @@ def test_measure_links_counts_as_many_operations_on_every_rank(monkeypatch: pyte
 
 
 def test_measure_links_takes_no_burst_for_bandwidth() -> None:
-    """A link that lets 1 MB through at once and goes on at 25 MB/s; the best of the longest messages counts."""
+    """A link that lets 1 MB through at once and continues at 25 MB/s; the best of the longest messages counts."""
 
     def seconds(num_bytes: int) -> float:
         return 1e-4 + max(0, num_bytes - 1_000_000) / 25e6
@@ -407,7 +407,7 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
         (["--link-gbit", "-1"], "--link-gbit '-1' is not a bandwidth"),
         (["--link-gbit", "1"], "--link-gbit 1: all ranks are on one node, so no link limits them; leave it out"),
-        (["--algorithms", "torus"], "--algorithms: 'torus' cannot run on single; choose among native"),
+        (["--algorithms", "torus"], "--algorithms: 'torus' is not available with backend single; choose among native"),
         (["--algorithms", "hybrid"], "--algorithms hybrid needs --table"),
         (["--plot", "a.jpeg"], "--plot a.jpeg: the name must end in one of .png, .svg, .pdf"),
         (["--table", "absent.json"], "cannot read absent.json: No such file or directory"),
@@ -419,7 +419,10 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["--backend", "nccl"], "0 GPUs: start one rank per GPU"),
         (["--pieces", "3"], "--pieces is for --verify: leave one of the two out"),
         ([VERIFY], "--verify needs several ranks, and this job has one: start it by bigbatch launch mpirun"),
-        ([VERIFY, "--algorithms", "torus"], "--algorithms: 'torus' cannot run anywhere; choose among native, ring"),
+        (
+            [VERIFY, "--algorithms", "torus"],
+            "--algorithms: 'torus' is not available with any backend; choose among native",
+        ),
         ([VERIFY, "--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
         ([VERIFY, "--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose among fp32, bf16-wire, fp16-wire, "),
         ([VERIFY, "--pieces", "1,0"], "--pieces '1,0' is not a list of whole numbers; give one such as 1 or 1,3"),

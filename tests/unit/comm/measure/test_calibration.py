@@ -204,7 +204,7 @@ def test_calibration_without_a_place_to_keep_it(tmp_path: Path, measured: list[f
 
 
 def test_calibration_of_the_run_goes_before_the_users(tmp_path: Path, measured: list[float]) -> None:
-    """A run that goes on ends with the same bits, whatever was measured since."""
+    """A run that continues ends with the same bits, whatever was measured since."""
     first, kept = calibrate(alone(), folder=tmp_path / "a"), tmp_path / "run/calibration.json"
     kept.parent.mkdir()
     record = json.loads(first.text)

@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, 
 
 @pytest.fixture
 def stopped() -> Iterator[StoppedStore]:
-    """Goes on at the end, so that no thread is left."""
+    """Continues at the end, so that no thread is left."""
     store = StoppedStore()
     yield store
     store.goes_on.set()
@@ -35,9 +35,9 @@ def test_bounded_store_answers_as_torchs_own() -> None:
 
 def test_bounded_store_tells_whether_a_key_came_in_time() -> None:
     store = BoundedStore(HashStore(), seconds=60)
-    assert not store.wait_for("key", 0.05)
+    assert not store.wait_for("key", seconds=0.05)
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(store.wait_for, "key", 60)
+        wait = pool.submit(store.wait_for, "key", seconds=60)
         store.set("key", "value")
         assert wait.result()
 

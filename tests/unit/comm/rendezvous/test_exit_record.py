@@ -34,7 +34,7 @@ def test_first_rank_of_a_later_group_records_instead_of_the_former_one(tmp_path:
     file.touch()
     former, other, later = (replace(ALONE, rank=rank, world_size=4, stopped_file=file) for rank in (0, 1, 3))
     record_begin(former)
-    record_end(former, 6)  # a network separates it from the others, which go on
+    record_end(former, 6)  # a network separates it from the others, which continue
     record_begin(replace(later, rank=0, world_size=2, former_rank=3))
     for each in (former, other):
         record_end(each, 6)

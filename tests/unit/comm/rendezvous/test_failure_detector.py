@@ -19,7 +19,7 @@ from bigbatch.comm.rendezvous.failures import LATE, LOST
 
 
 class Clock:
-    """A time that goes on when all threads sleep, to where the first of them wakes."""
+    """A time that continues when all threads sleep, to where the first of them wakes."""
 
     def __init__(self) -> None:
         self.now, self._num_awake = 0.0, 0
@@ -39,7 +39,7 @@ class Clock:
         with self._lock:
             heapq.heappush(self._sleepers, (self.now + seconds, id(woken), woken))
             self._rest()
-        assert woken.wait(timeout=250), "a thread does not go on"
+        assert woken.wait(timeout=250), "a thread does not continue"
 
     def _rest(self) -> None:
         self._num_awake -= 1

@@ -156,15 +156,15 @@ def test_job_store_waits_for_what_another_rank_writes(store: JobStore) -> None:
 def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
     store = JobStore(connect(port), seconds=60)
     start = time.monotonic()
-    assert not store.wait_for("key", 0.3)
+    assert not store.wait_for("key", seconds=0.3)
     assert 0.3 <= time.monotonic() - start < 30
     with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(store.wait_for, key, 60) for key in ("key", "other")]
+        waits = [pool.submit(store.wait_for, key, seconds=60) for key in ("key", "other")]
         store.set("key", "value")
         assert waits[0].result()
         store.set("other", "value")
         assert waits[1].result()
-    assert store.wait_for("key", 0.0)
+    assert store.wait_for("key", seconds=0.0)
     assert JobStore(store.connections, seconds=1e9).check(["key"])  # more than poll() takes at once
     assert len(store.connections._idle) <= 3  # a wait that ended without the key costs no connection
 

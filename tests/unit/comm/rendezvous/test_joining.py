@@ -1,4 +1,4 @@
-"""A rank that asks the ranks that go on to take it in: who is let in, who is refused, and the group that forms."""
+"""A rank that asks the ranks that continue to take it in: who is let in, who is refused, and the group that forms."""
 
 import json
 import os
@@ -77,8 +77,8 @@ class Job:
     def admit(self) -> list[Group]:
         found = find_requests(self.groups[0], lambda: FACTS, fits=lambda count: True)
         told = {"step": 7}
-        admitted = list(self._pool.map(lambda group: admit(group, found, told=told), self.groups))
-        assert [each.told for each in admitted] == [told] * len(self.groups)
+        admitted = list(self._pool.map(lambda group: admit(group, found, announced=told), self.groups))
+        assert [each.announced for each in admitted] == [told] * len(self.groups)
         return [each.group for each in admitted]
 
 
@@ -94,7 +94,7 @@ def test_rank_that_joins_has_its_old_number_in_a_group_that_can_lose_ranks_again
     others = job.admit()
     admitted = asking.result(60)
     groups = [*others[:2], admitted.group, others[2]]
-    assert admitted.told == {"step": 7}
+    assert admitted.announced == {"step": 7}
     assert [(group.env.rank, group.env.launched_as, group.env.local_rank) for group in groups] == [
         (rank, rank, rank) for rank in range(4)
     ]
@@ -139,7 +139,7 @@ def test_rank_that_cannot_join_is_told_why_and_the_others_are_not_disturbed(
     asking = job.ask(rank, facts)
     while not asking.done():
         assert job.find() == []
-    with pytest.raises(CommError, match=naming(f"rank {rank} on here cannot join", said, "go on without it")):
+    with pytest.raises(CommError, match=naming(f"rank {rank} on here cannot join", said, "continue without it")):
         asking.result()
     assert gather(job.groups) == [["of 0", "of 1", "of 2"]] * 3
 
@@ -161,7 +161,7 @@ def test_loss_while_ranks_agree_on_a_join_parts_none_of_the_others(has_come: boo
 
     def outcome(group: Group) -> str:
         try:
-            return admit(group, found, told={}).group.control.store.prefix  # type: ignore[union-attr]
+            return admit(group, found, announced={}).group.control.store.prefix  # type: ignore[union-attr]
         except PeerLostError as error:
             return f"{sorted(error.lost_ranks)}"
 
@@ -193,7 +193,7 @@ def answer_nothing_more(job: Job, asking: "Future[Admitted]") -> None:
 
 @pytest.mark.parametrize("left", [(1,), (0, 1, 3)])
 def test_rank_that_is_lost_before_it_has_the_state_has_no_vote(left: Sequence[int]) -> None:
-    """Its process lives, so in the new group the only rank with the state could not go on without it."""
+    """Its process lives, so in the new group the only rank with the state could not continue without it."""
     job = Job(ThreadPoolExecutor(8), left)
     lost = 0 if left == (1,) else 2
     asking = job.ask(lost)

@@ -100,7 +100,7 @@ class Job:
 
 
 def formed(results: dict[int, Group | PeerLostError]) -> list[Group]:
-    """The groups of the ranks that go on."""
+    """The groups of the ranks that continue."""
     return [group for group in results.values() if isinstance(group, Group)]
 
 
@@ -153,7 +153,7 @@ def test_rank_without_which_the_others_go_on_is_told(monkeypatch: pytest.MonkeyP
         patch.setattr(module, "HOLDER_SECONDS", 0.0)
         groups = job.after({1: {0}, 2: {0}})
     assert isinstance(groups[1], Group)
-    with pytest.raises(PeerLostError, match=naming("rank 0 on here", "go on without it")):
+    with pytest.raises(PeerLostError, match=naming("rank 0 on here", "continue without it")):
         raise job.after({0: {0}})[0]  # type: ignore[misc]
 
 

@@ -36,7 +36,7 @@ BATCH = 512
 
 
 def pairs_of(noise_scales: Sequence[float], *, spread: float = 0.02, drop: float = 1.0) -> list[Pair]:
-    """A measurement for each: square 1, or less as the run goes on, and the share of signal of that noise scale."""
+    """A measurement for each: square 1, or less as the run continues, and the share of signal of that noise scale."""
     generator = np.random.default_rng(0)
     found = []
     for number, scale in enumerate(noise_scales):

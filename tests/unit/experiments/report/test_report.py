@@ -380,7 +380,7 @@ def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda path: None, "x is no folder: name that of a sweep or a run"),
+        (lambda path: None, "x is not a folder: name the folder of a sweep or a run"),
         (lambda path: path.mkdir(), "x holds neither a sweep (sweep.yaml) nor a run"),
         (lambda path: write_sweep(path, "["), "sweep.yaml is not readable"),
         (lambda path: write_sweep(path, aliases_of_aliases(9)), "sweep.yaml is not readable: &a0: "),
@@ -492,7 +492,7 @@ def passed(hour: float, joules: float | None = None) -> dict[str, Any]:
 
 RECORDS = [
     *(start(10, 8), passed(11, 3.6e6), evaluation(11.5, 0.5, 10)),
-    # ended, and went on five hours later on twice the GPUs
+    # ended, and continued five hours later on twice the GPUs
     *(start(16.5, 16), passed(17, 1.8e6), evaluation(17.5, 0.75, 20), evaluation(18.5, 0.7, 30)),
 ]
 

@@ -170,7 +170,7 @@ def test_stopped_search_goes_on_with_what_it_had(tmp_path):
     kept = (folder / "points/2/run/metrics.jsonl").read_text()
     fake = Fake()
     resumed, _ = run(folder, fake, trials=4)
-    assert len(fake.made) == 3  # the first is kept, the second goes on
+    assert len(fake.made) == 3  # the first is kept, the second continues
     assert (folder / "points/2/run/metrics.jsonl").read_text().startswith(kept)
     assert [(r.number, r.values, r.result) for r in resumed] == [(r.number, r.values, r.result) for r in whole]
 

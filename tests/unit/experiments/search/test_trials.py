@@ -12,13 +12,13 @@ import pytest
 from error_texts import naming
 from fake_searches import stated
 
-from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.experiments.engine.engine import gpus_of_slot
 from bigbatch.experiments.launch_option import Launch, parse_launch
 from bigbatch.experiments.search.plot import draw_search
 from bigbatch.experiments.search.space import SearchRange, ValueList
 from bigbatch.experiments.search.study import Round, TrialRecord, best_record
+from bigbatch.user_settings import visible_gpus
 
 LR = SearchRange("schedule.base_lr", 1, 64, is_log=True, is_int=False)
 MOMENTUM = ValueList("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)

@@ -327,7 +327,7 @@ def test_groups_that_are_queued_in_another_order_are_a_circle(explain: Explain) 
 
 
 def test_circle_is_shown_if_a_rank_has_not_begun(explain: Explain) -> None:
-    """Rank 2 has left out its part of a pair, and goes on to messages around a ring, in which all others wait, too."""
+    """Rank 2 has left out its part of a pair, and waits in messages around a ring, as all others do."""
     ranks = play(4, {"1": [0, 1], "2": [2, 3]}, calls=3)
     for each in ranks:
         if each.rank != 2:

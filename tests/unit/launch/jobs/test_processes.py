@@ -53,8 +53,8 @@ def test_run_processes_takes_who_lost_another_rank_for_no_cause() -> None:
         (("kill -KILL $$", f"sleep 0.1; exit {LOST}"), LOST),
         ((f"exec sleep {FOREVER}", "exit 1"), 1),  # an error of the user's ends all
         (("exit 0", "kill -STOP $$"), 0),  # one that was left behind
-        ((f"sleep 0.1; exit {LOST}", f"kill -STOP $$; exec sleep {FOREVER}"), LOST),  # none can go on
-        ((f"exit {LOST}", "sleep 0.2; kill -KILL $$", "sleep 0.6; : STOP"), 0),  # one that goes on
+        ((f"sleep 0.1; exit {LOST}", f"kill -STOP $$; exec sleep {FOREVER}"), LOST),  # none can continue
+        ((f"exit {LOST}", "sleep 0.2; kill -KILL $$", "sleep 0.6; : STOP"), 0),  # one that continues
     ],
 )
 def test_run_processes_lets_the_others_go_on_in_a_job_that_heals(
@@ -75,7 +75,7 @@ def test_run_processes_ends_the_others_of_a_job_that_has_not_begun(monkeypatch: 
     ("lost", "again", "other", "expected"),
     [
         ("kill -KILL $$", "rm $BIGBATCH_JOINS", "", 0),
-        ("kill -KILL $$", f"exit {LOST}", "", 0),  # refused: the others go on
+        ("kill -KILL $$", f"exit {LOST}", "", 0),  # refused: the others continue
         ("kill -KILL $$", "rm $BIGBATCH_JOINS; exit 1", "exec sleep 600", 1),  # an error of the user's, as of any rank
         ("kill -KILL $$", "kill -KILL $$", "", 0),  # it has not joined, and does not start a second time
         ("kill -KILL $$", "exec sleep 600", "exit 7", 7),  # there is no job to join any more

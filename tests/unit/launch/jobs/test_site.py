@@ -9,8 +9,7 @@ import pytest
 import yaml
 from error_texts import naming
 
-from bigbatch.comm.rendezvous import environ
-from bigbatch.comm.rendezvous.environ import site_settings
+from bigbatch import user_settings
 from bigbatch.errors import JobRefused
 from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.jobs import array_job
@@ -18,6 +17,7 @@ from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.start import main
+from bigbatch.user_settings import site_settings
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAIN = ("--", "train", "--config", "quickstart")
@@ -59,7 +59,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     for path, text in ((system, SYSTEM), (user, USER)):
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    monkeypatch.setattr(environ, "SYSTEM_SITE_FILE", system)
+    monkeypatch.setattr(user_settings, "SYSTEM_SITE_FILE", system)
     monkeypatch.delenv("BIGBATCH_SITE_FILE")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return system, user

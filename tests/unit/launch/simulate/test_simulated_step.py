@@ -46,6 +46,9 @@ def test_networks_have_the_closed_forms_of_their_hops():
         sockets = replace(network, carrier="sockets", across_bytes_per_second=rate)
         assert sockets.seconds(1e9) == pytest.approx(seconds + 8e-6 + 8e-5)
         assert replace(sockets, num_nodes=1).seconds(1e9) == replace(network, num_nodes=1).seconds(1e9)
+    # 16 connections carry more than the link
+    sixteen = replace(constants, connections_gbit_per_s=160)
+    assert replace(sockets, constants=sixteen).seconds(1e9) == pytest.approx(0.14 + 8e-6 + 8e-5)
     # inside one node: 2 * 7/8 of 1 GB at 100 GB/s, and 14 hops; of 1 MB at a quarter of the rate, and 0.27 of the hops
     inside = Network(1, 8, 1e11, 1e9, constants=replace(constants, inside_latency_seconds=1e-5))
     assert inside.seconds(1e9) == pytest.approx(0.0175 + 14e-5)
@@ -206,7 +209,15 @@ def test_interval_is_each_cause_s_spread_in_squares_times_its_factor(monkeypatch
     monkeypatch.setattr("bigbatch.launch.simulate.interval.FACTORS", {"ladder": 2.0})
     alone = SimulatedJob(FOUR, replace(PAIR, num_nodes=1), InGroups(1))
     assert interval(alone, Uncertainty(0.03)) == pytest.approx((0.06, 0.06))
-    assert interval(alone, Uncertainty(0.05, is_unchecked=True)) == pytest.approx((0.26, 0.26))  # 5, 12 and 13
+    monkeypatch.setattr("bigbatch.launch.simulate.interval.UNCHECKED_REACH", (0.1, 0.5))
+    assert interval(alone, Uncertainty(0.03, is_unchecked=True)) == pytest.approx((0.1, 0.5))
+    assert interval(alone, Uncertainty(0.4, is_unchecked=True)) == pytest.approx((0.8, 0.8))
+    for carrier, num_nodes, is_widened in (("host", 2, 1), ("servers", 2, 1), ("sockets", 2, 1), ("nccl", 2, 0)):
+        job = SimulatedJob(FOUR, replace(PAIR, num_nodes=num_nodes, carrier=carrier), InGroups(1))
+        assert (interval(job, Uncertainty(0.0))[1] >= 0.499) == is_widened, carrier
+    inside = replace(PAIR, num_nodes=1, devices_per_node=2)
+    for carrier, is_widened in (("host", 1), ("servers", 1), ("sockets", 0), ("nccl", 0)):
+        assert replace(inside, carrier=carrier).is_hardly_checked == is_widened, carrier
     # 0.1 s of images and 0.1 s of sums in one group, which the unknown link makes 3 times as long, or a third of it
     slow = SimulatedJob(FOUR, replace(PAIR, across_bytes_per_second=4e4), InGroups(1))
     assert interval(slow, Uncertainty(0.0, has_unknown_link=True)) == pytest.approx(

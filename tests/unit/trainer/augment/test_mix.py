@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from error_texts import naming
 
 from bigbatch.trainer.augment.crops import uniforms
 from bigbatch.trainer.augment.mix import Mix, cutmix_box, symmetric_beta
@@ -86,29 +85,6 @@ def test_mix_half_precision_images_keep_their_type_and_exact_targets():
     np.testing.assert_allclose(targets.numpy(), expected_targets, atol=3e-7)
 
 
-@pytest.mark.parametrize("alphas", KINDS)
-def test_mix_the_same_ghost_batches_in_other_microbatches_mix_alike(alphas):
-    images, labels, indices = batch(8)
-    mix = make(**alphas)
-    whole = mix(images, labels, epoch=1, indices_B=indices)
-    for ghosts in (1, 2, 5):
-        parts = [
-            mix(
-                images[start : start + ghosts * SPAN],
-                labels[start : start + ghosts * SPAN],
-                epoch=1,
-                indices_B=indices[start : start + ghosts * SPAN],
-            )
-            for start in range(0, len(indices), ghosts * SPAN)
-        ]
-        for ours, theirs in zip(zip(*parts, strict=True), whole, strict=True):
-            assert torch.equal(torch.cat(ours), theirs)
-    other = mix(images, labels, epoch=2, indices_B=indices)
-    assert not torch.equal(other[0], whole[0])
-    other = Mix(seed=12, num_classes=NUM_CLASSES, bn_span=SPAN, **alphas)(images, labels, epoch=1, indices_B=indices)
-    assert not torch.equal(other[0], whole[0])
-
-
 def beta_cdf(points, alpha, steps=200_000):
     """Numerically, in t = x^alpha, where the density is smooth up to x = 1/2; the rest by symmetry."""
     ends = np.linspace(0, 0.5**alpha, steps + 1)
@@ -158,12 +134,6 @@ def test_cutmix_box_is_cut_at_the_border():
     assert cutmix_box(lam=0.75, centre=(0.0, 0.99), height=12, width=20) == (0, 8, 5, 12)
     x1, y1, x2, y2 = cutmix_box(lam=1.0, centre=(0.3, 0.3), height=12, width=20)
     assert (x2 - x1) * (y2 - y1) == 0
-
-
-def test_mix_a_broken_ghost_batch_is_refused():
-    images, labels, indices = batch(2)
-    with pytest.raises(ValueError, match=naming("6 samples", "bn_span 4")):
-        make(**BOTH)(images[:6], labels[:6], epoch=0, indices_B=indices[:6])
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from error_texts import naming
 from sample_images import smooth_image
 from torchvision.transforms.v2 import ColorJitter, RandAugment, RandomErasing, TrivialAugmentWide
 from torchvision.transforms.v2 import functional as vision
@@ -208,16 +207,6 @@ def test_random_erasing_is_torchvisions_with_the_same_draws(monkeypatch):
 # --- all together
 
 
-def test_augment_an_image_does_not_depend_on_its_batch():
-    images, indices = batch(40), np.arange(1000, 1040)
-    augment = Augment(5, EVERYTHING)
-    whole = augment(images, epoch=2, indices_B=indices)
-    for size in (1, 7, 23):
-        order = np.random.default_rng(size).permutation(40)[:size]
-        part = augment(images[torch.from_numpy(order)], epoch=2, indices_B=indices[order])
-        assert torch.equal(part, whole[torch.from_numpy(order)])
-
-
 def test_augment_draws_are_those_of_seed_epoch_and_stream():
     images, indices = batch(), np.arange(50, 62)
     before = images.clone()
@@ -263,14 +252,6 @@ def test_augmentations_have_streams_of_their_own():
     streams = [each.stream for each in AUGMENTATIONS]
     assert len({0, mix.STREAM, *streams}) == 2 + len(streams)
     assert (*streams, mix.STREAM) == (1, 2, 5, 3, 6, 4)
-
-
-@pytest.mark.parametrize(
-    "images", [torch.zeros(2, 3, 8, 8), torch.zeros(2, 1, 8, 8).byte(), torch.zeros(3, 3, 8, 8).byte()]
-)
-def test_augment_other_than_bytes_of_three_channels_is_refused(images):
-    with pytest.raises(ValueError, match=naming(images.dtype, tuple(images.shape), "uint8 (2, 3, H, W)")):
-        Augment(0)(images, epoch=0, indices_B=np.arange(2))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ from torch import nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
-from bigbatch.trainer.config.optimizer import WHOLE_MATRIX
 from bigbatch.trainer.config.sections import OPTIMIZERS
 from bigbatch.trainer.optim.foreign import eval_mode, resume_training
 from bigbatch.trainer.optim.fused import FusedOptimizer
@@ -26,7 +25,6 @@ from bigbatch.trainer.optim.lion import Lion
 from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.optim.shampoo import Shampoo
-from bigbatch.trainer.step.precision import step_or_skip_
 from tests.unit.trainer.config.test_schema import make_config
 
 SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree
@@ -114,17 +112,6 @@ def test_make_optimizer_hands_settings_on(name: str) -> None:
         assert {key: group[key] for key in of_groups} == of_groups
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_make_optimizer_decays_bias_and_norm_too_where_they_are_not_excluded(name: str) -> None:
-    optimizer, weights = make(name, exclude_bias_and_norm=False)
-    decaying, other = optimizer.param_groups
-    assert [len(group["params"]) for group in (decaying, other)] == ([2, 4] if name in WHOLE_MATRIX else [6, 0])
-    assert (decaying["weight_decay"], decaying["adapt"]) == (0.01, True)
-    before = clones(weights)
-    after = walk(optimizer, weights, steps=range(2))
-    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("changes", [{}, {"options": {"nesterov": True}}, {"momentum": 0.0}])
 def test_sgd_is_torchs_plain_one(changes: dict[str, Any], device: str) -> None:
@@ -199,24 +186,6 @@ def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, p
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("bad", [1.0, math.nan, math.inf])
-def test_optimizer_keeps_no_trace_of_a_skipped_step(bad: float, name: str) -> None:
-    optimizer, weights = make(name)
-    walk(optimizer, weights, steps=range(1))
-    before = clones(weights), states(optimizer)
-    for is_skipped in (True, False):
-        set_random_grads(weights, seed=5)
-        if is_skipped:
-            weights[0].grad.mul_(bad)
-        grads = [w.grad for w in weights]
-        step_or_skip_(optimizer, grads, divisor=torch.tensor(2.0), skip=torch.tensor(is_skipped))
-        if is_skipped:
-            assert_same_bits((clones(weights), states(optimizer)), before)
-    assert not torch.equal(clones(weights)[0], before[0][0])
-    assert not hasattr(optimizer, "found_inf"), "the next step has its own flag"
-
-
-@pytest.mark.parametrize("name", SETTINGS)
 def test_optimizer_state_dict_resumes_bit_for_bit(name: str) -> None:
     whole, weights = make(name)
     expected = walk(whole, weights, steps=range(8))
@@ -273,12 +242,6 @@ def test_eval_mode_of_other_optimizers_changes_nothing() -> None:
     with eval_mode(optimizer, on_change=lambda: pytest.fail("nothing has changed")) as kept:
         assert kept == []
     assert_same_bits(clones(weights), before)
-
-
-def test_foreign_optimizer_runs_its_closure() -> None:
-    optimizer, weights = make("torch.optim.Adagrad", options=None)
-    set_random_grads(weights, seed=0)
-    assert optimizer.step(lambda: 3.0) == 3.0
 
 
 SCHEDULE_FREE = "schedulefree.SGDScheduleFree"

@@ -256,12 +256,6 @@ def test_load_config_refuses_a_missing_file_and_an_unknown_name(tmp_path):
     assert refusal("--config", "flowers.yaml").endswith("; bigbatch config list names those")
 
 
-def test_find_config_without_any_packaged(monkeypatch, tmp_path):
-    monkeypatch.setattr(config_file, "PACKAGED", tmp_path)
-    with pytest.raises(ConfigError, match=r"^--config 'quickstart': [^;]*$"):  # no word of a nearest one
-        find_config("quickstart")
-
-
 def test_find_config_lets_no_folder_replace_a_packaged_experiment(monkeypatch, tmp_path):
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart/config.yaml").write_text("run:\n  epochs: 77\n")

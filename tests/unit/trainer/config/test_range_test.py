@@ -33,7 +33,7 @@ def test_the_peak_is_what_the_range_test_suggests(place: str, tmp_path: Path) ->
     folder = write_test(tmp_path / "test", "--data.num_threads=3", "--batch.microbatch_size=256", "--run.seed=4")
     found = resolve([*ONE_CYCLE, f"--schedule.range_test={folder / place}"])
     assert found.config.schedule.base_lr == 2.5
-    assert found.config.schedule.range_test is None, "the run states a number, and needs no file to go on"
+    assert found.config.schedule.range_test is None, "the run states a number, and needs no file to continue"
     assert found.origins["schedule.base_lr"].startswith("range test ")
     folder = write_test(tmp_path / "beside", *RESIDENT, "--data.resident_on=host")
     assert load_config([*ONE_CYCLE, *RESIDENT, f"--schedule.range_test={folder}"]).schedule.base_lr == 2.5

@@ -64,11 +64,6 @@ def test_refusals_of_options_come_with_that_of_the_recipe_name() -> None:
     assert len(refusals("--run.epochs=zero", config="quikstart")) == 2
 
 
-def test_refusals_of_an_unknown_optimizer_leave_out_what_it_needs() -> None:
-    (line,) = refusals("--optimizer.name=adam_w")
-    assert re.search(naming("optimizer.name=adam_w", "adamw"), line)
-
-
 @pytest.mark.parametrize(
     "config", ["quickstart", "cifar10_24epochs", "imagenet/fast_resnet50_16", "imagenet/nus_resnet50_8k"]
 )

@@ -7,7 +7,6 @@ import os
 import tarfile
 import threading
 import tracemalloc
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -257,23 +256,6 @@ FAILURES = {
     "stalled": (answer_with(b"whole", claims=13, then_stall=True), ("timed out",)),
     "no HTTP": (no_http, ("220 ready",)),
 }
-
-
-@pytest.mark.parametrize("claims", [None, "nothing"])
-def test_download_gets_its_name_when_it_is_whole(server, tmp_path, claims):
-    http, archive = server
-    big, seen = b"0123456789abcdef" * 200_000, []
-    http.answer = answer_with(big, claims=claims)
-
-    def on_progress(*state):
-        seen.append(state)
-        assert not (tmp_path / "new/folder/x.tgz").exists()
-
-    download(tmp_path / "new/folder", replace(archive, md5=md5_of(big)), on_progress=on_progress)
-    assert files_below(tmp_path) == {"new/folder/x.tgz": big}
-    done = (1 << 20, 2 << 20, 3 << 20, 3_200_000)
-    assert seen == [("downloading x.tgz", n, 3_200_000 if claims is None else n) for n in done]
-    assert http.asked == ["bigbatch"]
 
 
 @pytest.mark.parametrize("left", [b"whole", b"other archive", b""])

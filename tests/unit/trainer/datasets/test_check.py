@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import sample_images
 from error_texts import naming
-from hypothesis import given
-from hypothesis import strategies as st
 from image_loaders import COMMON_SETTINGS, made_loaders
 from PIL import Image
 from rich.console import Console
@@ -29,7 +27,6 @@ from bigbatch.trainer.datasets.check import (
     CheckReport,
     Spread,
     check_dataset,
-    equal_groups,
     imagenet_finding,
     list_folder,
 )
@@ -139,17 +136,6 @@ def test_check_traits_are_remarks(tmp_path, decode):
     assert sum(report.splits["train"].forms.values()) == len(TRAITED)
 
 
-def test_check_exif_that_pillow_cannot_parse_is_no_fault(monkeypatch):
-    """Older versions of Pillow raise for such EXIF data."""
-
-    def getexif(self):
-        raise SyntaxError("not a TIFF file")
-
-    monkeypatch.setattr(Image.Image, "getexif", getexif)
-    found = examine(encoded(image(0), exif=exif(6)), path="0.jpg", decode=True, max_pixels=2400)
-    assert found == ((40, 60), "JPEG RGB", 0)
-
-
 def test_check_16_bits_become_the_upper_8():
     values, data = deep_png()
     np.testing.assert_array_equal(np.asarray(open_image(data, path="deep").convert("RGB")), values >> 8)
@@ -239,15 +225,6 @@ def test_check_bad_files_are_no_duplicates(tmp_path):
     report = check_dataset(write(tmp_path, good_files() | {"train/a/0.JPEG": b"", "val/a/0.JPEG": b""}))
     assert {finding.kind for finding in report.problems} == {"empty file"}
     assert report.remarks == ()
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=30))
-def test_check_equal_groups_are_those_of_a_dictionary(digests):
-    groups = {}
-    for position, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(position)
-    expected = sorted(group for group in groups.values() if len(group) > 1)
-    assert equal_groups(np.array(digests, np.uint64).reshape(-1, 2)) == expected
 
 
 def test_check_classes_that_differ_or_are_empty(tmp_path):
@@ -429,18 +406,6 @@ WNIDS = tuple(f"n{number:08d}" for number in range(1000))
 def test_check_the_counts_of_imagenet(split, classes, counts, cases):
     finding = imagenet_finding(split, Fake(classes, np.repeat(np.arange(len(classes)), counts)))
     assert (finding.cases, finding.is_problem) == (cases, False)
-
-
-def test_check_processes_find_the_same_in_the_same_order(tmp_path):
-    files = good_files() | {f"train/a/{n}.jpg": encoded(image(n, 20, 20)) for n in range(100, 260)}
-    write(tmp_path, files | {"train/a/130.jpg": b"", "val/a/0.JPEG": files["train/a/120.jpg"]})
-    reports, seen = [], []
-    for num_workers in (1, 2):
-        report = check_dataset(tmp_path, num_workers=num_workers, on_progress=lambda *done: seen.append(done))
-        reports.append((report.splits, report.problems, report.remarks))
-    assert reports[0] == reports[1]
-    assert len(reports[0][1]) == 2
-    assert seen == [(64, 172), (128, 172), (169, 172), (172, 172)] * 2
 
 
 def bad_set(root):

@@ -183,17 +183,6 @@ def test_prepare_the_kit_is_read_after_its_md5_sum_was_compared(tmp_path, offici
         run(tmp_path / "root", official, data_set=replace(TINY, archives=published(sums)))
 
 
-def raising_at(count, error):
-    calls = []
-
-    def on_progress(*state):
-        calls.append(state)
-        if len(calls) == count:
-            raise error
-
-    return on_progress
-
-
 def test_prepare_what_a_killed_run_left_is_replaced(tmp_path, official):
     root = tmp_path / "root"
     left = root / ".imagenet.unfinished/train/n01440764"

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -309,7 +310,7 @@ def test_stage_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, mo
     assert staged(target) == staged(source)
 
 
-@pytest.mark.parametrize(("is_memory", "left"), [(True, 1000), (True, None), (True, 10**12), (False, 1000)])
+@pytest.mark.parametrize(("is_memory", "left"), [(True, 1000), (True, math.inf), (False, 1000)])
 def test_stage_room_in_memory_is_that_of_the_job(source, target, monkeypatch, is_memory, left):
     """A file system may have room where the job's limit has none: more would end the job."""
     monkeypatch.setattr(stage_module, "lies_in_memory", lambda path: is_memory)

@@ -4,7 +4,7 @@ import io
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from bigbatch.errors import DoctorError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor import consult
-from bigbatch.trainer.doctor.budget import Budget, Pace
+from bigbatch.trainer.doctor.budget import Budget
 from bigbatch.trainer.doctor.examine import IMAGES, Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import Probes
 from bigbatch.trainer.doctor.speedups import part_of_images, try_values
@@ -218,17 +218,3 @@ def test_part_of_a_step(name: str, num_images: float, expected: Any) -> None:
     else:
         assert part == expected
     assert all(lookup(cut, key) == part[key] for key in part)
-
-
-def test_pace_predicts_by_the_steps_that_are_made() -> None:
-    pace = Pace(start_seconds=4.0, step_seconds=2.0, turn_seconds=0.5, turns=3, ahead=2, flushes=False)
-    assert pace.comparison == 3 * 2 * 2.0
-    assert pace.trial("layout") == 4.0 * 1.25 + 3 * 2.0 + 12.0
-    assert pace.trial("compile") == pace.trial("layout") + 60
-    assert replace(pace, flushes=True).turn == 6.0
-    early = Budget(60.0, clock=lambda: 0.0, started=0.0)
-    assert pace.fits("layout", early)  # 23 + 12 of 55
-    assert not pace.fits("layout", early, others=1)
-    assert not pace.fits("layout", replace(early, clock=lambda: 21.0))
-    assert pace.base_turns(early) == 1
-    assert replace(pace, step_seconds=0.1).base_turns(early) == 3

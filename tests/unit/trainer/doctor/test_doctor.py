@@ -20,7 +20,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import KEYS, Config
 from bigbatch.trainer.doctor import consult, speedups, verdict
 from bigbatch.trainer.doctor.consult import introduction, main
-from bigbatch.trainer.doctor.examine import Examination, ExaminationResults, describe
+from bigbatch.trainer.doctor.examine import Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
@@ -344,13 +344,6 @@ def test_step_of_many_microbatches_is_measured_in_part() -> None:
 
 def test_change_that_is_illegal_is_told() -> None:
     assert "batch.bn_span=96 " in str(try_values(QUICKSTART, {"batch.bn_span": 96}, world_size=1))
-
-
-def test_change_begins_where_the_last_one_ended() -> None:
-    more = Candidate("workers", {"data.num_threads": 4, "data.flip": False})
-    assert describe(more, QUICKSTART, before={"data.num_threads": 2}) == (
-        "data.num_threads 2 -> 4, data.flip true -> false"
-    )
 
 
 def comparison(gain: float) -> SpeedComparison:

@@ -77,21 +77,11 @@ def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list
     assert all(65_536 // num_gpus % size == 0 for size in sizes)
 
 
-def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
-    """58,880 = 256 x 230; a third of that many ranks has 3 microbatches, and 2 do not divide it."""
-    modes = find_modes(config_of(name="imagenet/resnet50_58880"), world_size=64)
-    assert (modes.sizes, modes.num_images, modes.can_capture) == ((230, 460), 920, False)
-    three = find_modes(quickstart("--batch.global_batch_size=24"), world_size=1)
-    assert three.sizes == (8, 24)
-    one_size = "--compute.mode_keeps=[batch.microbatch_size]"
-    kept = find_modes(config_of(one_size, name="imagenet/resnet50_8k"), world_size=8)
-    assert (kept.sizes, kept.num_images) == ((64,), 512)
-
-
 @pytest.mark.parametrize(
     ("words", "sizes", "captures", "compiles"),
     [
         ((), (8, 16, 32), True, True),
+        (("--batch.global_batch_size=24",), (8, 24), True, True),  # 3 microbatches: 2 do not divide them
         (("--compute.mode_keeps=[batch.microbatch_size]",), (8,), True, True),
         (("--compute.mode_keeps=[compute.compile, compute.cuda_graph]",), (8, 16, 32), False, False),
         (("--compute.compile=default",), (8, 16, 32), True, False),
@@ -241,7 +231,7 @@ def test_mode_is_measured_once_and_taken_again(tmp_path: Path) -> None:
     played = Played(COMPILED)
     first = choose(quickstart(), played, tmp_path)
     (path,) = tmp_path.iterdir()
-    assert first.told == (
+    assert first.note == (
         "compute.mode auto: microbatch 32, compiled: 2,950 images/s of each GPU (eager, microbatch 8: 100); measured "
         f"in 20 s and stored in {path} for later starts"
     )
@@ -253,7 +243,7 @@ def test_mode_is_measured_once_and_taken_again(tmp_path: Path) -> None:
     untried = Played({})
     again = choose(quickstart(), untried, tmp_path)
     assert (again.config, again.text, untried.limits) == (first.config, first.text, {})
-    assert str(path) in again.told
+    assert str(path) in again.note
     (tmp_path / "run.json").write_text(first.text)  # of a run that is resumed, where the cache is gone
     path.unlink()
     assert choose(quickstart(), untried, None, kept=tmp_path / "run.json").config == first.config
@@ -284,22 +274,13 @@ def test_mode_of_another_experiment_is_not_taken(words: tuple[str, ...], tmp_pat
     assert not again.limits, "these change no speed"
 
 
-def test_mode_keeps_in_any_order_are_the_same_experiment(tmp_path: Path) -> None:
-    keys = ("batch.microbatch_size", "compute.cuda_graph")
-    for keeps in (keys, keys[::-1]):
-        config = quickstart()
-        config = replace(config, compute=replace(config.compute, mode_keeps=keeps))
-        choose(config, Played({Mode(8): 100.0, Mode(8, "default"): 200.0}), tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = choose(quickstart(), Played(COMPILED), tmp_path)
     monkeypatch.setattr(doctor_mode, "device_name", lambda device: "NVIDIA H200")
     other = Played(SIZES)
     (tmp_path / "run.json").write_text(first.text)
     found = choose(quickstart(), other, tmp_path, kept=tmp_path / "run.json")
-    assert "is ignored (it is of another GPU, job or config: gpus ['cpu, driver '] there" in found.told
+    assert "is ignored (it is of another GPU, job or config: gpus ['cpu, driver '] there" in found.note
     assert found.config.compute.compile is None
 
 
@@ -338,9 +319,9 @@ def test_mode_file_that_is_damaged_is_named_and_measured_anew(
     path.write_bytes(spoiled(path.read_bytes()))
     again = Played(COMPILED)
     found = choose(quickstart(), again, tmp_path)
-    assert f"{path} is ignored (" in found.told
-    assert "\n" not in found.told
-    assert len(found.told) < 1000
+    assert f"{path} is ignored (" in found.note
+    assert "\n" not in found.note
+    assert len(found.note) < 1000
     assert again.limits
     assert found.config == first.config
     untried = Played({})
@@ -356,10 +337,10 @@ def test_mode_trial_that_hangs_is_cut_and_tried_once_more(tmp_path: Path) -> Non
     assert hangs.limits[Mode(8)] == budget.FIRST_SECONDS, "it starts the process"
     assert hangs.limits[Mode(16)] == (budget.MAX_SECONDS - 5) / 2
     assert first.config.batch.microbatch_size == 32
-    assert first.told.endswith("; microbatch 32, compiled refused: hangs")
+    assert first.note.endswith("; microbatch 32, compiled refused: hangs")
     slower = Played({mode: rate / 2 for mode, rate in SIZES.items() if isinstance(rate, float)})
     second = choose(quickstart(), slower, tmp_path)
-    assert "tried once more" in second.told
+    assert "tried once more" in second.note
     assert json.loads(second.text)["images_per_second"]["mode"] == 250.0, "what was faster stays"
     third = Played({})
     choose(quickstart(), third, tmp_path)
@@ -388,7 +369,7 @@ def test_mode_search_ends_in_time(tmp_path: Path) -> None:
     found = choose(quickstart("--batch.global_batch_size=64"), slow, tmp_path)
     assert list(slow.limits) == [Mode(8), Mode(16), Mode(32), Mode(64)]
     assert found.config.batch.microbatch_size == 32
-    assert found.told.endswith(
+    assert found.note.endswith(
         "; eager, microbatch 64 refused: hangs; microbatch 32, compiled not tried: it needs 60 s, and 38 s are left of "
         "240 s, the most for any run"
     )
@@ -446,7 +427,7 @@ def test_mode_of_a_run_of_medium_length_leaves_the_compilation_to_a_longer_one(t
     assert list(played.limits) == list(SIZES)
     assert played.now < budget.SHARE_OF_RUN * 503
     assert medium.config.batch.microbatch_size == 32
-    assert medium.told.endswith(
+    assert medium.note.endswith(
         "; microbatch 32, compiled not tried: it needs 60 s, and 35 s are left of 50 s, 10% of this run's time"
     )
     assert json.loads(medium.text)["needs_seconds"] == 15.0 + budget.EXTRA_SECONDS["compile"]
@@ -457,7 +438,7 @@ def test_mode_of_a_run_of_medium_length_leaves_the_compilation_to_a_longer_one(t
     played = Played(COMPILED, seconds=20.0, compile_seconds=100.0)
     long = choose(quickstart(), played, tmp_path)
     assert played.limits[Mode(32, "default")] == budget.MAX_SECONDS - 60.0, "a compilation gets all that is left"
-    assert "tried once more, since a trial was cut short or left out" in long.told
+    assert "tried once more, since a trial was cut short or left out" in long.note
     assert long.config.compute.compile == "default"
     assert choose(quickstart(), untried, tmp_path).config == long.config
 
@@ -466,7 +447,7 @@ def test_mode_trial_that_fails_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     found = choose(quickstart(), Played({Mode(8): "CUDA-capable device(s) is/are busy"}), tmp_path)
     assert found.config == quickstart("--compute.mode=eager")
     (path,) = tmp_path.iterdir()
-    assert found.told == (
+    assert found.note == (
         "compute.mode auto: eager, microbatch 8, as stated, since its trial failed; measured in 5 s and stored in "
         f"{path} for later starts; eager, microbatch 8 refused: CUDA-capable device(s) is/are busy"
     )
@@ -481,7 +462,7 @@ def test_mode_trial_that_fails_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     in_the_way.write_text("")
     found = choose(quickstart(), Played(COMPILED), in_the_way / "modes")
     assert found.config.batch.microbatch_size == 32
-    assert "not stored" in found.told
+    assert "not stored" in found.note
 
 
 def test_mode_auto_measures_nothing_where_it_means_eager(tmp_path: Path) -> None:
@@ -495,13 +476,13 @@ def test_mode_auto_measures_nothing_where_it_means_eager(tmp_path: Path) -> None
     alone = quickstart("--batch.global_batch_size=8", "--compute.mode_keeps=[compute.compile, compute.cuda_graph]")
     found = choose(alone, untried, tmp_path)
     assert (found.config, untried.limits) == (alone, {})
-    assert "no other mode fits these settings" in found.told
+    assert "no other mode fits these settings" in found.note
 
 
 def test_mode_of_a_dry_run_is_what_would_be_measured(tmp_path: Path) -> None:
     untried = Played({})
     found = choose(quickstart(), untried, tmp_path, is_dry_run=True)
-    assert found.told == (
+    assert found.note == (
         "compute.mode auto: the first start would time eager, microbatch 8, microbatch 16, microbatch 32, compiled, "
         "for 10% of the run's time, 240 s at most"
     )

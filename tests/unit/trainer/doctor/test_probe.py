@@ -181,7 +181,7 @@ def test_half_written_orders_wait_and_orders_end_with_the_doctor(tmp_path: Path)
     append(tmp_path / ORDERS, {"what": "steps", "seconds": 1.0})
     with (tmp_path / ORDERS).open("a") as file:
         file.write('{"what": "en')
-    assert list(orders(tmp_path, goes_on=lambda: False)) == [{"what": "steps", "seconds": 1.0}]
+    assert list(orders(tmp_path, is_running=lambda: False)) == [{"what": "steps", "seconds": 1.0}]
 
 
 def test_generated_tensors_take_the_place_of_any_loader() -> None:
@@ -268,7 +268,7 @@ def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     assert profile["busy_share"] is None
     assert profile["syncs"] == {}  # the hot path has none
     assert probe.input(seconds=0.1)["loader_images_per_second"] > 0
-    assert probe.steps(batches="images", seconds=0.02, flushes=False)["images"] == 16  # goes on after the input alone
+    assert probe.steps(batches="images", seconds=0.02, flushes=False)["images"] == 16  # continues after the input alone
     estimate, roof = probe.estimate(seconds=0.01), probe.roofline(seconds=0.01)
     assert 0 < estimate["flops_per_image"] < roof["peak_flops"]
     always = probe.always(seconds=0.02)

@@ -15,14 +15,13 @@ from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.augment.crops import random_resized_crop
-from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import order
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
-from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
+from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.shards import open_split
 
 SIZE = 48
@@ -142,37 +141,6 @@ def samples(loader, requests):
         (batch.request.indices_B.tolist(), batch.images_BCHW.clone(), batch.labels_B.tolist(), batch.replaced)
         for batch in loader.load(requests)
     ]
-
-
-def by_position(found):
-    return {
-        position: (pixels_CHW, label)
-        for positions, pixels_BCHW, labels, _ in found
-        for position, pixels_CHW, label in zip(positions, pixels_BCHW, labels, strict=True)
-    }
-
-
-@pytest.mark.parametrize(
-    ("microbatch_size", "world_size", "prefetch_batches"), [(12, 1, 1), (1, 5, 4), (3, 2, 2), (2, 3, 3), (2, 1, 4)]
-)
-def test_bad_images_any_split_of_the_batch_gives_the_same(
-    make, tmp_path, microbatch_size, world_size, prefetch_batches
-):
-    bad = {2: UNDECODABLE, 3: b"", 9: UNDECODABLE, 10: whole(2)[:-9]}
-    index = split(tmp_path, bad, num_images=12)
-    one = make(index, max_skipped=4, microbatch_size=4)
-    asked = {"seed": 5, "num_samples": 12, "global_batch_size": 12, "start_step": 1, "end_step": 2}
-    expected = by_position(samples(one, train_requests(**asked, microbatch_size=4, microbatches=range(3))))
-    found = {}
-    for rank in range(world_size):  # each has its own loader, which knows of nothing that the others met
-        loader = make(index, max_skipped=4, microbatch_size=microbatch_size, prefetch_batches=prefetch_batches)
-        microbatches = Division(12 // microbatch_size, world_size).of(rank)
-        mine = train_requests(**asked, microbatch_size=microbatch_size, microbatches=microbatches)
-        found |= by_position(samples(loader, mine))
-    assert found.keys() == expected.keys() == set(range(12))
-    for position, (pixels_CHW, label) in expected.items():
-        assert torch.equal(found[position][0], pixels_CHW)
-        assert found[position][1] == label
 
 
 def test_bad_images_what_is_known_to_be_bad_is_not_read_again(make, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -668,19 +667,6 @@ def test_reading_raises_the_first_error_of_a_batch_and_begins_no_further_row():
         with pytest.raises(StorageError, match="the first row"):
             reads.finish(reads.begin(range(8), take))
     assert sorted(taken) == [0, 1]
-
-
-def test_reading_threads_that_wait_keep_no_batch():
-    reads = retry.PatientReads(Storage(), patience_seconds=0.0)
-    with reads.threads():
-        for number in (4, 2, 4):
-            reads.use_threads(number)
-            gathering = reads.begin(range(8), reads.read)
-            assert None not in reads.finish(gathering)
-            known = weakref.ref(gathering)
-            del gathering
-            while known() is not None:
-                time.sleep(0.01)
 
 
 class Together(Storage):

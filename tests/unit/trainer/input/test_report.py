@@ -11,15 +11,17 @@ from all_augmentations import ALL_AUGMENTATIONS
 from bigbatch.trainer.build import input as measure_input
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.loaders.probe import ProbedInput
-from bigbatch.trainer.input.remedies import InputSettings, input_settings, pixels_left
 from bigbatch.trainer.input.report import (
+    InputSettings,
     InputWait,
     MeasuredInput,
     Rates,
     describe_input,
     hints,
     input_record,
+    input_settings,
     merge_rates,
+    pixels_left,
     slowest_stage,
 )
 from bigbatch.trainer.machine import host

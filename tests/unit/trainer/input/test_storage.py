@@ -262,16 +262,13 @@ def test_storage_that_is_gone_ends_the_read_with_the_image(make, bucket, faults)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "code", ["403 ExpiredToken", "403 SignatureDoesNotMatch", "400 InvalidToken", "400 AuthorizationHeaderMalformed"]
-)
-def test_storage_that_refuses_credentials_says_so_at_once_and_prints_none(code, bucket, faults, monkeypatch):
+@pytest.mark.parametrize("code", ["403 ExpiredToken", "400 InvalidToken", "400 AuthorizationHeaderMalformed"])
+def test_storage_that_refuses_credentials_says_so_at_once_and_prints_none(code, bucket, faults):
     found = open_split(bucket, "train")
     faults.refuse = code
     for read in (lambda: found.read(0), lambda: open_split(bucket, "train"), lambda: DataRoot(bucket).classes("val")):
         with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/", "credentials")) as caught:
             read()
-        assert not isinstance(caught.value.__cause__, OSError) or read is not None
         assert SECRET not in repr(caught.value)
         assert "AKIA" not in repr(caught.value)
 

@@ -105,13 +105,12 @@ def test_stream_state_before_the_failed_step_is_saved_bit_for_bit(
 @pytest.mark.parametrize(
     ("first_step", "num_batches", "told"), [(0, 0, None), (0, 1, "No step "), (2, 0, None), (2, 1, " step 2.")]
 )
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_stream_failure_before_the_end_of_the_first_step_saves_nothing(
-    first_step: int, num_batches: int, told: str | None, precision: str
+    first_step: int, num_batches: int, told: str | None
 ) -> None:
     batches = failing(make_batches(num_batches))
     plan = replace(STEPS, first_step=first_step)
-    recorder, said = run(plan, batches, precision=precision, optimizer="sgd")
+    recorder, said = run(plan, batches, precision="fp16", optimizer="sgd")
     assert said == LOST if told is None else re.search(naming(LOST, told), said)
     assert recorder.events == []
 
@@ -199,18 +198,6 @@ def test_stream_images_of_steps_that_do_not_count_are_not_told() -> None:
         train(plan, replace(other.parts, communicator=other), recorder, iter(batches))  # type: ignore[arg-type]
     told = {"train/3": "3.JPEG: is not an image", "train/5": "5.JPEG: is empty"}
     assert recorder.events == [("skipped", 2, told), ("save", 2, None)]
-
-
-@pytest.mark.parametrize("end", ["?", ")"])
-def test_stream_message_has_one_full_stop(end: str) -> None:
-    def ending() -> Iterator[Batch]:
-        yield from make_batches(1)
-        raise DataError(f"does the server answer{end}")
-
-    with pytest.raises(DataError) as raised:
-        train(STEPS, make_parts(), Recorder(), ending())
-    stop = end if end in (".", "?", "!") else f"{end}."
-    assert str(raised.value) == f"does the server answer{stop} No step was done."
 
 
 def evaluate_beside(other: OtherRank, batches: Iterator[Batch], *, num_samples: int, **options: Any) -> dict[str, Any]:

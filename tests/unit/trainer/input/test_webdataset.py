@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -314,14 +313,6 @@ def test_webdataset_is_indexed_once_and_anew_if_a_shard_changed(tmp_path, capsys
     for damage in (b"", b"{}\n", b"[" * 10_000, (root / "webdataset.index").read_bytes()[:-1]):
         (root / "webdataset.index").write_bytes(damage)
         assert held(open_split(root, "train")) == IMAGES[10:]
-
-
-def test_webdataset_folder_and_index_are_read_once_for_both_splits(tmp_path):
-    root = hub(tmp_path / "hub")
-    data = DataRoot(root)
-    train = data.open("train")
-    shutil.rmtree(root)
-    assert len(data.open("val", classes=train.classes)) == 2
 
 
 @pytest.mark.parametrize(

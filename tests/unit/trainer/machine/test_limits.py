@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from host_tree import add_limits, write
 
-from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 from bigbatch.trainer.machine.kernel_files import leading_number, read_line
-from bigbatch.trainer.machine.limits import Limits, read_limits
+from bigbatch.trainer.machine.limits import Limits, lies_in_memory, memory_left, read_limits
 
 
 def test_limits_of_a_process(tmp_path: Path) -> None:
@@ -120,10 +119,10 @@ def test_memory_left_of_version_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0::/", "0::/../other", "0::/gone"])
-def test_memory_left_is_none_where_nothing_limits_it(text: str, tmp_path: Path) -> None:
-    assert memory_left(tmp_path) is None
+def test_memory_left_is_infinite_where_nothing_limits_it(text: str, tmp_path: Path) -> None:
+    assert memory_left(tmp_path) == inf
     write(tmp_path, "proc/self/cgroup", text)
-    assert memory_left(tmp_path) is None
+    assert memory_left(tmp_path) == inf
 
 
 @pytest.mark.parametrize(("kind", "stands"), [("tmpfs", True), ("ext4", False), ("fuse.tmpfs", False)])

@@ -77,15 +77,6 @@ def test_numa_core_lists_are_read_and_written_back(cores):
     assert parse_cores(spans(sorted(cores), between=",") + "\n") == sorted(cores)
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"),
-    [("0-3,8-11", [0, 1, 2, 3, 8, 9, 10, 11]), ("0", [0]), ("", []), ("5,7-8", [5, 7, 8]), ("9-10", [9, 10])],
-)
-def test_numa_the_kernels_lists(text, cores):
-    assert parse_cores(f"{text}\n") == cores
-    assert spans(cores, between=",") == text
-
-
 @pytest.mark.skipif(not Path("/sys/devices/system/node/node0").is_dir(), reason="needs Linux's sysfs")
 def test_numa_this_machine_is_read_as_the_kernel_writes_it():
     nodes = read_nodes(Path("/sys"))

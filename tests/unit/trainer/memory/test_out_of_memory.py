@@ -206,36 +206,18 @@ def test_out_of_memory_messages_of_a_run_without_memory(
 
     def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
         tried.append((size, num_microbatches))
+        assert (config.compute.cuda_graph, config.compute.compile) == (True, None), "captured as the run, not compiled"
         return size <= limit
 
     if limit is None:
         monkeypatch.setattr(out_of_memory, "SEARCH_SECONDS", -1.0)
     monkeypatch.setattr(out_of_memory, "fits_memory", fits)
-    line = explain(quickstart(512, 256, 32), reason, world_size=1, device=CPU)
+    words_of_run = ("--compute.cuda_graph=true", "--compute.compile=default", "--compute.compile_fallback=true")
+    line = explain(quickstart(512, 256, 32, *words_of_run), reason, world_size=1, device=CPU)
     assert line.startswith("out of memory: batch.microbatch_size=256 does not fit on cpu")
     assert re.search(words, line), line
     assert "\n" not in line
     assert all(size < 256 and num == 2 for size, num in tried)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_captured", [True, False])
-def test_out_of_memory_trials_are_captured_as_the_run_but_not_compiled(
-    is_captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
-        assert config.compute.cuda_graph == is_captured
-        assert config.compute.compile is None
-        return size <= 96
-
-    monkeypatch.setattr(out_of_memory, "fits_memory", fits)
-    words = (
-        f"--compute.cuda_graph={str(is_captured).lower()}",
-        "--compute.compile=default",
-        "--compute.compile_fallback=true",
-    )
-    line = explain(quickstart(256, 256, 32, *words), OF_GPU, world_size=1, device=CPU)
-    assert "at least 96 fits; with --batch.microbatch_size 64 (4 accumulation steps)" in line
 
 
 # --- with a real limit ---

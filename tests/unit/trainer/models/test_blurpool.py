@@ -55,18 +55,17 @@ def test_blurpool_blurred_are_the_strided_convolutions_but_the_first_and_names_a
     assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in peer.state_dict().items()}
 
 
-@pytest.mark.parametrize(("precision", "rounding"), [("bf16", 2**-8), ("fp16", 2**-11)])
-def test_blurpool_half_precision_in_channels_last(precision: str, rounding: float) -> None:
+def test_blurpool_half_precision_in_channels_last() -> None:
     blur = BlurConv2d(16, 16, 3, stride=2, padding=1, bias=False).to(memory_format=torch.channels_last)
     whole = BlurConv2d(16, 16, 3, stride=2, padding=1, bias=False).double()
-    half = Precision(blur, name=precision, device=torch.device("cpu")).compute_dtype
+    half = Precision(blur, name="bf16", device=torch.device("cpu")).compute_dtype
     whole.weight.data.copy_(blur.weight.data)
     images_BCHW = torch.randn(2, 16, 10, 10).to(half).to(memory_format=torch.channels_last)
     got = blur(images_BCHW)
     assert got.dtype == half
     assert got.is_contiguous(memory_format=torch.channels_last)
     want = whole(images_BCHW.double()).detach()
-    assert float((got.detach().double() - want).abs().max()) < 4 * rounding * float(want.abs().max())
+    assert float((got.detach().double() - want).abs().max()) < 4 * 2**-8 * float(want.abs().max())
     got.sum().backward()
     assert blur.weight.grad is not None
     assert bool(blur.weight.grad.isfinite().all())

@@ -53,7 +53,7 @@ def test_freeze_keeps_the_statistics_of_a_norm_and_computes_by_them() -> None:
     model(torch.randn(4, 3, 16, 16))
     assert torch.equal(norm.running_mean, before[0])
     assert torch.equal(norm.running_var, before[1])
-    assert not torch.equal(statistics_N, others_N), "the others go on"
+    assert not torch.equal(statistics_N, others_N), "the others continue"
     inputs_BCHW = torch.randn(4, norm.num_features, 3, 3)
     mean_C11, var_C11, weight_C11, bias_C11 = (
         each.detach()[:, None, None].double() for each in (*before, norm.weight, norm.bias)

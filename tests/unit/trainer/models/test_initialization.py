@@ -62,12 +62,6 @@ def test_init_of_a_grouped_convolution_counts_a_groups_inputs() -> None:
     require_normal(convolution.weight, math.sqrt(2 / (16 * 9)))
 
 
-def test_init_without_a_name_draws_nothing() -> None:
-    model, state = net(), torch.get_rng_state()
-    initialize_(model, None, linear_std=None)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_init_leaves_what_is_not_trained_as_it_is() -> None:
     model = build_model("resnet9", num_classes=10, norm=nn.BatchNorm2d, width=4, is_whitened=True)
     before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}

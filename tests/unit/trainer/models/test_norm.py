@@ -174,14 +174,6 @@ def test_norm_of_a_ghost_has_the_same_bits_beside_others_as_alone(
     assert all(map(torch.equal, *found))
 
 
-def test_norm_of_ghosts_compiles_to_the_same_program_without_its_own_function() -> None:
-    norm, twin = make_norm(2), make_norm(2)
-    inputs = make_inputs(2)
-    compiled = torch.compile(norm, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(inputs), twin(inputs))
-    assert torch.equal(norm.running_var, twin.running_var)
-
-
 @pytest.mark.parametrize("ghosts_per_forward", [1, 2, 4])
 def test_norm_statistics_do_not_depend_on_the_microbatches(ghosts_per_forward: int) -> None:
     norm, inputs = make_norm(4), make_inputs(4)

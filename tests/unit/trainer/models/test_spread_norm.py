@@ -146,24 +146,6 @@ def test_spread_norm_large_mean_does_not_cancel_the_variance() -> None:
     assert_equal(results, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_spread_norm_ghost_batches_of_several_steps_weigh_as_on_one_rank() -> None:
-    """Two ghost batches a step, each over two ranks: the running statistics of a rank that holds them whole."""
-    batches = [make_batch(2, torch.float64, offset=float(k))[0] for k in range(4)]
-    alone = GhostBatchNorm2d(C, bn_span=2 * PART, ghosts_per_step=2).double()
-    for batch in batches:
-        alone(batch)
-
-    def work(group: RankGroup, rank: int) -> tuple[Tensor, Tensor]:
-        norm = GhostBatchNorm2d(C, bn_span=2 * PART, ghosts_per_step=2, group=group).double()
-        for batch in batches:
-            norm(batch[rank * PART : (rank + 1) * PART])
-        return norm.running_mean, norm.running_var
-
-    for mean, var in Replay(2, num_gathers=len(batches)).run(work):
-        torch.testing.assert_close(mean, alone.running_mean)
-        torch.testing.assert_close(var, alone.running_var)
-
-
 def refuse(own_N: Tensor) -> Tensor:
     raise AssertionError("a rank was asked")
 

@@ -1,7 +1,6 @@
 """Input patch whitening against numpy's covariance, and what becomes of its weights."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import whitening as build_whitening
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -139,20 +137,6 @@ def test_whitening_whole_images_of_the_training_set_are_whitened(root: Path) -> 
     assert torch.equal(fitted(config), want)
     other = config_of(root, **{"batch.microbatch_size": 2, "batch.bn_span": 2, "run.seed": 7})
     assert torch.equal(fitted(other), want)
-
-
-@pytest.mark.slow
-def test_whitening_ranks_share_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five of eleven, evenly spaced, each on one rank."""
-    monkeypatch.setattr(build_whitening, "NUM_IMAGES", 5)
-    config = config_of(root, **{"batch.microbatch_size": 2, "batch.bn_span": 2})
-    split, _ = build_input.make_splits(config, connect(env=ALONE, backend="gloo"))
-    seen = []
-    for rank in range(2):
-        place: Any = SimpleNamespace(rank=rank, world_size=2)
-        for batch in build_whitening._batches(split, config=config, communicator=place):
-            seen += batch.request.indices_B[batch.valid_B.numpy()].tolist()
-    assert sorted(seen) == [0, 2, 5, 8, 10]
 
 
 @pytest.mark.slow

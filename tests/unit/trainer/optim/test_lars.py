@@ -128,14 +128,3 @@ def test_lars_forms_agree_at_constant_lr_and_differ_under_warmup(nesterov):
     torch.testing.assert_close(inside, outside, rtol=1e-12, atol=1e-14)
     inside, outside = (run(warmup, momentum_form=form, nesterov=nesterov) for form in FORMS)
     assert all((a - b).abs().max() > 1e-4 for a, b in zip(inside, outside, strict=True))
-
-
-def test_lars_on_a_cpu_takes_small_tensors_together_and_large_ones_in_pieces(monkeypatch):
-    monkeypatch.setattr(lars, "_CPU_PORTION", 10)
-    weights = [torch.zeros(n) for n in (4, 6, 1, 25, 10, 11)]
-    assert [[w.numel() for w in some] for some in lars._portions(weights)] == [[4, 6], [1], [25], [10], [11]]
-    strided = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
-    pieces = [piece for piece, _ in lars._pieces([strided, strided])]
-    assert [p.numel() for p in pieces] == [10, 10, 4]
-    assert torch.equal(torch.cat(pieces), strided.permute(0, 2, 3, 1).flatten())  # as memory lies
-    assert pieces[0].data_ptr() == strided.data_ptr()

@@ -79,22 +79,6 @@ def test_muon_in_bf16_is_torchs_of_matrices():
         assert way > 0.1
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_muon_is_orthogonal_in_the_precision_that_it_is_given(precision, dtype):
-    weights, seen = random_weights()[:2], []
-    optimizer = Muon(weights, lr=0.1, newton_schulz_precision=precision)
-
-    def divide(tensors, work, *, costs, dtype):
-        results = work(tensors)
-        seen.extend([dtype, *(result.dtype for result in results)])
-        return lambda: results
-
-    optimizer.divide = divide
-    set_random_grads(weights, seed=0)
-    optimizer.step()
-    assert seen == [dtype] * 3
-
-
 def test_muon_on_a_vector_is_refused_by_name():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     names = ["0.weight", "1.weight"]

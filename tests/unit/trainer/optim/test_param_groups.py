@@ -20,9 +20,7 @@ class RenamedBatchNorm(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     "norm",
     [
-        nn.BatchNorm1d(4),
         nn.BatchNorm2d(4),
-        nn.BatchNorm3d(4),
         nn.SyncBatchNorm(4),
         nn.InstanceNorm2d(4, affine=True),
         nn.LayerNorm(4),

@@ -26,7 +26,7 @@ def passed(hour: float, joules: float | None) -> dict[str, Any]:
         # the second start, five hours later, has twice the ranks
         ([start(3, 8), passed(4, 5.0), start(9, 16), passed(9.5, 7.0)], Spent(1.5, 16, 12)),
         ([start(3, 8), passed(4, None), start(9, 16), passed(9.5, 7.0)], Spent(1.5, 16, None)),
-        # six ranks went on half an hour after the last record, in the same processes
+        # six ranks continued half an hour after the last record, in the same processes
         ([start(3, 8), passed(4, 5.0), start(4.5, 6) | {"is_healed": True}, passed(5, 7.0)], Spent(2, 14, 12)),
         # the time of day was set ten days ahead, and back, in the first start; the second one lasted for half an hour
         (

@@ -151,21 +151,6 @@ class Alone:
         return stream
 
 
-def test_audits_of_a_healthy_rank_find_nothing_and_change_no_bit() -> None:
-    states = []
-    for is_audited in (True, False):
-        parts = make_parts()
-        alone = Alone(parts)
-        if not is_audited:
-            alone.audit = GradientAudit(quickstart(), PLAN, parts, read=alone.audit._read)
-            alone.batches = make_batches()
-        alone.run()
-        assert [(r["step"], r["compared"]) for r in alone.records] == ([(2, 1), (4, 1)] if is_audited else [])
-        states.append(parts.precision.model_state() | {"running": parts.statistics.running_N})
-        parts.close()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
 def test_single_flip_is_found_by_one_rank_alone() -> None:
     parts = make_parts()
     calls = 0

@@ -1,8 +1,6 @@
 """A rank that is to join: what refuses it before it asks, what it looks for, and a loss while the others take it in."""
 
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError, ConfigError, PeerLostError
 from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.trainer import joining
-from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.owner import own_claim, take
@@ -77,28 +74,6 @@ def test_rank_that_reaches_no_other_ends(
         owner.release()
 
 
-@pytest.mark.parametrize("claim", ["", "one two three", "1", None])
-def test_rank_waits_while_the_others_take_the_run_folder_over(
-    claim: str | None, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one has failed, has no store that others reach, or no claim is there at this moment."""
-    asked: list[tuple[str, int]] = []
-
-    def ask(env: object, where: tuple[str, int], **options: Any) -> str:
-        asked.append(where)
-        assert options["is_current"]()
-        found[:] = [own_claim(store=("127.0.0.1", 8))]
-        assert not options["is_current"]()
-        return "admitted"
-
-    monkeypatch.setattr(joining, "ask_to_join", ask)
-    former = None if claim is None else replace(own_claim(), store=claim, has_ended=True, has_failed=True)
-    found: list[Any] = [former, former, own_claim(store=("127.0.0.1", 7))]
-    monkeypatch.setattr(joining, "newest_claim", lambda folder: found.pop(0) if len(found) > 1 else found[0])
-    assert joining._ask(config_of(tmp_path), job, {}) == "admitted"  # type: ignore[comparison-overlap]
-    assert asked == [("127.0.0.1", 7)]
-
-
 def test_wait_for_an_answer_is_none_of_the_time_without_a_reachable_rank(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +106,7 @@ class Calls:
         self.went_on: list[tuple[Any, dict[str, Any]]] = []
         self.closed: list[str] = []
         group = SimpleNamespace(control="of the new group", endpoints=SimpleNamespace(all="012"))
-        told = SimpleNamespace(group=group, told={"joined": "rank 2 on n1"})
+        told = SimpleNamespace(group=group, announced={"joined": "rank 2 on n1"})
         results = {"admit": told, "connect_group": "connected", "leave_former_group": None, "abort_connection": None}
         for name, result in results.items():
             play = MagicMock(return_value=result, side_effect=errors.get(name))
@@ -155,14 +130,6 @@ def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:
     error = PeerLostError("ranks were lost")
     error.lost_ranks, error.exit_code = frozenset(ranks), exit_code
     return error
-
-
-def test_rank_joins_once_all_have_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls(monkeypatch)
-    calls.admit_ranks()
-    ((_, given),) = calls.went_on
-    assert (given["group"].control, given["connected"]) == ("of the new group", "connected")
-    assert given["message"] == "joined: rank 2 on n1; "
 
 
 @pytest.mark.parametrize(("joins", "closed"), [(1, ["closed"]), (3, [])])
@@ -217,45 +184,6 @@ def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monke
     calls.admit_ranks()
     ((loss, given),) = calls.went_on
     assert (given.get("group"), loss.lost_ranks) == (None, {0})
-
-
-@pytest.mark.parametrize("num_losses", [1, joining.MAX_ATTEMPTS])
-def test_rank_asks_again_if_it_does_not_get_the_state(
-    num_losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, modes, parts = list[str](), list[int](), object()
-    splits = Splits(*[SimpleNamespace(index=None)] * 2)  # type: ignore[arg-type]
-    told = {"owner": 5, "waited": 1.0, "joined": "rank 2 on n1", "back_at": 9}
-    admitted = SimpleNamespace(group=SimpleNamespace(control=None), told=told, leave=lambda: left.append("left"))
-    for name, value in {
-        "connect_group": MagicMock(side_effect=[*[lost(0)] * num_losses, "connected"]),
-        "leave_former_group": lambda group: None,
-        "_ask": lambda *arguments: admitted,
-        "stage_data": lambda config, alone: (config, None),
-        "make_splits": lambda config, alone: splits,
-        "set_deterministic": modes.append,
-        "_make_parts": lambda *arguments: parts if modes == [2] else pytest.fail("a model would be compiled before"),
-        "abort_connection": lambda control: None,
-        "heal": lambda *arguments, **options: options["connected"],
-    }.items():
-        monkeypatch.setattr(joining, name, value)
-    communicator: Any = nullcontext()
-    communicator.device = torch.device("cpu")
-    path = tmp_path / "joins"
-    path.touch()
-    job: Any = SimpleNamespace(env=replace(ENV, joins_file=path), communicator=communicator)
-    ownership: Any = SimpleNamespace(number=0)
-    config = replace(QUICKSTART, run=replace(QUICKSTART.run, reproducible=True))
-    join = partial(joining.join_running_job, config, job, ownership=ownership)
-    if num_losses == joining.MAX_ATTEMPTS:
-        with pytest.raises(PeerLostError, match="ranks were lost"):
-            join()
-    else:
-        arrival = join()
-        assert (arrival.healed, arrival.back_at, ownership.number) == ("connected", 9, 5)
-        assert (arrival.splits, arrival.parts) == (splits, parts), "its first run makes no others"
-    assert left == ["left"] * num_losses
-    assert path.exists() == (num_losses == joining.MAX_ATTEMPTS), "the launcher knows whether it has joined"
 
 
 def test_rank_that_fails_before_it_has_joined_ends_as_a_lost_one() -> None:

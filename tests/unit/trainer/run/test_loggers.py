@@ -163,32 +163,6 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
     assert len(made) == 2, "after a return to a checkpoint they are opened again"
 
 
-def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) -> None:
-    said: list[str] = []
-    rundir = RunDir(tmp_path)
-
-    def refuse(*_: object) -> Any:
-        raise PermissionError("read-only")
-
-    broken = SimpleNamespace(write=lambda *_: 1 / 0, close=refuse)
-    kept: list[tuple[str, int, Any]] = []
-    good = SimpleNamespace(write=lambda *record: kept.append(record), close=lambda: None)
-    log = MetricsLog(rundir)
-    log.begin(from_step=0)
-    log.loggers = [
-        GuardedLogger("first", refuse, say=said.append),
-        GuardedLogger("second", lambda _: broken, say=said.append),  # type: ignore[arg-type, return-value]
-        GuardedLogger("third", lambda _: good, say=said.append),  # type: ignore[arg-type, return-value]
-    ]
-    for step in (1, 2):
-        log.write("train", {"step": step, "loss": 1.0})
-    log.close()
-    assert [text.partition(": ")[2].split(" failed (")[0] for text in said] == ["first", "second"]
-    assert all("the run continues without it" in text for text in said)
-    assert kept == [("train", step, {"loss": 1.0}) for step in (1, 2)]
-    assert len(list(read_records(rundir.metrics))) == 2
-
-
 def test_loggers_wandb_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

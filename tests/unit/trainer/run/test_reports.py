@@ -24,13 +24,12 @@ from small_run import PLAN
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.input.remedies import input_settings
-from bigbatch.trainer.input.report import MeasuredInput
+from bigbatch.trainer.input.report import MeasuredInput, input_settings
 from bigbatch.trainer.run import folder, metrics, summary
 from bigbatch.trainer.run.cost import Spent, total_spent
-from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
+from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
-from bigbatch.trainer.run.progress import Bar, Cell, Lines, describe, describe_evaluation, make_reporter, rows
+from bigbatch.trainer.run.progress import Bar, Cell, Lines, describe, describe_evaluation, rows
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Steps
@@ -447,15 +446,6 @@ def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> Non
             log.close()
 
 
-def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    rundir = RunDir(tmp_path / "file")
-    with pytest.raises(RunFolderError, match=naming(rundir.config)):
-        rundir.write_text(rundir.config, "")
-    with writing(tmp_path / "other"):
-        pass
-
-
 @pytest.mark.parametrize(
     "odd",
     [
@@ -591,11 +581,3 @@ def test_report_bar_in_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["text/plain"].split()[0] for each in shown] == ["2/10", "3/10"]
     assert '<progress value="3" max="10">' in shown[-1]["text/html"]
     assert capsys.readouterr().out.split() == ["top-1", "25.00%", "top1", "50.00", "%"]
-
-
-def test_report_who_shows_what() -> None:
-    show = partial(make_reporter, is_notebook=False, first_step=0, num_steps=1)
-    assert isinstance(show(terminal_columns=None), Lines)
-    bar = show(terminal_columns=80)
-    bar.close()
-    assert isinstance(bar, Bar)

@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint that it goes on from."""
+"""What a run takes over from the checkpoint that it continues from."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -152,20 +152,6 @@ def test_resume_ranks_with_other_checkpoints_do_not_wait_for_each_other(tmp_path
     folders = [tmp_path / name for name in ("a", "b")]
     run_of(folders[0], 1, 2)
     assert [start.step for start in starts_of_ranks(folders)] == [2, 0]
-
-
-@pytest.mark.parametrize(
-    ("option", "there"),
-    [
-        ("--optimizer.name=sgd", "optimizer.name=lars"),
-        ("--optimizer.exclude_bias_and_norm=false", "optimizer.exclude_bias_and_norm=true"),
-    ],
-)
-def test_resume_refuses_another_optimizer_or_objective(option: str, there: str, tmp_path: Path) -> None:
-    run_of(tmp_path, 5)
-    other = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", option])
-    with pytest.raises(CheckpointError, match=naming(there)):
-        find_start(other, RunDir(tmp_path), samples=None, control=alone())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the order of sums, and what a run says that goes on with another one."""
+"""What a checkpoint keeps of the order of sums, and what a run says that continues with another one."""
 
 import hashlib
 from pathlib import Path

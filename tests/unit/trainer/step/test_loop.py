@@ -190,16 +190,6 @@ def test_train_stop_at_the_last_step_changes_nothing() -> None:
     assert totals.steps == 4
 
 
-def test_train_shares_of_the_step_are_shares() -> None:
-    recorder = Recorder()
-    totals = train(PLAN, make_parts(), recorder, iter(make_batches()))
-    for record in recorder.records:
-        assert 0 <= record["input_wait_fraction"] < 1
-        assert 0 <= record["exposed_communication_fraction"] < 1
-        assert record["images_per_second"] > 0
-    assert 0 < totals.input_wait_seconds + totals.exposed_seconds < totals.step_seconds
-
-
 def test_count_batch_by_hand() -> None:
     logits_BK = torch.tensor([[9.0, 1, 2, 3, 4, 5, 6], [0.0, 1, 2, 3, 4, 5, 6], [0.0, 1, 2, 3, 4, 5, 6]])
     labels_B = torch.tensor([0, 1, 2])

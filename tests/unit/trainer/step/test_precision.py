@@ -112,24 +112,6 @@ def test_precision_skips_the_update_of_an_overflow_and_halves_the_scale(name: st
     assert not torch.equal(before["3.weight"], precision.masters["3.weight"])
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp16_autocast"])
-def test_precision_goes_through_a_checkpoint(name: str) -> None:
-    model = small_model()
-    precision = make_precision(model, name=name)
-    step(model, precision, torch.optim.SGD(precision.masters.values(), lr=0.1), torch.randn(4, 3, 8, 8))
-    state, scale = precision.model_state(), precision.state_dict()
-    assert state["0.weight"].dtype == torch.float32
-
-    torch.manual_seed(5)
-    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
-    restored = make_precision(other, name=name)
-    restored.load_model_state(state)
-    restored.load_state_dict(scale)
-    for key, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[key], value), key
-    assert restored.state_dict() == precision.state_dict()
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_precision_sees_a_weight_that_is_no_number(bad: float) -> None:
     precision = make_precision(small_model(), name="bf16")

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from error_texts import naming
 from small_run import PLAN, Recorder, make_batches, make_parts, train
+from thread_ranks import Meeting
 from torch import Tensor
 
 from bigbatch.errors import ReplicasDiffer
@@ -77,27 +76,9 @@ def test_replicas_are_weights_state_statistics(precision: str) -> None:
     assert all(found[name] is parts.precision.masters[name] for name in names), "all digits"
 
 
-@dataclass
-class Met:
-    """Ranks that are threads: what they sum and gather goes through here."""
-
-    num_ranks: int
-
-    def __post_init__(self) -> None:
-        self.told: list[Any] = [None] * self.num_ranks
-        self.barrier = Barrier(self.num_ranks, timeout=60)
-
-    def exchange(self, rank: int, mine: Any) -> list[Any]:
-        self.told[rank] = mine
-        self.barrier.wait()
-        told = list(self.told)
-        self.barrier.wait()
-        return told
-
-
 def compare_all(ranks: Sequence[Sequence[Tensor]]) -> list[str]:
     """Compare what each rank holds, a list of tensors; what each says, empty where it finds nothing."""
-    met = Met(len(ranks))
+    meeting = Meeting(len(ranks))
 
     def one(rank: int) -> str:
         communicator: Any = SimpleNamespace(
@@ -105,8 +86,8 @@ def compare_all(ranks: Sequence[Sequence[Tensor]]) -> list[str]:
             world_size=len(ranks),
             device=torch.device("cpu"),
             control=SimpleNamespace(host_of=lambda other: f"node{other}"),
-            sum_=lambda tensor_N, label: torch.stack(met.exchange(rank, tensor_N)).sum(0),
-            gather=lambda value: met.exchange(rank, value),
+            sum_=lambda tensor_N, label: torch.stack(meeting.exchange(rank, tensor_N)).sum(0),
+            gather=lambda value: meeting.exchange(rank, value),
         )
         try:
             require_same(communicator, ["stem", "head"], digest(ranks[rank]), done=7)

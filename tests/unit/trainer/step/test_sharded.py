@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.gradients.scatter_gather import ScatterGather, own_part
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, PeerLostError
 from bigbatch.trainer.models import build_model
@@ -75,12 +75,6 @@ def test_sharded_elements_are_of_one_rank_each_and_shares_are_even(buffers: list
             assert owned == list(range(tensor.num_elements))
     part = sum(-(-buffer.num_elements // world_size) for buffer in plan.buffers)
     assert all(sum(piece.stop - piece.start for piece in share.values()) <= part for share in shares)
-
-
-def test_own_part_is_one_of_equal_parts() -> None:
-    assert own_part(torch.arange(6), rank=1, world_size=3).tolist() == [2, 3]
-    with pytest.raises(ValueError, match=naming("7 elements", "3 equal parts")):
-        own_part(torch.arange(7), rank=0, world_size=3)
 
 
 def test_sharded_weights_refuse_a_rank_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +173,7 @@ def test_sharded_forward_names_the_gather_that_failed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ScatterGather, "start_all_gather", start)
     weights.publish_()
-    for _ in range(2):  # nor does it go on with what came before the failure
+    for _ in range(2):  # nor does it continue with what came before the failure
         with pytest.raises(PeerLostError, match="all-gather of weights 0 failed"):
             model(torch.ones(1, 3))
 

@@ -57,4 +57,4 @@ def test_statistics_beyond_the_grid_are_counted() -> None:
 def test_statistics_stay_where_a_rank_had_no_batch(kind: type[StepStatistics]) -> None:
     statistics = make_statistics(1, kind=kind)
     assert torch.equal(moved(statistics, (torch.full((3,), torch.nan),), num_failed=1), STARTS)
-    assert not torch.equal(moved(statistics, (torch.ones(3),)), STARTS), "the next step goes on"
+    assert not torch.equal(moved(statistics, (torch.ones(3),)), STARTS), "the next step continues"

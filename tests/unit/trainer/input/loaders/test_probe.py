@@ -22,13 +22,12 @@ from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.loaders import pillow
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.encoded import ImageLoader, as_batch
-from bigbatch.trainer.input.loaders.probe import NUM_KEPT, probe_input, rate
+from bigbatch.trainer.input.loaders.probe import NUM_KEPT, probe_input
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.reading import EncodedBatch
-from bigbatch.trainer.input.remedies import input_settings
-from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, slowest_stage
+from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, input_settings, slowest_stage
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
 
@@ -138,26 +137,6 @@ def test_probe_requests_begin_anew_where_they_are_few() -> None:
     assert len(parts.asked) > 1000
 
 
-def costing(clock: Clock, costs: list[float]) -> Iterator[Batch]:
-    request = Request(0, np.arange(3), np.ones(3, bool))
-    for cost in costs:
-        clock.now += cost
-        yield Batch(torch.zeros(3), torch.zeros(3), torch.zeros(3), request)
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_fill", "expected"),
-    [
-        ([2, 2, *[1] * 12], 2, 3 / 1),  # what fills the queues is not counted
-        ([8, *[4] * 3], 4, 3 / 4),  # nor is it waited for beyond a quarter of the time
-        ([2, 2, *[3] * 5], 0, 5 * 3 / (2 + 4 * 3)),  # the first never counts
-    ],
-)
-def test_probe_what_is_counted(costs: list[float], num_fill: int, expected: float) -> None:
-    clock = Clock()
-    assert rate(costing(clock, costs), seconds=16.0, num_fill=num_fill, clock=clock) == pytest.approx(expected)
-
-
 def test_probe_a_loader_that_reads_nothing_has_neither_read_nor_decode_nor_copy() -> None:
     loader = SyntheticLoader(num_classes=2, image_size=lambda epoch: SIZE, microbatch_size=4, device=CPU)
     prepare = PrepareBatch(normalize=lambda images_BCHW: images_BCHW / 255, device=CPU)
@@ -196,7 +175,7 @@ def probed(loader: ImageLoader, **clock: Any) -> Any:
 
 
 class Ticking(Clock):
-    """Goes on a little with each look: what costs nothing has a rate, too."""
+    """Continues a little with each look: what costs nothing has a rate, too."""
 
     def __call__(self) -> float:
         self.now += 1e-4

@@ -1,0 +1,108 @@
+"""What the environment says of the user: folders, site files, and settings of libraries."""
+
+import contextlib
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from bigbatch.files import parse_json
+from bigbatch.paths import as_path
+
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
+SITE_VARIABLE = "BIGBATCH_SITE"
+"""Set by `bigbatch launch` for the ranks: settings from each bigbatch.toml, as JSON."""
+SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
+"""Set by users: the only bigbatch.toml to read; empty: none."""
+SYSTEM_SITE_FILE = Path("/etc/bigbatch/bigbatch.toml")
+
+
+def measured_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of that name for the user's measurements, or None if there is no home."""
+    with contextlib.suppress(RuntimeError):
+        return _own_folder(environ, "cache") / name
+    return None
+
+
+def runtime_folder(environ: Mapping[str, str] | None) -> str | None:
+    """Return the user's folder for runtime files, or None. environ: None for the process's own."""
+    return (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR") or None
+
+
+def site_files(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the site's settings files, nearest first: the existing ones of the user and the system.
+
+    If BIGBATCH_SITE_FILE names one, return only that, existing or not.
+    """
+    if (named := environ.get(SITE_FILE_VARIABLE)) is not None:
+        return [as_path(named)] if named else []
+    found = [SYSTEM_SITE_FILE]
+    with contextlib.suppress(RuntimeError):  # the user has no home
+        found.insert(0, _own_folder(environ, "config") / "bigbatch.toml")
+    return [path for path in found if path.exists()]
+
+
+def site_settings(environ: Mapping[str, str] = os.environ) -> Any:
+    """Return the settings that `bigbatch launch` took from site files, by file and option; None if there are none."""
+    text = environ.get(SITE_VARIABLE)
+    try:
+        return parse_json(text) if text else None
+    except ValueError:  # not written by bigbatch
+        return text
+
+
+def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str | None) -> None:
+    """Set the folder in which torch.compile caches code between runs, unless the user has set one.
+
+    torchs_own: torch's default, which it sets and makes at import; None before. It stays without a writable home.
+    Ranks, runs and nodes may share the folder: entries are named by their inputs and written atomically.
+    """
+    if environ.get(COMPILED_VARIABLE, torchs_own) == torchs_own:
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = _own_folder(environ, "cache") / "compiled"
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                environ[COMPILED_VARIABLE] = str(folder)
+
+
+def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return values of CUDA_VISIBLE_DEVICES for each of the count GPUs that this process sees."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
+def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return NCCL's variables except those of rendezvous and logging."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith("NCCL_") and name != "NCCL_COMM_ID" and not name.startswith("NCCL_DEBUG")
+    }
+
+
+def wandb_settings() -> dict[str, str]:
+    """Return the project, name and mode for Weights & Biases that the environment states."""
+    return _stated("WANDB", "project", "name", "mode")
+
+
+def mlflow_settings(*, default_store: Path) -> dict[str, str]:
+    """Return MLflow's tracking_uri, experiment_name and, if set, run_name from the environment.
+
+    Without a tracking_uri it is the folder default_store. Newer releases of MLflow need a variable that allows folders.
+    """
+    settings = {"experiment_name": "bigbatch", **_stated("MLFLOW", "tracking_uri", "experiment_name", "run_name")}
+    if "tracking_uri" not in settings:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        settings["tracking_uri"] = default_store.resolve().as_uri()
+    return settings
+
+
+def _stated(prefix: str, *names: str) -> dict[str, str]:
+    """Return the variables PREFIX_NAME that are set and not empty, by name."""
+    return {name: value for name in names if (value := os.environ.get(f"{prefix}_{name.upper()}"))}
+
+
+def _own_folder(variables: Mapping[str, str], kind: str) -> Path:
+    """Return the user's folder for config or cache. Raises: RuntimeError if there is no home; PathError."""
+    return as_path(variables.get(f"XDG_{kind.upper()}_HOME") or f"{Path.home()}/.{kind}") / "bigbatch"

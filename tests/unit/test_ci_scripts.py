@@ -1,0 +1,178 @@
+"""CI's scripts: audit, keep_base, sbom and twice."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+verdict = runpy.run_path(str(Path(__file__).parents[2] / ".ci/audit.py"))["verdict"]
+SOUND = {"name": "torch", "version": "2.14.1", "vulns": []}
+HOLED = {"name": "pillow", "version": "10.0.0", "vulns": [{"id": "PYSEC-2023-175", "fix_versions": ["10.0.1"]}]}
+UNMENDED = {"name": "six", "version": "1.17.0", "vulns": [{"id": "PYSEC-2026-1", "fix_versions": []}]}
+MISSED = {"name": "numpy", "skip_reason": "Dependency not found on PyPI and could not be audited: numpy (2.4.6)"}
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "code", "named"),
+    [
+        ([SOUND], 0, ["1 packages"]),
+        ([SOUND, HOLED], 1, ["pillow 10.0.0", "PYSEC-2023-175", "10.0.1"]),
+        ([UNMENDED, MISSED], 1, ["six 1.17.0", "PYSEC-2026-1", "no version"]),
+        ([SOUND, MISSED], 77, ["cannot be had", "1 packages", "numpy"]),
+        ([], 77, ["cannot be had", "any package"]),
+    ],
+    ids=[
+        "none is known",
+        "one is known",
+        "one is known, others are not looked up",
+        "one is not looked up",
+        "no network",
+    ],
+)
+def test_audit_fails_by_what_is_known_and_passes_by_nothing_less_than_all(
+    dependencies: list[dict[str, Any]], code: int, named: list[str]
+) -> None:
+    given, lines = verdict(dependencies)
+    assert given == code
+    assert all(word in "\n".join(lines) for word in named), lines
+
+
+KEEP_BASE = Path(__file__).parents[2] / ".ci/keep_base.py"
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    [
+        (
+            {},
+            [
+                "nvidia-nccl-cu13==2.30.7 \\",
+                "    --hash=sha256:1",
+                "numpy==2.4.6; python_version >= '3.11'",
+                "torch==2.14.1 \\",
+                "    --hash=sha256:2 \\",
+                "    --hash=sha256:3",
+                "onnx_ir==1.1.0",
+            ],
+        ),
+        (
+            {"torch": "2.15.0a0+nv26.10", "numpy": "1.26.4", "onnx-ir": "1.0.0"},
+            ["nvidia-nccl-cu13==2.30.7 \\", "    --hash=sha256:1", "torch==2.15.0a0+nv26.10"],
+        ),
+    ],
+    ids=["bare base", "base with a torch of its own"],
+)
+def test_keep_base_keeps_what_the_base_brings(present: dict[str, str], expected: list[str]) -> None:
+    pinned = [
+        "# every version that was tried together\n",
+        "nvidia-nccl-cu13==2.30.7 \\\n",
+        "    --hash=sha256:1\n",
+        "numpy==2.4.6; python_version >= '3.11'\n",
+        "torch==2.14.1 \\\n",
+        "    --hash=sha256:2 \\\n",
+        "    --hash=sha256:3\n",
+        "onnx_ir==1.1.0\n",
+    ]
+    assert runpy.run_path(str(KEEP_BASE))["constraints"](pinned, present) == expected
+
+
+def test_keep_base_sees_the_packages_of_the_python_that_runs_it(tmp_path: Path) -> None:
+    pinned = tmp_path / "constraints.txt"
+    pinned.write_text("torch==0.0.1\npytest==0.0.1\nno-such-package==0.0.1\n")
+    command = [sys.executable, str(KEEP_BASE), str(pinned)]
+    printed = subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()
+    assert printed == ["no-such-package==0.0.1", f"torch=={version('torch')}", f"torchvision=={version('torchvision')}"]
+
+
+SBOM = Path(__file__).parents[2] / ".ci/sbom.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The script's names, on a Debian whose dpkg knows two packages."""
+    module = runpy.run_path(str(SBOM))
+    monkeypatch.setattr(module["platform"], "freedesktop_os_release", lambda: {"ID": "debian", "VERSION_ID": "12"})
+    said = "libc6 2.36-9+deb12u9 amd64\nlibcap2 1:2.66-4 amd64\n"
+    monkeypatch.setattr(
+        module["subprocess"], "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=said, stderr="")
+    )
+    return module
+
+
+def test_bill_names_each_package_as_scanners_do(script: dict[str, Any]) -> None:
+    found = {each["purl"]: each for each in script["bill"]()["components"]}
+    # https://github.com/package-url/purl-spec: an epoch's colon and a plus are quoted, pypi's names are lower case
+    assert found["pkg:deb/debian/libc6@2.36-9%2Bdeb12u9?arch=amd64&distro=debian-12"]["version"] == "2.36-9+deb12u9"
+    assert found["pkg:deb/debian/libcap2@1%3A2.66-4?arch=amd64&distro=debian-12"]["name"] == "libcap2"
+    torch = version("torch")
+    assert found[f"pkg:pypi/torch@{torch.replace('+', '%2B')}"]["version"] == torch
+    assert f"pkg:pypi/pyyaml@{version('PyYAML')}" in found
+
+
+def test_bill_is_a_document_of_cyclonedx(script: dict[str, Any]) -> None:
+    """Checked against what its schema requires: https://cyclonedx.org/docs/1.6/json."""
+    bill = script["bill"]()
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert bill["metadata"]["component"]["version"] == version("bigbatch")
+    references = [each["bom-ref"] for each in bill["components"]]
+    assert len(set(references)) == len(references)
+    for each in bill["components"]:
+        assert each["type"] == "library"
+        assert each["name"]
+
+
+@pytest.mark.skipif(shutil.which("dpkg-query") is None, reason="no dpkg here")
+def test_bill_is_the_same_each_time() -> None:
+    command = [sys.executable, str(SBOM)]
+    first, second = (subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2))
+    assert first == second
+    assert len(json.loads(first)["components"]) > 100
+
+
+TWICE = Path(__file__).parents[2] / ".ci/twice"
+PASSES_LATER = """
+from pathlib import Path
+def test_unsteady():
+    mark = Path(__file__).with_suffix(".ran")
+    ran_before = mark.exists()
+    mark.touch()
+    assert ran_before
+"""
+MANY = """
+import pytest
+@pytest.mark.parametrize("k", range(4))
+def test_many(k, request):
+    mark = request.path.with_suffix(f".ran{k}")
+    ran_before = mark.exists()
+    mark.touch()
+    assert ran_before
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "code", "named"),
+    [
+        (PASSES_LATER, 0, "test_it.py::test_unsteady\n"),
+        pytest.param("def test_broken():\n    assert 0", 1, "", marks=pytest.mark.long),
+        (MANY, 1, ""),
+        pytest.param("import nothing_of_this_name", 2, "", marks=pytest.mark.long),
+    ],
+    ids=["unsteady", "broken", "many", "no tests"],
+)
+def test_a_few_that_failed_run_again(text: str, code: int, named: str, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(text)
+    unsteady = tmp_path / "unsteady"
+    unsteady.touch()
+    argv = [str(TWICE), "--rootdir", str(tmp_path), "-c", os.devnull, str(tmp_path)]
+    environ = os.environ | {"PYTHON": sys.executable, "UNSTEADY": str(unsteady)}
+    done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert unsteady.read_text() == named
