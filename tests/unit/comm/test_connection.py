@@ -139,7 +139,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
         meet(TWO, untold)
 
 
-@pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "a rank")])
+@pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "its own")])
 def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> None:
     met = Control(ALONE, timeout_seconds=60)
     meet(ALONE, met)
