@@ -24,25 +24,41 @@ _HOMES = {
     "TrainingHooks": "bigbatch.trainer.training_loop",
 }
 
-__all__ = [*_HOMES]  # a type checker takes the names that are imported "as" below
+__all__ = [
+    "LAMB",
+    "LARS",
+    "DistributedOptimizer",
+    "GradientReducer",
+    "Lion",
+    "Muon",
+    "Precision",
+    "Scaling",
+    "Shampoo",
+    "TrainingHooks",
+    "all_reduce",
+    "broadcast_parameters",
+    "connect",
+    "ddp_comm_hook",
+    "param_groups",
+    "train",
+]
 
 if TYPE_CHECKING:
-    from bigbatch.comm.connection import connect as connect
-    from bigbatch.comm.gradients.broadcast import all_reduce as all_reduce
-    from bigbatch.comm.gradients.broadcast import broadcast_parameters as broadcast_parameters
-    from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook as ddp_comm_hook
-    from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
-    from bigbatch.comm.gradients.reducer import GradientReducer as GradientReducer
-    from bigbatch.trainer.in_python import train as train
-    from bigbatch.trainer.optim.lamb import LAMB as LAMB
-    from bigbatch.trainer.optim.lars import LARS as LARS
-    from bigbatch.trainer.optim.lion import Lion as Lion
-    from bigbatch.trainer.optim.muon import Muon as Muon
-    from bigbatch.trainer.optim.param_groups import param_groups as param_groups
-    from bigbatch.trainer.optim.shampoo import Shampoo as Shampoo
-    from bigbatch.trainer.step.loss_scale import Scaling as Scaling
-    from bigbatch.trainer.step.precision import Precision as Precision
-    from bigbatch.trainer.training_loop import TrainingHooks as TrainingHooks
+    from bigbatch.comm.connection import connect
+    from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters
+    from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
+    from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
+    from bigbatch.comm.gradients.reducer import GradientReducer
+    from bigbatch.trainer.in_python import train
+    from bigbatch.trainer.optim.lamb import LAMB
+    from bigbatch.trainer.optim.lars import LARS
+    from bigbatch.trainer.optim.lion import Lion
+    from bigbatch.trainer.optim.muon import Muon
+    from bigbatch.trainer.optim.param_groups import param_groups
+    from bigbatch.trainer.optim.shampoo import Shampoo
+    from bigbatch.trainer.step.loss_scale import Scaling
+    from bigbatch.trainer.step.precision import Precision
+    from bigbatch.trainer.training_loop import TrainingHooks
 
 
 def __dir__() -> list[str]:

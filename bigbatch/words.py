@@ -8,7 +8,7 @@ def percent(share: float) -> str:
 
 def count(number: int, thing: str) -> str:
     """Write 2, 'rank' -> '2 ranks'; 2, 'class' -> '2 classes'."""
-    return f"{number} {thing}{'' if number == 1 else 'es' if thing.endswith(('s', 'ch')) else 's'}"
+    return f"{number} {thing}{'' if number == 1 else 'es' if thing.endswith(('s', 'batch')) else 's'}"
 
 
 def first_difference(theirs: str, ours: str) -> str:

@@ -108,9 +108,7 @@ def read_run(path: Path) -> RecordedRun:
     try:
         config = read_plain(rundir.config).decode()
     except (OSError, ValueError) as error:
-        raise RunFolderError(
-            f"{path} is not a run folder: its config.yaml cannot be read ({first_line(error)})"
-        ) from error
+        raise RunFolderError(f"{path} has no run ({first_line(error)}): name a run folder") from error
     digests: dict[int, Mapping[str, Any]] = {}
     starts: list[tuple[int, Mapping[str, Any]]] = []
     for record in read_records(rundir.metrics):

@@ -176,13 +176,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commitment", type=Path, metavar="JSON", help="of benchmarks.twin.predict --commit")
     parser.add_argument("--out", type=Path, metavar="JSON", help="where the outcomes of committed predictions go")
     options = parser.parse_args(argv)
+    if options.out and not options.commitment:
+        parser.error("--out needs --commitment: outcomes are those of committed predictions")
     try:
         promises, promised = read_commitment(options.commitment) if options.commitment else ({}, {})
         added, known = read_both(options.new, options.to)
         outcomes = outcomes_of(added, promises, known)
+        append(added, options.to)
         if options.out:
             write(options.out, json.dumps(record(outcomes, promised), indent=1) + "\n")
-        append(added, options.to)
     except (SimulationError, OSError) as error:
         tell(str(error))
         return SimulationError.exit_code

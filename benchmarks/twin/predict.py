@@ -311,7 +311,7 @@ def contradictions(rows: Sequence[Row]) -> list[str]:
     """Return a line for each two measured rows of one system, size, batch and software whose steps differ too much."""
     by: dict[tuple[object, ...], list[Row]] = collections.defaultdict(list)
     for row in rows:
-        if row.seconds:
+        if row.seconds and (row["ladder"] or row["system"]):
             ladder = (row["ladder"],) if row["ladder"] else tuple(row[name] for name in SAME_LADDER)
             system = tuple(row[name] for name in SAME_SYSTEM)
             by[ladder, system, row.num_devices, row.num_nodes, row.local_batch].append(row)

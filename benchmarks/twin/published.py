@@ -102,8 +102,9 @@ def left_out(rows: Sequence[Row], later: Sequence[Row] = ()) -> dict[str, list[d
         "left out": errors_of([*rows, *later], warm=False, constants_of=constants_of),
         "left out, strangers": as_strangers(rows, constants_of),
     }
+    ladders = [error["prediction"] for error in found["left out"]]
     for each in found.values():
-        reaches = reaches_without([error["prediction"] for error in each])
+        reaches = reaches_without([error["prediction"] for error in each], ladders)
         for error in each:
             below, above = error["reaches"] = reaches[error["id"]]
             error |= {"held": -below <= error_of(error["prediction"]) <= above, "width": (below + above) / 2}

@@ -46,9 +46,9 @@ FIRST_YEAR_OF_GRAPHS, FIRST_NCCL_OF_GRAPHS = 2021, (2, 9)
 """First year and first NCCL version of software that launches a step's kernels together, by graphs: MLPerf v1.0."""
 MLPERF_YEARS = {"0.5": 2018, "0.6": 2019, "0.7": 2020}
 """Years of the first rounds; v1 was in 2021, and later rounds in the years after."""
-EC2_CONNECTIONS, FIRST_YEAR_OF_CONNECTIONS = 16, 2020
+EC2_CONNECTIONS, FIRST_YEAR_OF_CONNECTIONS, FIRST_VERSION_OF_CONNECTIONS = 16, 2020, (2, 5)
 """TCP connections that NCCL opens to a peer with EC2's network cards: 2 threads with 8 each, since 2.4.8 of 2019.
-PUBLISHED: NVIDIA/nccl, src/transport/net_socket.cc."""
+Rows state two numbers of a version, and some a year only. PUBLISHED: NVIDIA/nccl, src/transport/net_socket.cc."""
 CHECKED_FRAMEWORKS = ("mxnet", "paddlepaddle", "pytorch", "tensorflow")
 """Frameworks whose sums published rows across nodes have checked."""
 UNKNOWN_SHAPE = "resnet50"
@@ -147,8 +147,13 @@ class Row:
 
     @property
     def _has_ec2_connections(self) -> bool:
-        is_ec2 = re.search(r"\b(EC2|AWS|Amazon)\b", f"{self['system']} {self['vendor']} {self['ladder']}")
-        return bool(is_ec2) and (self.year or FIRST_YEAR_OF_CONNECTIONS) >= FIRST_YEAR_OF_CONNECTIONS
+        names = f"{self['system']} {self['vendor']} {self['ladder']}"
+        is_ec2 = re.search(r"(?<![a-z0-9])(ec2|aws|amazon)(?![a-z0-9])", names, re.IGNORECASE)
+        if not is_ec2 or "gloo" in self["collective_library_version"].lower():
+            return False
+        if self.library_version:
+            return self.library_version >= FIRST_VERSION_OF_CONNECTIONS
+        return (self.year or FIRST_YEAR_OF_CONNECTIONS) >= FIRST_YEAR_OF_CONNECTIONS
 
     @property
     def software(self) -> tuple[str, str]:

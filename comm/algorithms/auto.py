@@ -30,7 +30,6 @@ def choose_algorithm(backend: Backend, *, table: HybridTable | None, table_from:
         # NCCL uses all GPUs and network cards of a node at once, in one kernel; bigbatch's hierarchical ring uses one
         # card per node, and Python enqueues each of its messages
         return Choice("native", "NCCL's own uses every link of a node")
-    # docs/decisions/051-auto-uses-nccl-on-gpus.md, 2 to 8 nodes at 200 Mbit/s and 1 Gbit/s: from 1 MB on, the size of
-    # gradients' buffers, it is the fastest or within 1% of it; below 100 KB doubling is faster. The size at which they
-    # are equal (23 KB to 575 KB) depends on the links, so only a table chooses doubling
-    return Choice("hierarchical", "over tcp the fastest, or within 1% of it, from 1 MB on in every measured cluster")
+    # docs/decisions/051-auto-uses-nccl-on-gpus.md: over tcp it was the fastest or nearly so from 1 MB on, the size of
+    # gradients' buffers. The size below which doubling is faster depends on the links, so only a table chooses doubling
+    return Choice("hierarchical", "each byte crosses between nodes once per node, not once per rank")

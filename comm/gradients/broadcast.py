@@ -224,8 +224,8 @@ def find_odd_ranks(
     if not odd:
         return reference, [], []
     is_asked = communicator.rank in (reference, odd[0])
-    told = communicator.gather([*digests.values()] if is_asked else None)
-    pairs = zip(digests, told[reference], told[odd[0]], strict=True)
+    of_ranks = communicator.gather([*digests.values()] if is_asked else None)
+    pairs = zip(digests, of_ranks[reference], of_ranks[odd[0]], strict=True)
     return reference, odd, [name for name, one, other in pairs if one != other]
 
 

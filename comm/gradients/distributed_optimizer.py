@@ -26,7 +26,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss.backward(); optimizer.synchronize(); clip_grad_norm_(model.parameters(), 1.0)
         with optimizer.skip_synchronize(): optimizer.step()
 
-    It is an Optimizer because schedulers and scalers require one, but has no own state: attributes that it does
+    It is an Optimizer because schedulers and scalers require one, but holds no state: attributes that it does
     not define are the wrapped optimizer's. Horovod derives a class from the wrapped optimizer's and constructs it from
     the parameter groups. Here the wrapped object itself stays, with its state and hooks.
     All ranks must call all methods alike. reducer_options go to GradientReducer.

@@ -30,7 +30,7 @@ MIN_REFINEMENT = 5
 """Fewest repetitions for which a second measurement is worth its check."""
 LARGEST_BYTES = 256 << 20
 MIN_BYTES = 1_000_000
-"""From this size on bandwidth counts, not latency, so larger sums choose alike: decision 051."""
+"""From this size on bandwidth counts, not latency, so larger sums choose alike."""
 EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
 the next check, one at the end."""

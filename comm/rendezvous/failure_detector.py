@@ -171,7 +171,7 @@ class FailureDetector:
             if not self.verdict:
                 self.log.write("crashed", exit_code if exit_code in (FAILED, PIPE_CLOSED) else None)
                 mine = frozenset({self._job.rank})
-                self._own_verdict = Verdict(mine, "this rank has failed first", awake_seconds())
+                self._own_verdict = Verdict(mine, "this rank itself has failed", awake_seconds())
         self.stop_requests()
 
     def stop_requests(self) -> None:

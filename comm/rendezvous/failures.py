@@ -6,7 +6,7 @@ and the same verdict. An event is (name, rank, ...):
 | event | meaning | its effect |
 |---|---|---|
 | failed, cause | its wait failed: LATE after a time limit, LOST otherwise | ranks answer; the first such rank counts |
-| crashed, exit code | it has failed itself | it is missing; the first failure sets the cause and the exit code |
+| crashed, exit code | its own code failed | it is missing; the first failure sets the cause and the exit code |
 | alive | it answers | it is not missing |
 | verdict, ranks, text | the outcome of a count | the first one holds |
 | heard | it asks the store for nothing more | the store's holder need not wait for it |
@@ -99,7 +99,7 @@ class JobState:
 
     def needs_no_store(self, now: float) -> bool:
         """Return whether all ranks have ended, a verdict exists, or the time to reach one is over."""
-        # a rank that failed first asks no ranks to answer, so a verdict may never come
+        # a rank whose own code failed asks no ranks to answer, so a verdict may never come
         is_old = self.cause and now - self.since > limits.ROLL_CALL_SECONDS + 2 * limits.LINGER_SECONDS
         return bool(self.verdict or is_old) or len(self.ended | self.gone) == self.world_size
 

@@ -36,7 +36,7 @@ VisibleFiles = Literal["all", "shared", "none"]
 
 
 def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, visible: VisibleFiles = "all") -> None:
-    """Collect mistakes in findings; print as warnings those that may be none on the nodes or in an image.
+    """Collect mistakes in findings; print as warnings those that may not apply on the nodes or in an image.
 
     An image has its own bigbatch, and a job that is only shown (starts is false) may be for another machine.
     sees: which files of this host the job's hosts see.

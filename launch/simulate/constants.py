@@ -32,8 +32,10 @@ class Constants:
     host_node_seconds: float = 4e-3
     """Time that each doubling of nodes adds to a step with sums in host memory. ASSUMED."""
     connections_gbit_per_s: float = 10.0
-    """Largest rate of NCCL's TCP connections between two nodes: of one, on faster Ethernet, too. PUBLISHED: EC2's limit
-    of a flow in a placement group; NCCL 2.4.6 sent 10.7 of 92 Gbit/s (NVIDIA/nccl, issue 209). Later, 16 on EC2."""
+    """Largest rate of all TCP connections that NCCL opens between two nodes: of one, also on faster Ethernet.
+
+    PUBLISHED: EC2's limit of a flow in a placement group; NCCL 2.4.6 sent 10.7 of 92 Gbit/s (NVIDIA/nccl, issue 209).
+    On EC2 NCCL 2.4.8 and later opens 16."""
     straggler_share: float = 0.004
     """Extra compute time of the slowest of 2, 4, 8 nodes over one node: this share for each doubling. ASSUMED."""
     input_share: float = 0.02

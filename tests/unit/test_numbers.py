@@ -3,6 +3,7 @@
 import pytest
 
 from bigbatch.numbers import NumberError, decimal, whole
+from bigbatch.words import count
 
 
 @pytest.mark.parametrize("text", ["1_0", "010", " 1", "1 ", "\u0663", "1e3", "0x1", "", "+", "--1"])
@@ -19,3 +20,9 @@ def test_numbers_are_what_is_written(text: str, number: float) -> None:
     assert decimal(text) == number
     if isinstance(number, int):
         assert whole(text) == number
+
+
+def test_counts_have_the_plural_of_their_thing() -> None:
+    things = ("rank", "epoch", "batch", "microbatch", "class")
+    assert [count(1, each) for each in things] == [f"1 {each}" for each in things]
+    assert [count(2, each) for each in things] == ["2 ranks", "2 epochs", "2 batches", "2 microbatches", "2 classes"]

@@ -182,6 +182,7 @@ def test_second_row_with_the_questions_own_batch_is_the_one_that_corrects():
     [
         ({}, True),
         ({"ladder": "", "null_line": ""}, True),  # ladders are optional
+        ({"ladder": "", "null_line": "", "system": ""}, False),  # nothing says that the systems are the same
         ({"accelerator": "NVIDIA H100-SXM5-80GB"}, False),
         ({"precision": "fp32"}, False),
         ({"system": "another maker's"}, False),
@@ -189,8 +190,9 @@ def test_second_row_with_the_questions_own_batch_is_the_one_that_corrects():
     ],
 )
 def test_two_steps_of_one_system_contradict_each_other_and_those_of_two_systems_do_not(change, is_found):
-    other = {"id": "other", "ms_per_step": "240"} | change
-    first = ONE | {name: value for name, value in change.items() if name in ("ladder", "null_line")}
+    system = {"system": "a DGX A100"}
+    other = system | {"id": "other", "ms_per_step": "240"} | change
+    first = ONE | system | {name: "" for name, value in change.items() if not value}
     assert len(contradictions([Row(first), Row(ONE | other)])) == is_found
 
 
@@ -231,7 +233,11 @@ def test_nccl_opens_sixteen_connections_on_ec2_since_version_2_4_8():
         (ec2, 16),
         ({"vendor": "AWS"}, 16),
         ({"ladder": "Azure"}, 1),
+        ({"ladder": "aws_p3"}, 16),
         (ec2 | {"round_or_year": "2018"}, 1),
+        (ec2 | {"collective_library_version": "NCCL 2.3.7 over sockets"}, 1),
+        (ec2 | {"collective_library_version": "NCCL 2.7.8 over sockets", "round_or_year": "2019"}, 16),
+        (ec2 | {"collective_library_version": "Gloo"}, 1),
     ):
         assert Row(sockets | change).job().network.constants.connections_gbit_per_s == 10 * expected
 
@@ -273,7 +279,7 @@ def test_intervals_of_hardly_checked_carriers_are_those_of_other_families_with_s
         predicted("two", servers, 0.9),
         predicted("three", servers, 1.25),
     ]
-    reaches = reaches_without(rows)
+    reaches = reaches_without(rows, rows)
     factors, below, above = calibrated(rows)
     assert (below, above) == pytest.approx((-math.log(0.9), math.log(1.3)), rel=1e-3)
     assert factors["ladder"] > 0

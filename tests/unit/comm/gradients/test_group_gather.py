@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from error_texts import naming
 from one_rank import RecordingBackend, alone
 
 from bigbatch.comm.backends.host_staging import HostStaging
@@ -43,3 +44,8 @@ def test_group_gather_of_gpu_tensors_goes_through_the_host_where_the_transport_d
         gathered_1N = gather(torch.full((1000,), value, device="cuda") * 3)
         assert gathered_1N.is_cuda
         assert torch.equal(gathered_1N.cpu(), torch.full((1, 1000), 3 * value))
+
+
+def test_group_gather_refuses_groups_that_do_not_divide_the_ranks() -> None:
+    with pytest.raises(ValueError, match=naming("1 rank", "groups of 2")):
+        make_group_gather(alone(RecordingBackend()), group_size=2, exposed=ExposedTime(), what="moments")

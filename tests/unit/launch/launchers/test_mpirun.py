@@ -15,6 +15,7 @@ from bigbatch.exit_codes import LOST
 from bigbatch.launch.jobs import foreground, run_folder
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun
+from bigbatch.launch.launchers.mpirun import mpirun_argv
 from bigbatch.launch.start import main
 
 TRAIN = ("train", "--config", "quickstart")
@@ -177,3 +178,16 @@ def test_mpirun_counts_a_host_that_hangs_as_lost(played: Played, monkeypatch: py
     job = JobSpec(("own.py",), 2, hosts=(("n0", 1), ("n1", 1)), is_python=True)
     with pytest.raises(LaunchOptionError, match="n0, n1"):
         mpirun._on_remaining_hosts(job, environ=os.environ)
+
+
+def test_mpirun_ranks_on_this_host_inherit_variables() -> None:
+    assert "NCCL_SOCKET_IFNAME" not in mpirun_argv(JobSpec(TRAIN, 2), variables=("NCCL_SOCKET_IFNAME",))
+
+
+def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
+    job = JobSpec(TRAIN, 16, hosts=(("n0", 8), ("n1", 8)), oversubscribe=True)
+    assert mpirun_argv(job, mpirun="/opt/mpirun", is_root=True, terminal_columns=80) == [
+        *("/opt/mpirun", "-n", "16", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
+        *("--host", "n0:8,n1:8", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
+        *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", sys.executable, "-m", "bigbatch", *TRAIN),
+    ]

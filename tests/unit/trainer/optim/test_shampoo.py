@@ -156,6 +156,19 @@ def test_shampoo_counts_updates_not_calls_to_the_next_roots():
         assert_same_bits(end, ends[0])
 
 
+def test_shampoo_asks_the_device_only_where_roots_are_due(monkeypatch):
+    weights = random_weights()[:2]
+    optimizer = Shampoo(weights, lr=0.1, root_every_steps=4)
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: asked.append(tensor) or int(tensor.item()))
+    counts = []
+    for seed in range(9):
+        set_random_grads(weights, seed=seed)
+        optimizer.step()
+        counts.append(len(asked))
+    assert counts == [2] * 4 + [4] * 4 + [6]
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [((8, 9), [(4, 5), (4, 4), (4, 5), (4, 4)]), ((3, 2, 2, 1), [(3, 4)]), ((6, 1), [(3, 1), (3, 1)])],
