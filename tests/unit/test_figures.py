@@ -353,6 +353,17 @@ def test_figures_of_input_from_a_slow_storage() -> None:
     require(cell[1], *values)
 
 
+def test_figures_of_input_from_an_object_store() -> None:
+    waits = record("input-s3-latency")["input_wait_fraction"]
+    measured, data = ((ROOT / "docs" / page).read_text() for page in ("measured.md", "data.md"))
+    cell = re.search(r"answers after 20 ms, with `data.cache_dir` \|(.*) \| 3 \|", measured)
+    assert cell
+    require(cell[1], *(100 * waits[place][key] for place in ("s3", "disk") for key in ("median", "min", "max")))
+    sentence = re.search(r"waits for input ([\d.]+% of its time, and [\d.]+%)", data)
+    assert sentence
+    require(sentence[1], 100 * waits["s3"]["median"], 100 * waits["disk"]["median"])
+
+
 def test_figures_of_effective_time() -> None:
     found = record("healing-time")["ways"]["healing"]
     (_, share, cost, lost) = rows_of("restarts.md", "way")[1]
