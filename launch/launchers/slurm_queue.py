@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ NO_TASK = str(2**32 - 2)
 
 ANSWER_SECONDS = 120.0
 """Time limit of Slurm's programs, which retry for more than a minute if the controller does not answer."""
+RESUME_PAUSES_SECONDS = (1.0, 2.0, 4.0)
+"""Pauses before a resumed job is asked again: a node drops signals until it has resumed its processes."""
 
 ACTIVE_STATES = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
 """States of a job that has not ended."""
@@ -205,10 +208,19 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
         return f"job {job.number} is cancelled"
     if not job.is_ours:
         raise SchedulerError(f"job {job.number} was not made by bigbatch launch slurm; to end it at once, add --now")
+    ask = [
+        "scancel",
+        "--batch",
+        "--signal=USR2",
+        job.number,
+    ]  # only the batch shell, whose trap sends USR1 to the ranks
     if job.state == "SUSPENDED":
         _resume(job)
-    # only the batch shell, whose trap sends USR1 to the ranks
-    run_slurm(["scancel", "--batch", "--signal=USR2", job.number])
+    run_slurm(ask)
+    for seconds in RESUME_PAUSES_SECONDS if job.state == "SUSPENDED" else ():
+        time.sleep(seconds)
+        with suppress(SchedulerError):  # the job has ended by then
+            run_slurm(ask)
     return (
         f"job {job.number} was asked to save a checkpoint and stop; "
         f"bigbatch launch status {job.number} tells when it has, and bigbatch launch cancel {job.number} --now ends it"

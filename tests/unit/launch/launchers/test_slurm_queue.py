@@ -10,6 +10,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError, SchedulerError
+from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.slurm_queue import find_jobs
 from bigbatch.launch.start import main
 
@@ -206,11 +207,12 @@ ASKS = "--batch --signal=USR2 7_3"
 @pytest.mark.parametrize(
     ("state", "words", "scancel", "scontrol", "told"),
     [
-        ("RUNNING", [], ASKS, [], "checkpoint"),
-        ("SUSPENDED", [], ASKS, ["resume 7_3"], "checkpoint"),  # Slurm would kill it without a word
-        ("RUNNING", ["--now"], "7_3", [], "cancelled"),
-        ("SUSPENDED", ["--now"], "7_3", [], "cancelled"),
-        ("PENDING", [], "7_3", [], "cancelled"),
+        ("RUNNING", [], [ASKS], [], "checkpoint"),
+        # Slurm would kill it without a signal, and drops signals to a job that its nodes have not resumed yet
+        ("SUSPENDED", [], [ASKS] * 4, ["resume 7_3"], "checkpoint"),
+        ("RUNNING", ["--now"], ["7_3"], [], "cancelled"),
+        ("SUSPENDED", ["--now"], ["7_3"], [], "cancelled"),
+        ("PENDING", [], ["7_3"], [], "cancelled"),
     ],
 )
 def test_slurm_cancel_asks_a_job_to_save_and_stop_or_ends_it(
@@ -218,13 +220,15 @@ def test_slurm_cancel_asks_a_job_to_save_and_stop_or_ends_it(
     capsys: pytest.CaptureFixture[str],
     state: str,
     words: list[str],
-    scancel: str,
+    scancel: list[str],
     scontrol: list[str],
     told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(slurm_queue, "RESUME_PAUSES_SECONDS", (0.0, 0.0, 0.0))
     cluster.has_job(state)
     assert main(["cancel", "7_3", *words]) == 0
-    assert (cluster.calls("scancel"), cluster.calls("scontrol")) == ([scancel], scontrol)
+    assert (cluster.calls("scancel"), cluster.calls("scontrol")) == (scancel, scontrol)
     assert re.search(naming("7_3", told), capsys.readouterr().out)
 
 
