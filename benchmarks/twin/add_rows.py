@@ -152,21 +152,22 @@ def read_both(new: Path, table: Path) -> tuple[list[Row], list[Row]]:
     if found.unusable:
         raise SimulationError(found.unusable[0])
     check_new(found.rows, known.rows)
-    if unknown := [name for name in found.rows[0].stated if name not in _columns(table)]:
+    columns = _columns(table.read_text(encoding="utf-8-sig"))
+    if unknown := [name for name in found.rows[0].stated if name not in columns]:
         raise SimulationError(f"{new} has a column {unknown[0]} that {table} has not")
     return found.rows, known.rows
 
 
 def append(rows: Sequence[Row], table: Path) -> None:
     """Append rows to a table, in its columns. Raises: OSError."""
-    columns, is_ended = _columns(table), table.read_text(encoding="utf-8-sig").endswith("\n")
+    text = table.read_text(encoding="utf-8-sig")
     with table.open("a", newline="", encoding="utf-8") as file:
-        file.write("" if is_ended else "\n")
-        csv.DictWriter(file, columns, lineterminator="\n").writerows(dict(row.stated) for row in rows)
+        file.write("" if text.endswith("\n") else "\n")
+        csv.DictWriter(file, _columns(text), lineterminator="\n").writerows(dict(row.stated) for row in rows)
 
 
-def _columns(table: Path) -> list[str]:
-    return next(csv.reader(table.read_text(encoding="utf-8-sig").splitlines()))
+def _columns(text: str) -> list[str]:
+    return next(csv.reader(text.splitlines()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

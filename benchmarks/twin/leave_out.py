@@ -141,11 +141,12 @@ def calibrated(predictions: Sequence[Prediction], family: str | None = None) -> 
 def reaches_without(predictions: Sequence[Prediction], ladders: Sequence[Prediction]) -> dict[str, tuple[float, float]]:
     """Return by row the half widths, below and above as logarithms, of the interval that all other families give.
 
-    ladders: predictions from rows of the same system, whose families set the least widths of hardly checked carriers.
+    ladders: predictions from rows of the same system; their families set the least widths of hardly checked carriers.
     """
     found = {}
     for family in {each.row["family"] for each in predictions}:
-        factors, (_, *least) = calibrated(predictions, family)[0], calibrated(ladders, family)
+        factors, *_ = calibrated(predictions, family)
+        _, *least = calibrated(ladders, family)
         for each in (each for each in predictions if each.row["family"] == family):
             below, above = (factors.get(each.kind, 1.0) * reach for reach in each.reaches)
             if each.row.unchecked:

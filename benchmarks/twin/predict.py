@@ -301,7 +301,7 @@ def predict_table(given: Path, questions: Path, out: Path) -> Answers:
 
 
 def table_text(lines: Sequence[Sequence[str]]) -> str:
-    """Return the text of a table of predictions, whose SHA-256 a commitment states."""
+    """Return the text of a table of predictions; a commitment states its SHA-256."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
     return text.getvalue()

@@ -169,7 +169,7 @@ class Row:
         """Return whether the row crosses nodes, and no rate is stated for their links."""
         return self.num_nodes > 1 and not self.is_compiled and self.link_gbit_per_s is None
 
-    @property
+    @cached_property
     def unchecked(self) -> tuple[str, ...]:
         """Return the carrier and the framework that published rows across nodes have hardly checked."""
         framework = self["framework"].split(",")[0]

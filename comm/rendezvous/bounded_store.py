@@ -89,7 +89,7 @@ class BoundedStore:
         self._turn = turn or Lock()
 
     def within(self, seconds: float) -> "BoundedStore":
-        """Return a view of the same store whose requests all end within this many seconds."""
+        """Return a view of the same store with one deadline for all its requests, in seconds from now."""
         deadline = min(self._deadline, awake_seconds() + seconds)
         return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline, turn=self._turn)
 

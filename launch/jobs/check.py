@@ -148,9 +148,9 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
         return
     fitting = _largest_fitting(batch, limit=job.num_ranks)
     instead = "" if fitting is None else f"; or start {count(fitting, 'rank')}"
-    nodes = (
-        "" if job.num_nodes is None else f"--nodes {job.num_nodes} with {count(job.ranks_per_node, 'rank')} each are "
-    )
+    nodes = ""
+    if job.num_nodes is not None:
+        nodes = f"--nodes {job.num_nodes} with {count(job.ranks_per_node, 'rank')} each are "
     raise LaunchOptionError(f"{nodes}{count(job.num_ranks, 'rank')}: {refusal}{instead}") from refusal
 
 

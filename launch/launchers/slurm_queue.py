@@ -208,12 +208,8 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
         return f"job {job.number} is cancelled"
     if not job.is_ours:
         raise SchedulerError(f"job {job.number} was not made by bigbatch launch slurm; to end it at once, add --now")
-    ask = [
-        "scancel",
-        "--batch",
-        "--signal=USR2",
-        job.number,
-    ]  # only the batch shell, whose trap sends USR1 to the ranks
+    # only the batch shell: its trap sends USR1 to the ranks
+    ask = ["scancel", "--batch", "--signal=USR2", job.number]
     if job.state == "SUSPENDED":
         _resume(job)
     run_slurm(ask)

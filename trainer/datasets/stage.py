@@ -57,10 +57,8 @@ class StageSummary:
         return (self.bytes_copied + self.bytes_kept) / 1e9 / self.seconds
 
     def __str__(self) -> str:
-        head, speed = (
-            f"{count(self.num_images, 'image')} in {count(self.num_shards, 'shard')}",
-            f"{self.gb_per_s:.3g} GB/s",
-        )
+        head = f"{count(self.num_images, 'image')} in {count(self.num_shards, 'shard')}"
+        speed = f"{self.gb_per_s:.3g} GB/s"
         if self.bytes_copied:
             earlier = f" ({self.bytes_kept / 1e9:.4g} GB by an earlier call)" if self.bytes_kept else ""
             return f"{head}, {self.bytes_copied / 1e9:.4g} GB copied{earlier} in {self.seconds:.1f} s, {speed}"
