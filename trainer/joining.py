@@ -146,7 +146,7 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
     device = choose_device(env, backend=config.comm.backend)
     backend = backend_for(device, config.comm.backend)
     if backend not in HEALING:
-        raise CommError(f"rank {env.rank} on {env.host} cannot join: {why_not_healing(backend)}")
+        raise CommError(f"rank {env.rank} on {env.host} cannot join: {why_not_healing(config, backend)}")
     if config.optimizer.sharded:
         raise ConfigError(
             f"rank {env.rank} on {env.host} cannot join: with optimizer.sharded=true no other rank holds its part of "

@@ -128,17 +128,23 @@ class ThreadQueue:
         self._thread.join(ABORT_SECONDS)
 
 
-def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable[[], None]:
-    """Make an operation on GPU memory safe for another thread and a library that does not use streams.
+def behind_kernels(
+    operation: Callable[[], None], gpu: torch.device, *, stream: torch.cuda.Stream | None = None
+) -> Callable[[], None]:
+    """Make an operation on GPU memory safe for another thread.
 
     The operation begins after the calling thread's GPU work so far, and returns when the GPU has finished it.
+    stream: where a library enqueues the operation; None if the library does not use streams.
     """
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(gpu))
 
     def on_gpu() -> None:
-        with torch.cuda.device(gpu):  # a thread starts with the first GPU as its current one
-            ready.synchronize()
+        with torch.cuda.device(gpu), torch.cuda.stream(stream):  # a thread starts with the first GPU as its current one
+            if stream is None:
+                ready.synchronize()
+            else:
+                stream.wait_event(ready)
             operation()
             torch.cuda.current_stream(gpu).synchronize()
 

@@ -52,7 +52,14 @@ class ProcessGroups:
         return Group(mine, self._handles[mine]) if mine else Group((self._rank,))
 
     def abort(self) -> None:
-        """End the operations of gloo's groups, without the other ranks."""
+        """End the operations of all groups, without the other ranks. NCCL's groups are destroyed, too."""
+        if self._library == "nccl":
+            if self._handles:
+                # all in one call: NCCL may deadlock if one is aborted while another waits (pytorch 119797)
+                dist.distributed_c10d._abort_process_group()
+            self._handles.clear()
+            _own_defaults.discard(_default_users.pop(self, None))
+            return
         for handle in self._own():
             with suppress(RuntimeError):
                 handle.abort()

@@ -108,7 +108,8 @@ def count_joins(job: JobSpec) -> int:
     config = try_load_experiment(job)
     if config is None or config.run.heal != "in_place" or config.optimizer.sharded:
         return 0
-    return (job.restarts or 0) if config.comm.backend in ("auto", "tcp", "gloo") else 0
+    can_heal = config.comm.backend in ("auto", "tcp", "gloo", "nccl") and config.comm.buffers == "torch"
+    return (job.restarts or 0) if can_heal and not config.compute.cuda_graph else 0
 
 
 def has_begun(job: JobSpec) -> Callable[[], bool]:
