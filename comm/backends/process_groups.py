@@ -33,6 +33,7 @@ class ProcessGroups:
         # NCCL's own watchdog must come after bigbatch's error
         self.timeout = timedelta(seconds=control.timeout_seconds + (0.0 if gpu is None else VERDICT_SECONDS))
         self._handles: dict[tuple[int, ...], Any] = {}
+        self._num_inits = 0
 
     def make_world(self) -> Group:
         """Make the group of all ranks."""
@@ -82,7 +83,9 @@ class ProcessGroups:
             dist.destroy_process_group()
 
     def _init_torch(self) -> None:
-        store = self._control.store.torch_store
+        # torch uses the same keys for each default group
+        store = dist.PrefixStore(f"init{self._num_inits}", self._control.store.torch_store)
+        self._num_inits += 1
         job: dict[str, Any] = {"rank": self._rank, "world_size": len(self._everyone), "device_id": self._gpu}
         self._bounded(lambda: dist.init_process_group(store=store, **job, **self._options()))
         _own_defaults.add(dist.group.WORLD)

@@ -59,7 +59,6 @@ class TorchDistributedBackend:
         prefer_interface(interface, is_one_host=env.is_one_host)
         if is_nccl:
             enable_flight_recorder()
-        if is_nccl and heals:
             leave_errors_to_caller()
         start = awake_seconds()
         try:
@@ -97,7 +96,7 @@ class TorchDistributedBackend:
         try:
             self._control.detector.give_up(label, seconds)
         except PeerLostError as error:
-            self._queue.give_up(error, end=self._groups.abort)  # type: ignore[union-attr]  # a ThreadQueue
+            self._queue.give_up(error, end=self._groups.abort)
             raise
 
     def _explain_and_abort(self, label: str, seconds: float, error: Exception) -> CommError:
@@ -106,16 +105,14 @@ class TorchDistributedBackend:
         return failure
 
     def limit(self, seconds: float | None) -> None:
-        """Limit waits for gloo; waits for NCCL are on the device, and only the job's time limit ends them."""
-        if isinstance(self._queue, ThreadQueue):
-            self._queue.limit_seconds = seconds
+        """Limit waits. Over NCCL the host waits then."""
+        self._queue.limit_seconds = seconds
 
     def num_submitted(self) -> int:
         return self._queue.number
 
     def restart(self, *, num_missed: int) -> None:
-        """Connect again over gloo; see Restartable."""
-        assert isinstance(self._queue, ThreadQueue)
+        """Connect again; see Restartable."""
 
         def end() -> None:
             # wait until all ranks have given up; otherwise one would report that another's connection has ended
@@ -125,6 +122,8 @@ class TorchDistributedBackend:
         self._queue.give_up(CommError("the sum hung and was aborted"), end=end)
         self._groups.destroy_own()
         self.world = self._groups.make_world()
+        if self._gpus:
+            self._barrier()  # a group's first operation must be one of all its ranks
         self._queue = self._queue.successor(num_missed=num_missed)
 
     def _vanished(self) -> frozenset[int]:

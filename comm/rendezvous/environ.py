@@ -242,7 +242,10 @@ def enable_flight_recorder() -> None:
 
 
 def leave_errors_to_caller() -> None:
-    """Let torch's watchdog of NCCL not end this process after an error or an abort; call it before groups are made."""
+    """Let torch's watchdog of NCCL not end this process after an error or an abort: the failure detector does.
+
+    Call it before groups are made.
+    """
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
         os.environ.setdefault(name, "0")
 

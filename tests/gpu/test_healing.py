@@ -8,6 +8,7 @@ import pytest
 import torch
 from forked_ranks import exit_codes
 
+from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -31,6 +32,21 @@ def test_nccl_is_aborted_while_the_gpu_works_and_connects_again() -> None:
         backend.submit(sum_, label="another sum")
         backend.abort()
         torch.cuda.synchronize()
+
+
+def test_late_sum_over_nccl_is_abandoned_and_the_next_one_is_right() -> None:
+    gpu = torch.device("cuda", 0)
+    rank = connect(env=ALONE, device=gpu)
+    backend = TorchDistributedBackend(rank.env, rank.control, library="nccl", device=gpu)
+    backend.limit(0.2)
+    work = backend.submit(lambda: torch.cuda._sleep(4_000_000_000), label="sum by hierarchical")
+    with pytest.raises(LateError, match="hierarchical"):
+        work.wait()
+    backend.restart(num_missed=0)
+    ones_N = torch.ones(1000, device=gpu)
+    backend.submit(partial(backend.all_reduce_, ones_N, backend.world), label="a sum").wait()
+    assert ones_N.sum().item() == 1000
+    backend.close()
 
 
 def test_other_ranks_continue_over_nccl_to_the_same_bits(tmp_path: Path) -> None:

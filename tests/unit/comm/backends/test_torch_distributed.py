@@ -18,6 +18,7 @@ from played_nccl import PlayedNccl
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
+from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
@@ -234,6 +235,32 @@ def test_wait_for_a_lost_rank_aborts_nccl_before_it_raises(
 def assert_set(event: Event) -> None:
     """Hang, as a kernel of NCCL, until the abort."""
     assert event.wait(60)
+
+
+def test_sum_that_hangs_over_nccl_is_late_and_the_ranks_connect_again(
+    library: PlayedNccl, aborted: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hung form of the all-reduce is left out (hangs.py); the next groups need other keys in the store."""
+    backend = backend_of("nccl")
+    backend.new_group([[0, 1], [2, 3]])
+    backend.limit(0.05)
+    backend.submit(lambda: None, label="buffer 1").wait()
+    with monkeypatch.context() as hanging:
+        hanging.setattr(torch.Tensor, "copy_", lambda tensor, *_, **__: tensor)  # the GPU comes to nothing
+        work = backend.submit(lambda: None, label="buffer 2 by hierarchical")
+    with pytest.raises(LateError, match="buffer 2 by hierarchical"):
+        work.wait()
+    backend.limit(None)
+    monkeypatch.setattr(backend._control, "gather_text", lambda text, what: [text])
+    backend.restart(num_missed=1)
+    assert aborted.is_set()
+    assert (backend.oldest(), backend.num_submitted()) == (None, 3)
+    former, present = library.of("store")
+    former.set("NCCL's unique ID", "of the groups that have ended")
+    assert not present.check(["NCCL's unique ID"])
+    backend.submit(lambda: None, label="buffer 4").wait()
+    backend.close()
+    assert not dist.is_initialized()
 
 
 def test_error_of_nccl_aborts_it(library: PlayedNccl, aborted: Event, monkeypatch: pytest.MonkeyPatch) -> None:
