@@ -23,6 +23,7 @@ from tests.laws.jobs import (
     forked,
     records,
     run,
+    run_pods,
     steps,
 )
 from tests.laws.jobs import train_command as command_of
@@ -317,3 +318,21 @@ def test_job_ends_well_without_the_rank_that_was_lost(
     done = launched(launcher, data=data, folder=tmp_path, DIE=f"{lost}/3/forward")
     assert re.findall("rank . was ended by .*", done.stderr) == told
     assert steps(tmp_path / "run") == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("deaths", "num_ranks", "restarts", "join_at"),
+    [("0/3/forward", 2, None, "6"), ("0/3/forward 3/3/sums", 4, 0, "0")],
+    ids=["only-rank-of-a-pod-joins", "one-rank-of-each-pod-stays-lost"],
+)
+def test_pods_of_a_jobset_heal(
+    deaths: str, num_ranks: int, restarts: int | None, join_at: str, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A pod that ends with another code than 0 would restart all pods."""
+    log, command = tmp_path / "log", command_of(data, tmp_path / "run", HEALING | {"comm.backend": "tcp"})
+    codes = run_pods(command, ranks=num_ranks, restarts=restarts, log=log, DIE=deaths, JOIN_AT=join_at)
+    assert codes == [0, 0], log.read_text()
+    assert len(re.findall("rank . was ended by SIGKILL", log.read_text())) == len(deaths.split())
+    joined = [(record["step"], record["ranks"]) for record in records(tmp_path / "run", "joined")]
+    assert joined == ([] if restarts == 0 else [(5, 2)])
+    assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))
