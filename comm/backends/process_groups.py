@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from bigbatch.comm.backends.base import Group
 from bigbatch.comm.rendezvous.control import Control
@@ -84,7 +85,7 @@ class ProcessGroups:
 
     def _init_torch(self) -> None:
         # torch uses the same keys for each default group
-        store = dist.PrefixStore(f"init{self._num_inits}", self._control.store.torch_store)
+        store = PrefixStore(f"init{self._num_inits}", self._control.store.torch_store)
         self._num_inits += 1
         job: dict[str, Any] = {"rank": self._rank, "world_size": len(self._everyone), "device_id": self._gpu}
         self._bounded(lambda: dist.init_process_group(store=store, **job, **self._options()))
