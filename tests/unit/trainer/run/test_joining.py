@@ -25,7 +25,7 @@ ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins_file=Path("no such f
 @pytest.mark.parametrize(
     ("words", "error", "said"),
     [
-        (["--comm.backend", "nccl"], CommError, ["rank 2 on n1 cannot join", "nccl cannot continue without a rank"]),
+        (["--comm.backend", "mpi"], CommError, ["rank 2 on n1 cannot join", "mpi cannot continue without a rank"]),
         (["--optimizer.sharded", "true"], ConfigError, ["rank 2 on n1 cannot join", "optimizer.sharded=true"]),
     ],
 )
