@@ -34,7 +34,7 @@ from bigbatch.errors import CommError, PeerLostError
 
 BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
-HEALING = ("tcp", "gloo")
+HEALING = ("tcp", "gloo", "nccl")
 """Backends that can abort operations without ending the process."""
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
@@ -139,7 +139,8 @@ def connect(
     buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
     interface: the network interface on hosts with several; the launcher's choice takes precedence.
     device: None selects choose_device(), and refuses ranks that share a GPU.
-    heals: after a loss the remaining ranks can form a new group by regroup(). group: the result of regroup().
+    heals: after a loss the remaining ranks can form a new group by regroup(), except with registered or symmetric
+    buffers. group: the result of regroup().
     If one sum or the meeting takes warn_seconds (10, or timeout_seconds if that is shorter), the late ranks are logged;
     after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer.
     Close it by `with connect() as communicator:`, which also ends the other ranks after an exception, or by close().
@@ -161,11 +162,12 @@ def connect(
     control.library = backend
     topology = make_topology([each.node for each in meet(env, control, gpu=gpu)], rank=env.rank, group_size=group_size)
     endpoints = group.endpoints if group else None
-    if heals and endpoints is None and backend in HEALING and isinstance(control.store, JobStore):
+    can_heal = backend in HEALING and buffers == "torch" and isinstance(control.store, JobStore)
+    if heals and endpoints is None and can_heal:
         endpoints = exchange_endpoints(env, control, interface=interface)
-    control.detector.continues_after_loss = endpoints is not None
+    heals = control.detector.continues_after_loss = endpoints is not None
     watch = Watch(control, ends_job=backend == "nccl") if env.world_size > 1 else None
-    transport = _connect_watched(env, control, backend, watch, device=device, interface=interface)
+    transport = _connect_watched(env, control, backend, watch, device=device, interface=interface, heals=heals)
     met = _make_communicator(env, control, transport, topology, wire=wire, device=device)
     return _choose_algorithm(replace(met, table=table, watch=watch, buffers=buffers, endpoints=endpoints), algorithm)
 
@@ -274,7 +276,14 @@ def _choose_algorithm(met: Communicator, algorithm: str | Choose) -> Communicato
 
 
 def _connect_watched(
-    env: ProcessEnv, control: Control, backend: str, watch: Watch | None, *, device: torch.device, interface: str | None
+    env: ProcessEnv,
+    control: Control,
+    backend: str,
+    watch: Watch | None,
+    *,
+    device: torch.device,
+    interface: str | None,
+    heals: bool,
 ) -> Backend:
     """Connect the backend under a watch.
 
@@ -284,7 +293,7 @@ def _connect_watched(
         return SingleBackend()
     try:
         with watch.during(f"connection of {env.world_size} ranks by {backend}"):
-            transport = _connect(env, control, backend, device=device, interface=interface)
+            transport = _connect(env, control, backend, device=device, interface=interface, heals=heals)
     except BaseException:
         watch.close()
         raise
@@ -293,7 +302,7 @@ def _connect_watched(
 
 
 def _connect(
-    env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None
+    env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None, heals: bool
 ) -> Backend:
     if backend == "tcp":
         return TcpBackend(env, control, interface=interface)
@@ -301,4 +310,4 @@ def _connect(
         return MpiBackend(env, control, device=device)
     if backend == "horovod":
         return HorovodBackend(env, control, device=device)
-    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface)
+    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface, heals=heals)

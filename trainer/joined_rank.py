@@ -35,16 +35,20 @@ class JoinedRank:
         left_out = describe_left_out(root, *(split.index for split in splits))
         lines = [left_out, self.bound, self.staged, describe_load(communicator.device), self.mode_note]
         if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.endpoints is None:
-            lines.append(why_not_healing(communicator.backend.name))
+            lines.append(why_not_healing(config, communicator.backend.name))
         if start.is_of_unknown_classes:
             lines.append(f"{start.path} keeps no class names: those of {root} are not compared")
         return [line for line in lines if line]
 
 
-def why_not_healing(backend: str) -> str:
+def why_not_healing(config: Config, backend: str) -> str:
     """Return the log line that says why this run cannot heal in place."""
-    if backend in HEALING:
-        why, remedy = "the ranks met in a process group of the script's own", "without one they can"
+    if backend not in HEALING:
+        why, remedy = f"{backend} cannot continue without a rank", f"comm.backend={', '.join(HEALING)} can"
+    elif config.compute.cuda_graph:
+        why, remedy = "a captured step cannot be interrupted", "compute.cuda_graph=false can"
+    elif config.comm.buffers != "torch":
+        why, remedy = f"NCCL cannot abort sums in {config.comm.buffers} buffers", "comm.buffers=torch can"
     else:
-        why, remedy = f"{backend} cannot continue without a rank", "comm.backend=tcp and gloo can"
+        why, remedy = "the ranks met in a process group of the script's own", "without one they can"
     return f"run.heal=in_place: {why}, so a loss ends the job, as with restart; {remedy}"

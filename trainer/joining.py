@@ -136,7 +136,7 @@ def failing_as_lost_rank(env: ProcessEnv) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if env.joins:
+        if env.joins and error.exit_code:
             error.exit_code = LOST
         raise
 
@@ -146,7 +146,7 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
     device = choose_device(env, backend=config.comm.backend)
     backend = backend_for(device, config.comm.backend)
     if backend not in HEALING:
-        raise CommError(f"rank {env.rank} on {env.host} cannot join: {why_not_healing(backend)}")
+        raise CommError(f"rank {env.rank} on {env.host} cannot join: {why_not_healing(config, backend)}")
     if config.optimizer.sharded:
         raise ConfigError(
             f"rank {env.rank} on {env.host} cannot join: with optimizer.sharded=true no other rank holds its part of "
@@ -238,7 +238,9 @@ def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
     while True:
         claim = newest_claim(folder)
         if claim and claim.has_ended and not claim.has_failed:
-            raise PeerLostError(f"rank {env.rank} on {env.host}: the job to join has ended")
+            ended = PeerLostError(f"rank {env.rank} on {env.host}: the job to join has ended")
+            ended.exit_code = 0  # nothing has failed: the run is finished, or was stopped on request
+            raise ended
         if store := claim and _address(claim):
             started = awake_seconds()
             try:

@@ -1,6 +1,5 @@
 """One training run, for `bigbatch train` and for `bigbatch.train` in Python."""
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,6 @@ def main(argv: Sequence[str]) -> int:
         config = replace(config, data=replace(config.data, stage=None), comm=comm)
     skip_compiler_import()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
-    gc.freeze()  # else each collection scans all objects of torch's imports, also while other ranks wait
     is_quiet = "--quiet" in argv
     summary = run_training(config, job, hooks=TrainingHooks(), is_dry_run=is_dry_run, is_quiet=is_quiet)
     return leave_stopped(env) if summary is None else 0

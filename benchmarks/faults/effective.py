@@ -264,6 +264,7 @@ def moments(draw: random.Random, options: argparse.Namespace) -> Iterator[tuple[
 def ended_job(way: Method, folder: Path, mark: str, output: Any) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a job; at the end remove all of its processes."""
     environ = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each restarted rank compiles all modules again
     job = subprocess.Popen(way.argv(folder), env=environ, stdout=output, stderr=output, start_new_session=True)
     try:
         yield job

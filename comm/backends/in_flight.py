@@ -128,17 +128,23 @@ class ThreadQueue:
         self._thread.join(ABORT_SECONDS)
 
 
-def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable[[], None]:
-    """Make an operation on GPU memory safe for another thread and a library that does not use streams.
+def behind_kernels(
+    operation: Callable[[], None], gpu: torch.device, *, stream: torch.cuda.Stream | None = None
+) -> Callable[[], None]:
+    """Make an operation on GPU memory safe for another thread.
 
     The operation begins after the calling thread's GPU work so far, and returns when the GPU has finished it.
+    stream: where a library enqueues the operation; None if the library does not use streams.
     """
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(gpu))
 
     def on_gpu() -> None:
-        with torch.cuda.device(gpu):  # a thread starts with the first GPU as its current one
-            ready.synchronize()
+        with torch.cuda.device(gpu), torch.cuda.stream(stream):  # a thread starts with the first GPU as its current one
+            if stream is None:
+                ready.synchronize()
+            else:
+                stream.wait_event(ready)
             operation()
             torch.cuda.current_stream(gpu).synchronize()
 
@@ -153,13 +159,17 @@ class StreamQueue:
     mode, and may hang if the GPU does.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, number: int = 0) -> None:
+        """number: that of the last operation in the queue that this one replaces, if any."""
         # high priority: communication goes before kernels of backward that have not begun, because other ranks wait
         self._stream = torch.cuda.Stream(device, priority=-1)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._number_1 = torch.zeros(1, dtype=torch.int64, device=device)
             self._done_1 = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self.number = 0
+        self.number = number
+        """Number of the last operation submitted."""
+        self.limit_seconds: float | None = None
+        """Limit of a wait, for which the host waits then; after it the wait raises LateError."""
         self._enqueued: deque[Pending] = deque()
         self._lock = Lock()
         """Guards _enqueued, which the submitting thread and the watching threads all pop from."""
@@ -169,12 +179,13 @@ class StreamQueue:
         """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
         self.number += 1
+        pending = Pending(self.number, label, awake_seconds(), ranks)
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay would repeat the capture's number
         if is_watched:
             with self._lock:
                 self._drop_done()
                 # before the operation, which may block the host: a barrier does, and a group's first connection
-                self._enqueued.append(Pending(self.number, label, awake_seconds(), ranks))
+                self._enqueued.append(pending)
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # if a script's current GPU is another one, leaving the stream alone would create a CUDA context there
@@ -192,7 +203,20 @@ class StreamQueue:
                 # behind the event: waiting for the operation does not wait for this
                 self._number_1.fill_(self.number)
                 self._done_1.copy_(self._number_1, non_blocking=True)
-        return Started(lambda: torch.cuda.current_stream(device).wait_event(event))
+
+        def wait() -> None:
+            if self.limit_seconds is not None and is_watched:
+                self._wait_on_host(pending, self.limit_seconds)
+            torch.cuda.current_stream(device).wait_event(event)
+
+        return Started(wait)
+
+    def _wait_on_host(self, pending: Pending, seconds: float) -> None:
+        """Wait until the GPU has finished the operation, without a pause: it may be a short one that is timed."""
+        start = awake_seconds()
+        while int(self._done_1) < pending.number:
+            if awake_seconds() - start > seconds:
+                raise LateError(pending)
 
     def oldest(self) -> Pending | None:
         """Return the first operation that the device has not finished."""
@@ -209,3 +233,13 @@ class StreamQueue:
         """Wait for all operations under way."""
         self.is_closed = True
         self._stream.synchronize()
+
+    def give_up(self, error: CommError, *, end: Callable[[], None]) -> None:
+        """Forget the operations under way. end: makes the GPU finish them. error: for ThreadQueue."""
+        self.is_closed = True
+        end()
+        self._enqueued.clear()
+
+    def successor(self, *, num_missed: int) -> "StreamQueue":
+        """Return a new queue; see ThreadQueue.successor()."""
+        return StreamQueue(self._stream.device, number=self.number + num_missed)

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from bigbatch.comm.backends.base import Group
 from bigbatch.comm.rendezvous.control import Control
@@ -33,6 +34,7 @@ class ProcessGroups:
         # NCCL's own watchdog must come after bigbatch's error
         self.timeout = timedelta(seconds=control.timeout_seconds + (0.0 if gpu is None else VERDICT_SECONDS))
         self._handles: dict[tuple[int, ...], Any] = {}
+        self._num_inits = 0
 
     def make_world(self) -> Group:
         """Make the group of all ranks."""
@@ -52,7 +54,14 @@ class ProcessGroups:
         return Group(mine, self._handles[mine]) if mine else Group((self._rank,))
 
     def abort(self) -> None:
-        """End the operations of gloo's groups, without the other ranks."""
+        """End the operations of all groups, without the other ranks. NCCL's groups are destroyed, too."""
+        if self._library == "nccl":
+            if self._handles:
+                # all in one call: NCCL may deadlock if one is aborted while another waits (pytorch 119797)
+                dist.distributed_c10d._abort_process_group()
+            self._handles.clear()
+            _own_defaults.discard(_default_users.pop(self, None))
+            return
         for handle in self._own():
             with suppress(RuntimeError):
                 handle.abort()
@@ -75,7 +84,9 @@ class ProcessGroups:
             dist.destroy_process_group()
 
     def _init_torch(self) -> None:
-        store = self._control.store.torch_store
+        # torch uses the same keys for each default group
+        store = PrefixStore(f"init{self._num_inits}", self._control.store.torch_store)
+        self._num_inits += 1
         job: dict[str, Any] = {"rank": self._rank, "world_size": len(self._everyone), "device_id": self._gpu}
         self._bounded(lambda: dist.init_process_group(store=store, **job, **self._options()))
         _own_defaults.add(dist.group.WORLD)

@@ -9,12 +9,17 @@ from torch import Tensor
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
-from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
+from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue, behind_kernels
 from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
+from bigbatch.comm.rendezvous.environ import (
+    ProcessEnv,
+    enable_flight_recorder,
+    leave_errors_to_caller,
+    prefer_interface,
+)
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
 from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -28,11 +33,20 @@ class TorchDistributedBackend:
     """Runs collectives and messages of torch.distributed over groups of NCCL or gloo (see ProcessGroups).
 
     Collective: every rank constructs it. library: "nccl" or "gloo". The control's timeout_seconds bounds every wait.
+    heals: the run continues after a loss, so NCCL must not block the calling thread or end the process: another thread
+    waits for the GPU, and abort() ends that wait. It costs a wait of the host in each step.
     Raises: CommError if the library cannot connect the ranks.
     """
 
     def __init__(
-        self, env: ProcessEnv, control: Control, *, library: str, device: torch.device, interface: str | None = None
+        self,
+        env: ProcessEnv,
+        control: Control,
+        *,
+        library: str,
+        device: torch.device,
+        interface: str | None = None,
+        heals: bool = False,
     ) -> None:
         self.name = library
         self.rank = env.rank
@@ -45,6 +59,7 @@ class TorchDistributedBackend:
         prefer_interface(interface, is_one_host=env.is_one_host)
         if is_nccl:
             enable_flight_recorder()
+            leave_errors_to_caller()
         start = awake_seconds()
         try:
             self.world = self._groups.make_world()
@@ -62,24 +77,42 @@ class TorchDistributedBackend:
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
                 f"{first_line(error)}; {_remedy(error)}"
             ) from error
-        self._queue: StreamQueue | ThreadQueue = (
-            StreamQueue(device) if is_nccl else ThreadQueue(detector.explain, while_waiting=detector.check_peers)
-        )
+        self._stream: torch.cuda.Stream | None = None
+        """Where the queue's thread enqueues NCCL's operations, if the run heals."""
+        self._queue: StreamQueue | ThreadQueue
+        if is_nccl and heals:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._queue = ThreadQueue(self._explain_and_abort, while_waiting=self._abort_if_lost)
+        elif is_nccl:
+            self._queue = StreamQueue(device)
+        else:
+            self._queue = ThreadQueue(detector.explain, while_waiting=detector.check_peers)
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
 
+    def _abort_if_lost(self, label: str, seconds: float) -> None:
+        """End NCCL's operations if a rank is lost or late: until then any wait for the GPU may hang."""
+        try:
+            self._control.detector.give_up(label, seconds)
+        except PeerLostError as error:
+            self._queue.give_up(error, end=self._groups.abort)
+            raise
+
+    def _explain_and_abort(self, label: str, seconds: float, error: Exception) -> CommError:
+        failure = self._control.detector.explain(label, seconds, error)
+        self._groups.abort()
+        return failure
+
     def limit(self, seconds: float | None) -> None:
-        """Limit waits for gloo; waits for NCCL are on the device, and only the job's time limit ends them."""
-        if isinstance(self._queue, ThreadQueue):
-            self._queue.limit_seconds = seconds
+        """Limit waits. Over NCCL the host waits then."""
+        self._queue.limit_seconds = seconds
 
     def num_submitted(self) -> int:
         return self._queue.number
 
     def restart(self, *, num_missed: int) -> None:
-        """Connect again over gloo; see Restartable."""
-        assert isinstance(self._queue, ThreadQueue)
+        """Connect again; see Restartable."""
 
         def end() -> None:
             # wait until all ranks have given up; otherwise one would report that another's connection has ended
@@ -89,6 +122,8 @@ class TorchDistributedBackend:
         self._queue.give_up(CommError("the sum hung and was aborted"), end=end)
         self._groups.destroy_own()
         self.world = self._groups.make_world()
+        if self._gpus:
+            self._barrier()  # a group's first operation must be one of all its ranks
         self._queue = self._queue.successor(num_missed=num_missed)
 
     def _vanished(self) -> frozenset[int]:
@@ -147,6 +182,8 @@ class TorchDistributedBackend:
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Start the operation during backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
+        if self._stream is not None:
+            operation = behind_kernels(operation, self._stream.device, stream=self._stream)
         start = awake_seconds()
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)
@@ -174,7 +211,7 @@ class TorchDistributedBackend:
         self._groups.destroy()
 
     def abort(self) -> None:
-        """End gloo's operations, without the other ranks, and destroy the process groups."""
+        """End all operations, without the other ranks, and destroy the process groups. Only if the run heals."""
         assert isinstance(self._queue, ThreadQueue)
         self._queue.give_up(CommError("the connection was aborted"), end=self._groups.abort)
         self._groups.destroy()

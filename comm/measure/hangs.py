@@ -32,7 +32,7 @@ def sum_label(what: str, algorithm: str) -> str:
 
 @contextmanager
 def limited(communicator: Communicator) -> Iterator[None]:
-    """Limit each sum inside the block. For NCCL, MPI and Horovod only the job's limit applies, which ends the job.
+    """Limit each sum inside the block. For MPI and Horovod only the job's limit applies, which ends the job.
 
     Collective. Raises: HungError on all ranks if a sum is late on any.
     """

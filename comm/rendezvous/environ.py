@@ -241,6 +241,15 @@ def enable_flight_recorder() -> None:
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is the deprecated name
 
 
+def leave_errors_to_caller() -> None:
+    """Let torch's watchdog of NCCL not end this process after an error or an abort: the failure detector does.
+
+    Call it before groups are made.
+    """
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+        os.environ.setdefault(name, "0")
+
+
 def flight_prefix() -> str | None:
     """Return the path, without the rank, to which torch's flight recorder writes."""
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

@@ -71,15 +71,19 @@ class FailureDetector:
         if not self.is_watched:
             with suppress(RuntimeError):  # the operation itself is about to fail with a better message
                 self.log.read(self._job.store.within(limits.PEER_CHECK_SECONDS))
-        state, cause = self.log.state, ""
-        if self.verdict or state.cause:
-            ended = f"the process of {self.log.name(state.vanished)} has ended"
-            cause = ended if state.vanished else "another rank reports a failure"
-        elif early := state.left_before(self._num_begun):
-            cause = f"{self.log.name(early)} ended, or closed its connection, before it"
-        if cause:
+        if cause := self.cause():
             error = RuntimeError(cause)
             raise self.explain(label, seconds, error) from error
+
+    def cause(self) -> str:
+        """Return why a wait cannot succeed, by the log as it was last read; "" if nothing prevents it."""
+        state = self.log.state
+        if self.verdict or state.cause:
+            ended = f"the process of {self.log.name(state.vanished)} has ended"
+            return ended if state.vanished else "another rank reports a failure"
+        if early := state.left_before(self._num_begun):
+            return f"{self.log.name(early)} ended, or closed its connection, before it"
+        return ""
 
     def give_up(self, label: str, seconds: float) -> None:
         """Like check_peers, but also raise after the timeout: for libraries without a time limit."""

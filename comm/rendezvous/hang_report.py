@@ -99,13 +99,13 @@ class HangReport:
         self._control, self._detector = control, control.detector
         self._has_dumped = self._has_published = False
 
-    def say(self, label: str, seconds: float, seen: str, *, by: Callable[[str], None]) -> None:
-        """Print what failed and which ranks are lost. seen: an earlier finding on the operation."""
+    def say(self, label: str, seconds: float, seen: str, *, cause: str = "", by: Callable[[str], None]) -> None:
+        """Print what failed and which ranks are lost. seen: an earlier finding on the operation. cause: if not time."""
         # torch's dump calls the driver with the GIL held: if it hangs, no Python thread runs
         with _ended_after(limits.VERDICT_SECONDS):
             recorded = _within(limits.FLIGHT_SECONDS, lambda: record_flight(dump_flight(), rank=self._control.rank))
             flight, path = recorded or (None, None)
-            text = _within(limits.EXPLAIN_SECONDS, lambda: self._explain(label, seconds, flight)) or (
+            text = _within(limits.EXPLAIN_SECONDS, lambda: self._explain(label, seconds, cause, flight)) or (
                 f"{self._detector.failed(label, seconds)}; {self._detector.no_answer}"
             )
             record = f"; torch's flight recorder: {path}" if path else ""
@@ -124,10 +124,10 @@ class HangReport:
             self._has_published = True
             self._detector.log.write("flight", flight.begun)
 
-    def _explain(self, label: str, seconds: float, flight: Flight | None) -> str:
+    def _explain(self, label: str, seconds: float, cause: str, flight: Flight | None) -> str:
         with suppress(RuntimeError):  # if the store is lost, the detector says so
             self._publish(flight)
-        error = self._detector.describe(label, seconds, late_error())
+        error = self._detector.describe(label, seconds, RuntimeError(cause) if cause else late_error())
         compared = ""
         if flight is not None:
             compared = compare(flight, self._detector.log.state.flights)

@@ -38,5 +38,7 @@ EXPLAIN_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 2 * REQUESTS_SECONDS
 """Limit of the explanation of a failure: its own limits, and time for its requests."""
 VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + 2 * EXPLAIN_SECONDS
 """Time after the time limit for the verdict and the requests of others; a library's own limit must be longer."""
+LEAVE_SECONDS = 10.0
+"""Time after a loss in which a rank may finish the checkpoint that it is writing."""
 STACK_DUMP_SECONDS = 1.0
 """Time between the stack dump and SIGALRM for a process whose shutdown hangs."""

@@ -42,8 +42,9 @@ class Watch:
     runs prints that others wait for it.
     ends_job: also end this process after the control's timeout. For transports that only enqueue (NCCL), where no
     thread of ours waits. A second thread then watches the clock without the store, so a store that is lost or hangs
-    delays the end only by the time of the verdict. Before the end the flight recorder is written to a file, and the
-    ranks' collectives are compared.
+    delays the end only by the time of the verdict. After the loss of a rank this process ends earlier. Before the end
+    the flight recorder is written to a file, and the ranks' collectives are compared. If the job continues after a
+    loss, the waiting thread gets time to abort first.
     """
 
     def __init__(
@@ -67,12 +68,19 @@ class Watch:
         self._late_texts: dict[int, str] = {}
         """Operation number -> the printed line about its late ranks, for the time after the store is lost."""
         self._report, self._ends_job = HangReport(control), ends_job
+        abort_seconds = 2 * limits.VERDICT_SECONDS if self._detector.continues_after_loss else 0.0
+        self._end_seconds = control.timeout_seconds + abort_seconds
+        self._lost_at: float | None = None
         self._closed = Event()
         rounds = [self._follow_log, self._watch_clock] if ends_job else [self._follow_log]
         self._threads = [Thread(target=each, name="bigbatch-watch", daemon=True) for each in rounds]
         self._detector.is_watched = True
         for thread in self._threads:
             thread.start()
+
+    @property
+    def _here(self) -> str:
+        return f"rank {self._control.rank} on {self._control.host}"
 
     @contextmanager
     def during(self, label: str) -> Iterator[None]:
@@ -115,11 +123,20 @@ class Watch:
             self.check_clock()
 
     def check_clock(self) -> None:
-        """Check the clock once; end this process after the time limit. Does not need the store."""
+        """Check the clock once; end this process after the time limit, or after a loss. Does not need the store."""
         pending = self._oldest()
-        if pending and pending.seconds > self._control.timeout_seconds:
-            self._report.say(pending.label, pending.seconds, self._late_texts.get(pending.number, ""), by=self._say)
-            os._exit(LOST)  # the main thread waits for the device and cannot be interrupted
+        if pending is None:
+            return
+        cause = "" if self._detector.continues_after_loss else self._detector.cause()
+        if cause and self._lost_at is None:
+            self._lost_at = awake_seconds()
+            self._say(f"{self._here} waits in {pending.label}, and {cause}: this process ends")
+        has_left = self._lost_at is not None and awake_seconds() - self._lost_at > limits.LEAVE_SECONDS
+        if has_left or pending.seconds > self._end_seconds:
+            seen = self._late_texts.get(pending.number, "")
+            self._report.say(pending.label, pending.seconds, seen, cause=cause, by=self._say)
+            # the main thread waits for the device and cannot be interrupted
+            os._exit(self._log.state.exit_code or LOST)
 
     def look(self, *, wait: float = 0.0) -> None:
         """Read and answer the log once, waiting up to wait for news; print the late ranks. Raises: RuntimeError."""
@@ -165,8 +182,7 @@ class Watch:
         is_past = self._logged_wait is not None and self._logged_wait.number >= stall.number
         if is_behind and not is_past and self._control.rank in stall.ranks:
             self._reported.add(stall.number)
-            here = f"rank {self._control.rank} on {self._control.host}"
-            self._say(f"{here} is late: other ranks wait for it in {stall.label}")
+            self._say(f"{self._here} is late: other ranks wait for it in {stall.label}")
 
     def _report_silent_store(self) -> None:
         """Print, once per operation, that the store does not answer."""
@@ -177,6 +193,6 @@ class Watch:
 
     def _waits(self, pending: Pending, verdict: str) -> str:
         return (
-            f"rank {self._control.rank} on {self._control.host} has waited {pending.seconds:.1f} s in {pending.label}: "
+            f"{self._here} has waited {pending.seconds:.1f} s in {pending.label}: "
             f"{verdict} (the job ends after {self._control.timeout_seconds:g} s)"
         )

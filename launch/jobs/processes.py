@@ -48,6 +48,7 @@ def run_processes(
     asks_to_stop: signal.Signals,
     heals: Callable[[], bool] | None = None,
     joins: int = 0,
+    is_part: bool = False,
     on_poll: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
@@ -57,6 +58,7 @@ def run_processes(
     next GRACE_SECONDS, none can continue, and all are ended.
     joins: number of restarts in all, if the others continue. A process that a signal or CRASHED ended starts again to
     join them, unless it was restarted before and has not joined yet, one has finished, or no others run.
+    is_part: processes of the job run elsewhere, too: a single one that a signal ended may restart to join those.
     enter(node): called in each new process. on_poll: called every LOOK_SECONDS. Every process has its own session, so
     Ctrl-C reaches only this one: the first sends asks_to_stop to all, the second SIGTERM, the third SIGKILL. If this
     process is killed, they get asks_to_stop; in an emulated cluster, whose process numbers differ, its own watcher ends
@@ -100,7 +102,13 @@ def run_processes(
                     return Ended(INTERRUPTED, was_asked=True)
             names = [start.name for start in starts]
             code = _wait(
-                running, names=names, heals=heals, start_again=start_again, has_to_join=has_to_join, on_poll=on_poll
+                running,
+                names=names,
+                heals=heals,
+                start_again=start_again,
+                has_to_join=has_to_join,
+                is_part=is_part,
+                on_poll=on_poll,
             )
             return Ended(code, was_asked=stopper.asked > 0)
         finally:
@@ -117,6 +125,7 @@ def _wait(
     heals: Callable[[], bool] | None = None,
     start_again: Callable[[int], bool] = lambda number: False,
     has_to_join: Callable[[int], bool] = lambda number: False,
+    is_part: bool = False,
     on_poll: Callable[[], object] = lambda: None,
 ) -> int:
     """Wait until all have ended; each is removed from running when it ends.
@@ -142,11 +151,13 @@ def _wait(
             since_end = 0.0
             has_finished = has_finished or (heals is not None and code == 0)
             is_lost = failed is None and may_restart(shell_code(code), is_python=False)
+            is_lost = is_lost and heals is not None and heals()
             left = {each for each in running if not has_to_join(each)}  # that can continue
-            if is_lost and heals is not None and heals() and (left or has_finished):
+            others_run = left - ended.keys() or (is_part and len(names) == 1 and code < 0)
+            may_join = is_lost and code != LOST and others_run and not (has_finished or has_to_join(number))
+            starts = may_join and start_again(number)
+            if is_lost and (left or has_finished or starts):
                 is_stuck = is_stuck or code == LOST
-                may_join = code != LOST and not (has_finished or has_to_join(number)) and left - ended.keys()
-                starts = may_join and start_again(number)
                 consequence = "; it restarts, to join the others" if starts else "; the others may continue"
                 tell(f"{names[number]} {describe_exit(code)}{'' if has_finished else consequence}")
                 continue

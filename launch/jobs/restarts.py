@@ -34,6 +34,8 @@ def describe_restarts(job: JobSpec, *, joins: int = 0) -> str:
     if not job.restarts:
         return ""
     single = f"# a lost rank starts again, to join the others, up to {joins} time(s) in each start of the job\n"
+    if job.spans_nodes:  # each node's launcher restarts single ranks only
+        return single
     limit = "in all" if find_run_folder(job) is None else "in a row without a newer checkpoint"
     what = "a loss that ends all ranks" if joins else "a lost rank"
     return f"{single if joins else ''}# after {what} all start again, up to {job.restarts} time(s) {limit}\n"

@@ -104,21 +104,25 @@ def heals_in_place(job: JobSpec) -> bool:
 
 
 def count_joins(job: JobSpec) -> int:
-    """Return how often a lost rank of `train` may start again to join the others; 0 if they cannot give it a state."""
+    """Return how often a lost rank of `train` may start again to join the others.
+
+    0 if they cannot give it a state, or if the run may not restart (run.resume).
+    """
     config = try_load_experiment(job)
-    if config is None or config.run.heal != "in_place" or config.optimizer.sharded:
+    if config is None or config.run.heal != "in_place" or config.run.resume != "auto" or config.optimizer.sharded:
         return 0
-    return (job.restarts or 0) if config.comm.backend in ("auto", "tcp", "gloo") else 0
+    can_heal = config.comm.backend in ("auto", "tcp", "gloo", "nccl") and config.comm.buffers == "torch"
+    return (job.restarts or 0) if can_heal and not config.compute.cuda_graph else 0
 
 
 def has_begun(job: JobSpec) -> Callable[[], bool]:
     """Return a function that tells whether the ranks, which are about to start, have taken the run folder of `train`.
 
     By then all ranks have met; before, they would wait for a lost one. Always true for another command, and for
-    several nodes, whose folder this host may not see.
+    several nodes, whose folder this host may not see; lost ranks that start again need it on each host.
     """
     config = try_load_experiment(job)
-    if config is None or (job.num_nodes or 1) > 1:
+    if config is None or (job.spans_nodes and not count_joins(job)):
         return lambda: True
     folder = Path(config.run.directory)
     before = newest_number(folder)
@@ -138,7 +142,7 @@ def refuse_healing(job: JobSpec, *, launcher: str) -> None:
     if heals_in_place(job):
         raise LaunchOptionError(
             f"--run.heal in_place: {launcher} ends all ranks when one is lost: leave it out, or use bigbatch launch "
-            "local, mpirun or slurm"
+            "local, mpirun, slurm or k8s"
         )
 
 

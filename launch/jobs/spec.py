@@ -109,6 +109,10 @@ class JobSpec:
         return self.num_ranks // (self.num_nodes or 1)
 
     @property
+    def spans_nodes(self) -> bool:
+        return (self.num_nodes or 1) > 1
+
+    @property
     def variables(self) -> tuple[tuple[str, str], ...]:
         """Return the variables that every rank gets from the job; of two with one name the last counts."""
         device = () if self.device is None else ((DEVICE_VARIABLE, self.device),)

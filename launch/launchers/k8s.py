@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_lines
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.foreground import one_line
-from bigbatch.launch.jobs.run_folder import refuse_healing, run_argument, try_load_experiment
+from bigbatch.launch.jobs.run_folder import run_argument, try_load_experiment
 from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher
 from bigbatch.launch.launchers.k8s_manifest import JOB_SECRET_KEY, SECRET, has_secret, jobset
@@ -58,7 +58,6 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 def manifest(job: JobSpec, *, name: str) -> str:
     """Return YAML of the job; pure. Raises: LaunchOptionError if Kubernetes does not support it."""
     refuse(job, launcher="k8s", refused=REFUSED)
-    refuse_healing(job, launcher="k8s")
     if job.image is None:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
     content = jobset(job, name=name)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ Fields = dict[str, Any]
 def jobset(job: JobSpec, *, name: str) -> Fields:
     """Return the job as plain objects. Raises: LaunchOptionError if Kubernetes does not support it."""
     user, _, group = (job.user or "1000").partition(":")
+    job = replace(job, restarts=RESTARTS if job.restarts is None else job.restarts)
     # Kubernetes substitutes $(JOB_COMPLETION_INDEX) in the pods of an indexed Job
     starter = node_launch_words(job, node_rank="$(JOB_COMPLETION_INDEX)", master=f"{name}-node-0-0.{name}:29500")
     # a container's own /dev/shm has 64 MB
@@ -52,7 +54,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "name": name,
         "namespace": job.namespace,
         "labels": {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else None,
-        "restarts": RESTARTS if job.restarts is None else job.restarts,
+        "restarts": job.restarts,
         "nodes": job.num_nodes or 1,
         "deadline": None if job.minutes in (None, UNLIMITED) else (job.minutes or 0) * 60,
         # a script may exit with this code for its own reasons and would restart forever

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from bigbatch.comm.rendezvous.addresses import family_of, loopback
 from bigbatch.comm.rendezvous.environ import with_secret
@@ -44,9 +45,10 @@ def local_processes(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
             f"{job.ranks_per_node} ranks on one host are more than it can run: state {MAX_RANKS_OF_A_HOST} or fewer"
         )
     node_rank, (address, port) = rendezvous_of(job, port=port)
-    if job.restarts and (job.num_nodes or 1) > 1:
+    if job.restarts and job.spans_nodes and not count_joins(job):
         raise LaunchOptionError(
-            "--restarts: this launcher cannot restart other nodes: leave it out, or use mpirun, slurm or k8s"
+            "--restarts: this launcher cannot restart other nodes: leave it out, or use mpirun, slurm or k8s; with "
+            "--run.heal in_place it restarts single ranks"
         )
     first = node_rank * job.ranks_per_node
     shared = {"WORLD_SIZE": str(job.num_ranks), "LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
@@ -86,7 +88,9 @@ def node_launch_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]
     node_rank, master: placeholders that the node replaces.
     """
     several = ["--nodes", str(job.num_nodes), "--node-rank", node_rank, "--master", master]
-    shape = [*(several if (job.num_nodes or 1) > 1 else []), "--ranks-per-node", str(job.ranks_per_node)]
+    if joins := count_joins(job):
+        several += ["--restarts", str(joins)]
+    shape = [*(several if job.spans_nodes else []), "--ranks-per-node", str(job.ranks_per_node)]
     return ["launch", "local", *shape, *(["--python"] if job.is_python else []), "--"]
 
 
@@ -108,14 +112,21 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    def start(job: JobSpec) -> Ended:
+    def start(_: JobSpec) -> Ended:
         heals = has_begun(job) if heals_in_place(job) else None
         starts = local_processes(job, port=free_port())
         variables = one_thread_per_rank(job) | with_own_secret(job, environ)
-        joins = count_joins(job)
-        return run_processes(starts, environ=variables, asks_to_stop=signal.SIGTERM, heals=heals, joins=joins)
+        return run_processes(
+            starts,
+            environ=variables,
+            asks_to_stop=signal.SIGTERM,
+            heals=heals,
+            joins=count_joins(job),
+            is_part=job.spans_nodes,
+        )
 
-    return run_with_restarts(start, job).code
+    # all ranks of several nodes can only restart together
+    return run_with_restarts(start, replace(job, restarts=None) if job.spans_nodes else job).code
 
 
 def with_own_secret(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:

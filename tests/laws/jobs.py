@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +23,8 @@ from forked_ranks import exit_codes, places, start_rank
 from torch import Tensor
 
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.k8s_manifest import jobset
+from bigbatch.launch.launchers.local import free_port
 from bigbatch.launch.launchers.mpirun import mpirun_argv
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -169,6 +171,32 @@ def _run_forked(job: Forked, environ: dict[str, str]) -> "subprocess.CompletedPr
         code = ForkedJob(job, out, stderr=err, **environ).wait(timeout=TIMEOUT_SECONDS)
         stdout, stderr = (path.read_text(errors="backslashreplace") for path in (out, err))
     return subprocess.CompletedProcess(job.command, code, stdout, stderr)
+
+
+def run_pods(
+    command: Sequence[str], *, ranks: int = 2, restarts: int | None = None, log: Path | None = None, **variables: str
+) -> list[int]:
+    """Run on this host what a JobSet's two pods run, with the variables that they have; their exit codes."""
+    job = JobSpec(tuple(command), ranks, num_nodes=2, image="bb", device="cpu", restarts=restarts)
+    (replicated,) = jobset(job, name="job")["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    stated = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    master = container["command"][container["command"].index("--master") + 1]
+    here = {master: f"127.0.0.1:{free_port()}", "bigbatch": f"{sys.executable}"}
+    pods = []
+    for index in range(2):
+        words = [here.get(word, word).replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["command"]]
+        environ = {**os.environ, **stated, "BIGBATCH_SECRET": "of the job", "BIGBATCH_INTERFACE": "lo", **variables}
+        environ["BIGBATCH_HOST"] = f"pod-{index}"
+        argv = [words[0], "-m", "bigbatch", *words[1:]]
+        with log.open("ab") if log else nullcontext() as output:
+            pods.append(subprocess.Popen(argv, env=environ, stdout=output, stderr=output))
+    try:
+        return [pod.wait(timeout=TIMEOUT_SECONDS) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+            pod.wait()
 
 
 def message(done: "subprocess.CompletedProcess[str]") -> str:

@@ -15,6 +15,7 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     TIMEOUT_SECONDS,
+    Forked,
     ForkedJob,
     alone,
     assert_identical,
@@ -22,6 +23,7 @@ from tests.laws.jobs import (
     forked,
     records,
     run,
+    run_pods,
     steps,
 )
 from tests.laws.jobs import train_command as command_of
@@ -58,6 +60,14 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def ranks_of(command: list[str], num_ranks: int) -> Forked:
+    """Ranks of this command; --comm.backend=nccl is played by gloo."""
+    if "--comm.backend=nccl" not in command:
+        return forked(command, ranks=num_ranks)
+    command = [word for word in command if word != "--comm.backend=nccl"]
+    return Forked((*command, "--comm.algorithm=native"), num_ranks, "tests.parallel.nccl_by_gloo:bigbatch")
+
+
 def lose(
     data: Path, folder: Path, *, deaths: str, num_ranks: int = 4, save_seconds: float = 0, **settings: object
 ) -> tuple[list[int], str]:
@@ -65,7 +75,7 @@ def lose(
     log = folder.with_name(f"{folder.name}.log")
     overrides = HEALING | {name.replace("__", "."): value for name, value in settings.items()}
     environment = {"DIE": deaths, "SAVE_SECONDS": f"{save_seconds}"}
-    job = ForkedJob(forked(command_of(data, folder, overrides), ranks=num_ranks), log, **environment)
+    job = ForkedJob(ranks_of(command_of(data, folder, overrides), num_ranks), log, **environment)
     codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
     assert codes is not None, log.read_text()
     return codes, log.read_text()
@@ -81,6 +91,7 @@ def lose(
         ("tcp", "0/4/forward 1/4/published", 2),
         ("tcp", "0/4/forward 1/4/claimed", 2),
         ("gloo", "1/5/sums", 3),
+        ("nccl", "0/3/sums 2/7/forward", 2),
     ],
 )
 def test_survivors_go_on_to_the_same_bits(
@@ -103,7 +114,12 @@ def test_survivors_go_on_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("backend", "deaths", "at", "num_ranks"),
-    [("tcp", "0/3/forward", 5, 2), ("gloo", "0/5/forward", 10, 4), ("tcp", "3/4/forward", NUM_STEPS, 4)],
+    [
+        ("tcp", "0/3/forward", 5, 2),
+        ("gloo", "0/5/forward", 10, 4),
+        ("nccl", "1/4/forward", 8, 3),
+        ("tcp", "3/4/forward", NUM_STEPS, 4),
+    ],
 )
 def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
     backend: str, deaths: str, at: int, num_ranks: int, data: Path, undisturbed: Path, tmp_path: Path
@@ -111,7 +127,7 @@ def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
     """Law 9: it has its old number, so rank 0 takes the run folder over again; after the last step it evaluates."""
     run, log, lost = tmp_path / "run", tmp_path / "log", int(deaths[0])
     command = command_of(data, run, HEALING | {"comm.backend": backend})
-    job = ForkedJob(forked(command, ranks=num_ranks), log, DIE=deaths, JOIN_AT=f"{at + 1}")  # a step is begun twice
+    job = ForkedJob(ranks_of(command, num_ranks), log, DIE=deaths, JOIN_AT=f"{at + 1}")  # a step is begun twice
     job.ranks.append(job.join_again(lost))
     codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
     assert codes == [-signal.SIGKILL if rank == lost else 0 for rank in range(num_ranks)] + [0], log.read_text()
@@ -241,14 +257,15 @@ def files_of(run: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
+@pytest.mark.parametrize("backend", ["tcp", "nccl"])
 def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
-    data: Path, undisturbed: Path, tmp_path: Path
+    backend: str, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """The first one, which owned the run folder."""
     run, log = tmp_path / "run", tmp_path / "log"
     limits = {"comm.timeout_seconds": 4, "comm.warn_seconds": 1, "data.patience_seconds": 1, "run.keep_checkpoints": 9}
-    command = command_of(data, run, HEALING | limits)
-    job = ForkedJob(forked(command, ranks=3), log, DIE="0/5/forward", DIE_BY="SIGSTOP")
+    command = command_of(data, run, HEALING | limits | {"comm.backend": backend})
+    job = ForkedJob(ranks_of(command, 3), log, DIE="0/5/forward", DIE_BY="SIGSTOP")
     try:
         others = exit_codes(job.ranks[1:], timeout_seconds=TIMEOUT_SECONDS)
         written = files_of(run)
@@ -301,3 +318,21 @@ def test_job_ends_well_without_the_rank_that_was_lost(
     done = launched(launcher, data=data, folder=tmp_path, DIE=f"{lost}/3/forward")
     assert re.findall("rank . was ended by .*", done.stderr) == told
     assert steps(tmp_path / "run") == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("deaths", "num_ranks", "restarts", "join_at"),
+    [("0/3/forward", 2, None, "6"), ("0/3/forward 3/3/sums", 4, 0, "0")],
+    ids=["only-rank-of-a-pod-joins", "one-rank-of-each-pod-stays-lost"],
+)
+def test_pods_of_a_jobset_heal(
+    deaths: str, num_ranks: int, restarts: int | None, join_at: str, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A pod that ends with another code than 0 would restart all pods."""
+    log, command = tmp_path / "log", command_of(data, tmp_path / "run", HEALING | {"comm.backend": "tcp"})
+    codes = run_pods(command, ranks=num_ranks, restarts=restarts, log=log, DIE=deaths, JOIN_AT=join_at)
+    assert codes == [0, 0], log.read_text()
+    assert len(re.findall("rank . was ended by SIGKILL", log.read_text())) == len(deaths.split())
+    joined = [(record["step"], record["ranks"]) for record in records(tmp_path / "run", "joined")]
+    assert joined == ([] if restarts == 0 else [(5, 2)])
+    assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))

@@ -12,11 +12,8 @@ import pytest
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.run_folder import newest_checkpoint
-from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.k8s_manifest import jobset
-from bigbatch.launch.launchers.local import free_port
 from bigbatch.trainer.datasets.generated import write_dataset
-from tests.laws.jobs import assert_identical, final_state, forked, run, train_command
+from tests.laws.jobs import assert_identical, final_state, forked, run, run_pods, train_command
 
 LOSS = {
     "data.loader": "torchvision",
@@ -79,28 +76,6 @@ def test_job_whose_mpirun_is_killed_starts_again_by_itself(tmp_path: Path, undis
     assert done.returncode == 0, done.stderr
     assert f"restarting, from {tmp_path}/checkpoints/step-" in done.stderr
     assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
-
-
-def run_pods(command: list[str], **variables: str) -> list[int]:
-    """Run on this host what a JobSet's two pods run, with the variables that they have; their exit codes."""
-    job = JobSpec(tuple(command), 2, num_nodes=2, image="bb", device="cpu")
-    (replicated,) = jobset(job, name="job")["spec"]["replicatedJobs"]
-    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
-    stated = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-    master = container["command"][container["command"].index("--master") + 1]
-    here = {master: f"127.0.0.1:{free_port()}", "bigbatch": f"{sys.executable}"}
-    pods = []
-    for index in range(2):
-        words = [here.get(word, word).replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["command"]]
-        environ = {**os.environ, **stated, "BIGBATCH_SECRET": "of the job", "BIGBATCH_INTERFACE": "lo", **variables}
-        environ["BIGBATCH_HOST"] = f"pod-{index}"
-        pods.append(subprocess.Popen([words[0], "-m", "bigbatch", *words[1:]], env=environ))
-    try:
-        return [pod.wait(timeout=300) for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-            pod.wait()
 
 
 @pytest.mark.long

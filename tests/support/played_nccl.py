@@ -62,7 +62,7 @@ class PlayedNccl:
     def _connect(
         self, backend: str, *, device_id: torch.device | None, store: Any, pg_options: Any = None, **options: Any
     ) -> None:
-        self._note(("init", device_id), ("options", pg_options))
+        self._note(("init", device_id), ("store", store), ("options", pg_options))
         self._init(self._carrier, store=FakeStore() if self._carrier == "fake" else store, **options)
         self.bound = device_id
 

@@ -68,7 +68,7 @@ def join_job(
             timeout_seconds=config.comm.timeout_seconds,
             meeting_seconds=config.comm.meeting_seconds,
             env=env,
-            heals=config.run.heal == "in_place",
+            heals=config.run.heal == "in_place" and not config.compute.cuda_graph,
             group=group,
             device=device,
         )

@@ -194,9 +194,15 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in named.items() if name not in ("step", "time", ELAPSED)}
 
 
-class TensorBoard:
-    """Writes event files; a resumed run removes the events of the steps that it repeats."""
+def log_to_tensorboard(rundir: RunDir, *, from_step: int, say: Say) -> BackgroundLogger:
+    """Write event files; a resumed run removes the events of the steps that it repeats.
 
+    On a thread, because the import takes up to half a second, in which the other ranks would wait after rank 0's loss.
+    """
+    return BackgroundLogger("tensorboard", lambda _: _TensorBoardRun(rundir, from_step=from_step), say=say)
+
+
+class _TensorBoardRun:
     def __init__(self, rundir: RunDir, *, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -205,17 +211,13 @@ class TensorBoard:
         rundir.make_folder(rundir.tensorboard)
         self._events = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
 
-    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Pass the figures to TensorBoard's thread; a later call raises the thread's errors."""
+    def log(self, step: int, figures: dict[str, float]) -> None:
+        """Pass the figures to TensorBoard's own thread; a later call raises that thread's errors."""
         for name, value in figures.items():
-            self._events.add_scalar(f"{kind}/{name}", value, step)
+            self._events.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._events.close()
-
-
-Logger = TensorBoard | BackgroundLogger
-"""Logs figures without waiting for a network; an exception removes it from the run, which continues."""
 
 
 @dataclass(frozen=True)
@@ -235,10 +237,10 @@ class GuardedLogger:
     make: takes a function for the logger's messages; returns the logger.
     """
 
-    def __init__(self, name: str, make: Callable[[Say], Logger], *, say: Say) -> None:
+    def __init__(self, name: str, make: Callable[[Say], BackgroundLogger], *, say: Say) -> None:
         self._name, self.say = name, say
         """Prints a line; after a loss the run that takes over the logger replaces it."""
-        self._logger: Logger | None = None
+        self._logger: BackgroundLogger | None = None
         self._try(lambda: setattr(self, "_logger", make(lambda news: self.say(news))))
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
@@ -261,8 +263,8 @@ class GuardedLogger:
 
 
 def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[GuardedLogger]:
-    makers: dict[str, Callable[[Say], Logger]] = {
-        "tensorboard": lambda _: TensorBoard(rundir, from_step=from_step),
+    makers: dict[str, Callable[[Say], BackgroundLogger]] = {
+        "tensorboard": lambda say: log_to_tensorboard(rundir, from_step=from_step, say=say),
         "wandb": lambda say: log_to_wandb(rundir, stated=asdict(config), from_step=from_step, say=say),
         "mlflow": lambda say: log_to_mlflow(rundir, stated=asdict(config), from_step=from_step, say=say),
     }

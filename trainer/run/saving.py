@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.awake import awake_seconds, wait_awake
+from bigbatch.comm.rendezvous.limits import LEAVE_SECONDS
 from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.config.file import dump_config
@@ -118,8 +119,6 @@ class BackgroundWrite:
 
 REPLY_SECONDS = 5.0
 """Time after a checkpoint's time limit within which rank 0 must report that it has passed."""
-LEAVE_SECONDS = 10.0
-"""Time that rank 0 waits for an unfinished checkpoint when the run fails."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ torch's own bookkeeping of groups, over fake ones, which do not communicate: a w
 played; that the real one does as it is told is tests/gpu's affair.
 """
 
+import os
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from played_nccl import PlayedNccl
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
+from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
@@ -193,6 +196,95 @@ def test_abort_ends_only_groups_that_this_rank_is_in(library: PlayedNccl, monkey
     backend.new_group([[0, 1], [2, 3]])
     backend.abort()
     assert (aborted, dist.is_initialized()) == ([4, 2], False)
+
+
+# --- NCCL in a run that heals ---
+
+
+@pytest.fixture
+def aborted(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """Set once NCCL's groups are aborted."""
+    abort, seen = dist.distributed_c10d._abort_process_group, Event()
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: (abort(), seen.set()))
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+        monkeypatch.setenv(name, "3")
+        monkeypatch.delenv(name)
+    return seen
+
+
+def test_wait_for_a_lost_rank_aborts_nccl_before_it_raises(
+    library: PlayedNccl, aborted: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then each wait for the GPU may hang: that of a copy of the state, or of memory that is freed."""
+    backend = backend_of("nccl", heals=True)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "or torch's watchdog ends the process"
+
+    def give_up(label: str, seconds: float) -> None:
+        raise PeerLostError(f"{label}: rank 1 is lost")
+
+    monkeypatch.setattr(backend._control.detector, "give_up", give_up)
+    work = backend.submit(lambda: assert_set(aborted), label="buffer 1")
+    with pytest.raises(PeerLostError, match="buffer 1: rank 1"):
+        work.wait()
+    assert aborted.is_set()
+    assert (dist.is_initialized(), backend.oldest()) == (False, None)
+    backend.abort()
+    assert not dist.is_initialized()
+
+
+def assert_set(event: Event) -> None:
+    """Hang, as a kernel of NCCL, until the abort."""
+    assert event.wait(60)
+
+
+def test_sum_that_hangs_over_nccl_is_late_and_the_ranks_connect_again(
+    library: PlayedNccl, aborted: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hung form of the all-reduce is left out (hangs.py); the next groups need other keys in the store."""
+    backend = backend_of("nccl")
+    backend.new_group([[0, 1], [2, 3]])
+    backend.limit(0.05)
+    backend.submit(lambda: None, label="buffer 1").wait()
+    with monkeypatch.context() as hanging:
+        hanging.setattr(torch.Tensor, "copy_", lambda tensor, *_, **__: tensor)  # the GPU comes to nothing
+        work = backend.submit(lambda: None, label="buffer 2 by hierarchical")
+    with pytest.raises(LateError, match="buffer 2 by hierarchical"):
+        work.wait()
+    backend.limit(None)
+    monkeypatch.setattr(backend._control, "gather_text", lambda text, what: [text])
+    backend.restart(num_missed=1)
+    assert aborted.is_set()
+    assert (backend.oldest(), backend.num_submitted()) == (None, 3)
+    former, present = library.of("store")
+    former.set("NCCL's unique ID", "of the groups that have ended")
+    assert not present.check(["NCCL's unique ID"])
+    backend.submit(lambda: None, label="buffer 4").wait()
+    backend.close()
+    assert not dist.is_initialized()
+
+
+def test_error_of_nccl_aborts_it(library: PlayedNccl, aborted: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry_count(monkeypatch)
+    backend = backend_of("nccl", heals=True)
+
+    def fail() -> None:
+        raise dist.DistBackendError("NCCL error in: x.cpp:7, remote process exited")
+
+    with pytest.raises(PeerLostError, match=naming("rank 0", "buffer 3", "NCCL error", "exited")):
+        backend.submit(fail, label="buffer 3").wait()
+    assert aborted.is_set()
+    backend.abort()
+
+
+def test_sum_in_a_run_that_heals_is_behind_the_callers_stream_and_on_nccls_own(library: PlayedNccl) -> None:
+    backend, streams = backend_of("nccl", heals=True), []
+    backend.submit(lambda: streams.append(torch.cuda.current_stream(GPU)), label="buffer").wait()
+    (own,) = streams
+    assert own.priority == -1
+    assert len(own.waited) == 1
+    assert own.waited[0] == torch.cuda.current_stream(GPU) != own
+    backend.close()
+    assert not dist.is_initialized()
 
 
 # --- what NCCL raises, and what it waits for ---

@@ -30,7 +30,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.watch import Pending, Watch
-from bigbatch.exit_codes import LOST
+from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.launch.jobs.restarts import may_restart
 
 
@@ -82,6 +82,34 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     if hangs:
         lost.goes_on.set()  # type: ignore[attr-defined]
     assert re.search(naming("rank 0", "buffer 3", "rank 7", "rendezvous", "rank 1 on node1 has not"), first.said[-1])
+
+
+@pytest.mark.parametrize(("crashed", "code"), [('["crashed", 1, null]', LOST), (f'["crashed", 1, {FAILED}]', FAILED)])
+def test_rank_whose_main_thread_waits_for_the_gpu_ends_soon_after_another_rank(
+    crashed: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only after comm.timeout_seconds; but a checkpoint that it is writing may be finished."""
+    store = HashStore()
+    first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    first.waits(3, seconds=0.1)
+    store.append(LOG, f"{crashed}\n")
+    look(first)
+    assert end_of(first, monkeypatch) == []
+    assert re.search(naming("rank 0", "buffer 3", "another rank reports a failure"), first.said[-1])
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", -1.0)
+    assert end_of(first, monkeypatch) == [code]
+    assert re.search(naming("rank 0", "buffer 3", "rank 1"), first.said[-1]), first.said
+
+
+def test_watch_leaves_a_loss_to_the_thread_that_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    first.control.detector.continues_after_loss = True
+    first.waits(3, seconds=0.1)
+    store.append(LOG, '["crashed", 1, null]\n')
+    look(first)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", -1.0)
+    assert end_of(first, monkeypatch) == []
 
 
 @pytest.mark.parametrize("hangs", [False, True])

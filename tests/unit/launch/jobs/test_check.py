@@ -92,7 +92,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("mpirun", "--restarts", "1", *TRAIN, "--run.resume", "never"), ("--run.resume never",)),
         (("emulate", "run", "--nodes", "2", "--restarts", "1", *TRAIN, "--run.resume", "never"), ("--run.resume",)),
         *(
-            ((name, *TRAIN, "--run.heal", "in_place"), (f"in_place: {name} ends all", "launch local, mpirun or slurm"))
+            ((name, *TRAIN, "--run.heal", "in_place"), (f"in_place: {name} ends all", "mpirun, slurm or k8s"))
             for name in ("torchrun", "flux")
         ),
     ],

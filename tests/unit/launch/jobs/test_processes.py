@@ -97,6 +97,28 @@ def test_run_processes_starts_a_lost_process_again_to_join_the_others(
     assert not starts_again or (tmp_path / "again").read_text() == "\n", "one start was enough"
 
 
+@pytest.mark.parametrize(
+    ("lost", "again", "others", "joins", "expected"),
+    [
+        ("kill -KILL $$", "rm $BIGBATCH_JOINS", (), 1, 0),
+        ("kill -KILL $$", f"exit {LOST}", (), 2, LOST),  # there is no job to join
+        ("kill -KILL $$", "rm $BIGBATCH_JOINS; kill -KILL $$", (), 1, 137),
+        ("kill -KILL $$", "rm $BIGBATCH_JOINS", (), 0, 137),
+        ("exit 7", "exit 9", (), 1, 7),  # a defect, which may end the processes of the other nodes, too
+        ("kill -KILL $$", "exit 9", ("kill -KILL $$",), 0, 137),  # this node is lost
+    ],
+)
+def test_run_processes_starts_the_only_process_of_a_node_again_to_join_those_of_other_nodes(
+    lost: str, again: str, others: tuple[str, ...], joins: int, expected: int
+) -> None:
+    script = f'if [ "$BIGBATCH_JOINS" ]; then {again}; else {lost}; fi'
+    starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (script, *others)]
+    ended = run_processes(
+        starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=joins, is_part=True
+    )
+    assert ended.code == expected
+
+
 def test_run_processes_starts_none_again_if_all_have_ended_at_once() -> None:
     """There is no job to join."""
     started = list[int]()

@@ -86,6 +86,7 @@ def test_storage_that_does_not_answer_holds_no_launcher_up(tmp_path: Path, start
         ("--run.heal restart", 0),
         ("--run.heal in_place --comm.backend mpi", 0),
         ("--run.heal in_place --optimizer.sharded true", 0),
+        ("--run.heal in_place --run.resume never", 0),
         ("--run.heal nowhere", 0),
     ],
 )
@@ -96,11 +97,14 @@ def test_lost_rank_starts_again_only_if_the_others_can_give_it_their_state(words
 
 
 def test_job_has_begun_once_it_owns_its_run_folder(tmp_path: Path) -> None:
-    job = JobSpec(("train", "--config", "quickstart", "--run.directory", str(tmp_path / "run")), 2)
-    begun = has_begun(job)
+    command = ("train", "--config", "quickstart", "--run.directory", str(tmp_path / "run"), "--run.heal", "in_place")
+    job, joins = JobSpec(command, 2), JobSpec(command, 2, num_nodes=2, restarts=1)
+    begun, begun_elsewhere = has_begun(job), has_begun(joins)
+    assert not begun_elsewhere()
     assert not begun()
     with owning(tmp_path / "run"):
         assert begun()
+        assert begun_elsewhere(), "a rank that joins looks there, too"
     assert begun(), "and has ended"
     again = has_begun(job)
     assert not again()

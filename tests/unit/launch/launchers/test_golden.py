@@ -63,6 +63,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "torchrun-python.txt": ("torchrun", "--ranks", "2", *SCRIPT),
     "local-python.txt": ("local", "--ranks", "2", "--python", "--", "-m", "my.train", "--rate", "3"),
     "k8s-minimal.yaml": ("k8s", "--image", "registry.example/bigbatch:1", *POD_MOUNTS, *POD_TRAIN),
+    "k8s-heal.yaml": (
+        *("k8s", "--nodes", "2", "--image", "registry.example/bigbatch:1", *POD_MOUNTS, *POD_TRAIN),
+        *("--run.heal", "in_place"),
+    ),
     "k8s-full.yaml": ("k8s", *POD_OPTIONS, "--user", "5000:6000", *POD_TRAIN),
     "torchrun.txt": ("torchrun", "--ranks", "4", "--env", "NOTE=it's; $(here)", *TRAIN),
     "torchrun-nodes.txt": (

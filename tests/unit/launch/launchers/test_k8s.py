@@ -197,11 +197,29 @@ def test_k8s_takes_words_of_its_own_only(
     assert all(word in said for word in named), said
 
 
-def test_k8s_needs_an_image_and_heals_nothing() -> None:
+def test_k8s_needs_an_image() -> None:
     with pytest.raises(LaunchOptionError, match="--image"):
         k8s.manifest(JobSpec(TRAIN, 1), name="a-b")
-    with pytest.raises(LaunchOptionError, match="in_place: k8s ends all"):
-        jobset(command=(*TRAIN, "--run.heal", "in_place"))
+
+
+@pytest.mark.parametrize(
+    ("heal", "options", "expected"),
+    [
+        ("in_place", {}, "3"),
+        ("in_place", {"restarts": 7}, "7"),
+        ("in_place", {"restarts": 0}, None),
+        ("in_place", {"num_nodes": 1}, None),  # in this pod all ranks would restart, and then again by the JobSet
+        ("restart", {"restarts": 7}, None),
+    ],
+)
+def test_k8s_pods_of_a_job_that_heals_restart_single_ranks(
+    heal: str, options: dict[str, int], expected: str | None
+) -> None:
+    manifest = jobset(command=(*TRAIN, "--run.heal", heal), **{"num_nodes": 2, **options})
+    words = pods_of(manifest)[0]["containers"][0]["command"]
+    words = words[: words.index("--")]
+    assert (words[words.index("--restarts") + 1] if "--restarts" in words else None) == expected
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == options.get("restarts", 3)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.local import local_processes, with_own_secret
+from bigbatch.launch.start import main
 
 RANK = """
 import os, pathlib, sys, time
@@ -49,6 +50,13 @@ def test_local_opens_no_door_and_ends_with_the_code_of_the_rank_that_failed(tmp_
     assert [len(bytes.fromhex(secret)) for secret in secrets] == [32]
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == f"{rank} of 2 at 127.0.0.1: []"
+
+
+def test_local_restarts_single_ranks_of_several_nodes_but_never_all(capsys: pytest.CaptureFixture[str]) -> None:
+    part = ("local", "--dry-run", "--nodes", "2", "--node-rank", "1", "--master", "pod-0:29500", "--restarts", "2")
+    assert main([*part, "--", "train", "--config", "quickstart", "--run.heal", "in_place"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert said == ["# a lost rank starts again, to join the others, up to 2 time(s) in each start of the job"]
 
 
 def test_local_starts_one_nodes_part_of_a_job() -> None:

@@ -60,8 +60,13 @@ class Run:
 
 
 def test_run_that_cannot_heal_says_what_prevents_it() -> None:
-    assert "nccl cannot continue without a rank" in why_not_healing("nccl")
-    assert "process group of the script's own" in why_not_healing("tcp")
+    config = load_config(["--config", "quickstart"])
+    assert "mpi cannot continue without a rank" in why_not_healing(config, "mpi")
+    assert "process group of the script's own" in why_not_healing(config, "tcp")
+    captured = load_config(["--config", "quickstart", "--compute.cuda_graph", "true"])
+    assert "compute.cuda_graph=false can" in why_not_healing(captured, "nccl")
+    registered = load_config(["--config", "quickstart", "--comm.buffers", "registered"])
+    assert "comm.buffers=torch can" in why_not_healing(registered, "nccl")
 
 
 def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:

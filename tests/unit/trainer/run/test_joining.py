@@ -25,7 +25,7 @@ ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins_file=Path("no such f
 @pytest.mark.parametrize(
     ("words", "error", "said"),
     [
-        (["--comm.backend", "nccl"], CommError, ["rank 2 on n1 cannot join", "nccl cannot continue without a rank"]),
+        (["--comm.backend", "mpi"], CommError, ["rank 2 on n1 cannot join", "mpi cannot continue without a rank"]),
         (["--optimizer.sharded", "true"], ConfigError, ["rank 2 on n1 cannot join", "optimizer.sharded=true"]),
     ],
 )
@@ -50,10 +50,14 @@ def config_of(folder: Path) -> Config:
     return replace(QUICKSTART, run=replace(QUICKSTART.run, directory=f"{folder}"))
 
 
-def test_rank_whose_job_has_ended_ends(job: Any, tmp_path: Path) -> None:
+def test_rank_whose_job_has_ended_ends_well(job: Any, tmp_path: Path) -> None:
+    """It may be the only rank of a pod, and another code would restart all pods."""
     take(tmp_path, own_claim(store=("127.0.0.1", 1))).release()
-    with pytest.raises(PeerLostError, match=naming("rank 2 on n1", "the job to join has ended")):
+    env = replace(ENV, joins_file=Path("joins"))
+    said = naming("rank 2 on n1", "the job to join has ended")
+    with pytest.raises(PeerLostError, match=said) as caught, joining.failing_as_lost_rank(env):
         joining._ask(config_of(tmp_path), job, {})
+    assert caught.value.exit_code == 0
 
 
 @pytest.mark.parametrize(("claim", "said"), [(True, "nothing listens"), (False, "no rank states an address")])

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.loggers import (
     BackgroundLogger,
     GuardedLogger,
-    TensorBoard,
     log_to_mlflow,
+    log_to_tensorboard,
     log_to_wandb,
     open_loggers,
 )
@@ -95,12 +96,37 @@ def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path, monkeypatch:
     # it numbers the files of one second, and would read number 10 before number 9
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for from_step, losses in ((0, (4.0, 3.0, 2.0)), (2, (1.0,))):
-        board = TensorBoard(RunDir(tmp_path), from_step=from_step)
+        board = log_to_tensorboard(RunDir(tmp_path), from_step=from_step, say=pytest.fail)
         for step, loss in enumerate(losses, start=from_step + 1):
             board.write("train", step, {"loss": loss})
         board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4.0), (2, 3.0), (3, 1.0)]
+
+
+def open_tensorboard(rundir: RunDir, say: Callable[[str], None]) -> BackgroundLogger:
+    return log_to_tensorboard(rundir, from_step=0, say=say)
+
+
+def test_loggers_steps_do_not_wait_for_the_import_of_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks would wait with them after the loss of rank 0, whose successor imports it."""
+    is_imported, written = threading.Event(), []
+
+    class Slow(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            assert is_imported.wait(60)
+            add = lambda *scalar: written.append(scalar)  # noqa: E731
+            return lambda folder, *, purge_step: SimpleNamespace(add_scalar=add, close=lambda: written.append("closed"))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Slow("torch.utils.tensorboard"))
+    board = open_tensorboard(RunDir(tmp_path), pytest.fail)
+    board.write("train", 1, {"loss": 2.5})
+    assert not written
+    is_imported.set()
+    board.close()
+    assert written == [("train/loss", 2.5, 1), "closed"]
 
 
 def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread(
@@ -109,13 +135,14 @@ def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     said: list[str] = []
-    for _ in range(2):
-        guarded = GuardedLogger(
-            "tensorboard", lambda _: TensorBoard(RunDir(tmp_path / "gone"), from_step=0), say=said.append
-        )
-        (tmp_path / "gone").rename(tmp_path / f"moved to {len(said)}")  # in one step: its thread writes meanwhile
-        deadline = time.monotonic() + 60
-        while any(type(thread).__module__.startswith("tensorboard") for thread in threading.enumerate()):
+    for number in range(2):
+        rundir, deadline = RunDir(tmp_path / "gone"), time.monotonic() + 60
+        guarded = GuardedLogger("tensorboard", partial(open_tensorboard, rundir), say=said.append)
+        while not list(rundir.path.glob("tensorboard/events*")):
+            assert time.monotonic() < deadline, "its thread opens it"
+            time.sleep(0.01)
+        rundir.path.rename(tmp_path / f"moved to {number}")  # in one step: its thread writes meanwhile
+        while len(said) == number:
             guarded.write("train", 1, {"loss": 2.5})
             assert time.monotonic() < deadline, "its thread ends by what it met"
             time.sleep(0.01)

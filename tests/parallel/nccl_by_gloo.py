@@ -1,0 +1,37 @@
+"""`bigbatch` on ranks that train on the CPU and sum over NCCL, which gloo plays: the target of a forked job."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from played_gpus import PlayedGpus
+from played_nccl import PlayedNccl
+
+from bigbatch.cli import main
+from bigbatch.comm import connection
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+
+GPU = torch.device("cuda", 0)
+"""What NCCL is told; its tensors are on the host."""
+
+
+def _connect(env: ProcessEnv, control: Control, backend: str, *, heals: bool, **options: Any) -> Any:
+    over = TorchDistributedBackend(env, control, library=backend, device=GPU, heals=heals)
+    over.capabilities = replace(over.capabilities, device_types=("cpu",))
+    return over
+
+
+def bigbatch(*command: str) -> int:
+    """Run the command; nothing but the transport knows of a GPU."""
+    patch = pytest.MonkeyPatch()  # until this process ends
+    PlayedGpus(1, monkeypatch=patch)
+    PlayedNccl(patch, carrier="gloo")
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    patch.setattr(torch.cuda, "device_count", lambda: 0)
+    patch.setattr(connection, "backend_for", lambda device, backend: "nccl")
+    patch.setattr(connection, "_require_possible", lambda *arguments, **options: None)
+    patch.setattr(connection, "_connect", _connect)
+    return main(command)
