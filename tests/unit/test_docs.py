@@ -15,8 +15,7 @@ from sample_images import encoded, smooth_image, write
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.comm.measure.bench import _parser as bench_parser
-from bigbatch.comm.measure.bench import check_options
+from bigbatch.comm.measure.bench import parse as parse_bench
 from bigbatch.experiments.batch.recommend import _parser as batch_parser
 from bigbatch.experiments.batch.recommend import short_run
 from bigbatch.experiments.engine.plan import read_plan
@@ -427,7 +426,7 @@ def test_bigbatch_commands(
         assert main(words) == 0
         return
     if words[:2] == ["comm", "bench"]:
-        check_options(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
+        parse_bench([word for word in words[2:] if word != "--help"])
     elif words[:3] == ["comm", "tune", "--ddp"]:
         assert ddp_parser().parse_args(words[2 : words.index("--")]).ddp
     elif words[:2] == ["comm", "tune"]:
