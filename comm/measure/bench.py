@@ -3,7 +3,7 @@
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from bigbatch.comm.tuning.conditions import gather_cluster, gather_conditions
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.errors import CommError
 from bigbatch.exit_codes import FAILED
-from bigbatch.numbers import NumberError, decimal, whole
+from bigbatch.numbers import at_least, positive, whole
 from bigbatch.paths import as_path
 from bigbatch.words import count
 
@@ -208,7 +208,7 @@ def _timing_parser() -> argparse.ArgumentParser:
     add("--table", type=as_path, metavar="FILE", help="file of bigbatch comm tune: measures hybrid, too")
     wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
     add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: the tensors')")
-    add("--seconds-per-size", type=_positive, default=20.0, help="limit of the repetitions (default: %(default)s)")
+    add("--seconds-per-size", type=positive, default=20.0, help="limit of the repetitions (default: %(default)s)")
     add("--link-gbit", type=_link, metavar="GBIT", help="a node's link in Gbit/s (default: measured)")
     add("--plot", type=_plot, metavar="FILE.png", help="bus bandwidth and time by size")
     return parser
@@ -250,37 +250,22 @@ def _parser(prog: str, description: str, **defaults: object) -> argparse.Argumen
     add("--verify", action="store_true", help="compare with exact sums, rather than time")
     add("--min-bytes", type=figures.parse_bytes, help="smallest tensor; K, M, G: powers of 1024 (default: %(default)s)")
     add("--max-bytes", type=figures.parse_bytes, help="largest tensor (default: %(default)s)")
-    add("--factor", type=_at_least(2), help="ratio of each size to the one before (default: %(default)s)")
+    add("--factor", type=at_least(2), help="ratio of each size to the one before (default: %(default)s)")
     add("--algorithms", default="all", help="names such as ring,native (default: %(default)s that run here)")
-    add("--repetitions", type=_at_least(2), help="of each algorithm and size, at most (default: %(default)s)")
+    add("--repetitions", type=at_least(2), help="of each algorithm and size, at most (default: %(default)s)")
     add("--backend", choices=BACKENDS, default="auto", help="transport (default: %(default)s)")
     add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="half-precision sums (default: %(default)s)")
-    add("--group-size", type=_at_least(1), help="ranks per node group (default: all of a host)")
+    add("--group-size", type=at_least(1), help="ranks per node group (default: all of a host)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
     add("--interface", help="network interface, such as eth0 (default: that of the route to the other ranks)")
-    add("--timeout-seconds", type=_positive, default=60.0, help="limit for a silent peer (default: %(default)s)")
+    add("--timeout-seconds", type=positive, default=60.0, help="limit for a silent peer (default: %(default)s)")
     add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per row")
     parser.set_defaults(**defaults)
     return parser
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse_number(text: str) -> int:
-        if (number := whole(text)) < least:
-            raise NumberError(f"{text} is too few; give at least {least}")
-        return number
-
-    return parse_number
-
-
-def _positive(text: str) -> float:
-    if not 0 < (number := decimal(text)) < float("inf"):
-        raise NumberError(f"{text} must be a positive number")
-    return number
-
-
 def _link(text: str) -> float | None:
-    return None if text == "measured" else _positive(text)
+    return None if text == "measured" else positive(text)
 
 
 def _plot(text: str) -> Path:
@@ -300,4 +285,4 @@ def _precisions(text: str) -> list[SumPrecision] | None:
 
 
 def _pieces(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(map(_at_least(1), text.split(","))))
+    return tuple(dict.fromkeys(map(at_least(1), text.split(","))))
