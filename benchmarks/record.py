@@ -15,20 +15,10 @@ from typing import Any
 from bigbatch.comm.tuning.conditions import cpu_name, source_commit
 from bigbatch.errors import UserError
 from bigbatch.files import write_whole
+from bigbatch.numbers import at_least as at_least
 from bigbatch.trainer.run.folder import writing
 
 DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Make a type for argparse: whole numbers from `least` on."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, at least {least}")
-        return int(text)
-
-    return parse
 
 
 def run(main: Callable[[], None]) -> None:

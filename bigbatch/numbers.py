@@ -2,7 +2,7 @@
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
 WHOLE = r"[-+]?(0|[1-9][0-9]*)"
@@ -25,6 +25,24 @@ def decimal(text: str) -> float:
     if not re.fullmatch(rf"{DECIMAL}|[-+]?inf|nan", text):
         raise NumberError(f"invalid float value: {text!r}")
     return float(text)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type for argparse: an int of at least this."""
+
+    def parse(text: str) -> int:
+        if (number := whole(text)) < least:
+            raise NumberError(f"{text} is too small: give at least {least}")
+        return number
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """Parse a positive, finite float. Raises: NumberError."""
+    if not 0 < (number := decimal(text)) < float("inf"):
+        raise NumberError(f"{text} must be a positive number")
+    return number
 
 
 def spans(numbers: Iterable[int], *, between: str = ", ") -> str:

@@ -80,31 +80,25 @@ def job_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def choose_contestants(names: str | None, available: Sequence[str], *, left_out: Mapping[str, str]) -> tuple[str, ...]:
-    """Turn 'a,b' into (a, b), and None into all. Raises: CommError for one that cannot run here, with the reason."""
-    if names is None:
-        return tuple(available)
-    chosen = tuple(dict.fromkeys(names.split(",")))
-    for name in chosen:
-        if name in left_out:
-            raise CommError(f"--contestants: {name} cannot run here: {left_out[name]}")
-        if name not in available:
-            raise CommError(f"--contestants: {name!r} is unknown; choose among {', '.join((*available, *left_out))}")
-    return chosen
-
-
 def choose_with_horovod(
     job: Job, names: str | None, contestants: Sequence[str]
 ) -> tuple[tuple[str, ...], Any, dict[str, str]]:
     """Open Horovod and choose contestants: return their names, Horovod's module, those left out and why. Collective.
 
-    Raises: CommError for a name that cannot run here.
+    names: such as a,b; None: all. Raises: CommError for a name that is unknown or cannot run here.
     """
     horovod = open_horovod(job)
     left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
-    job.say_left_out(left_out)
+    for name, reason in left_out.items():
+        job.say(f"left out: {name}: {reason}")
     available = [name for name in contestants if name not in left_out]
-    return choose_contestants(names, available, left_out=left_out), horovod, left_out
+    chosen = available if names is None else list(dict.fromkeys(names.split(",")))
+    for name in chosen:
+        if name in left_out:
+            raise CommError(f"--contestants: {name} cannot run here: {left_out[name]}")
+        if name not in available:
+            raise CommError(f"--contestants: {name!r} is unknown; choose among {', '.join(contestants)}")
+    return tuple(chosen), horovod, left_out
 
 
 def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:

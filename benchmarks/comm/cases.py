@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TO_1_MB = "1e3,3e3,1e4,3e4,1e5,3e5,1e6"
-SHORT = ("--sizes", "1e3,1e4,1e5,1e6,1e7", "--tune-seconds", "15")
 WITHOUT_HOOKS = "ours tuned,ours fp16,ddp,horovod"
 
 
@@ -41,14 +39,6 @@ class Case:
 
 
 CASES = (
-    Case(
-        "exchange-4x2-200mbit",
-        "exchange",
-        ("--sizes", f"{TO_1_MB},3e6,1e7,3e7", "--seconds-per-size", "70"),
-        link="200mbit",
-        seconds=340,
-    ),
-    Case("exchange-4x2-1gbit", "exchange", ("--sizes", f"{TO_1_MB},3e6,1e7,3e7,1e8,2.56e8"), link="1gbit", seconds=470),
     Case("gradients-resnet50-1gbit", "gradients", link="1gbit", seconds=205),
     Case("gradients-resnet50-1gbit-cyclic", "gradients", link="1gbit", place="cyclic", seconds=225),
     Case(
@@ -65,9 +55,6 @@ CASES = (
         link="200mbit",
         seconds=415,
     ),
-    Case("exchange-8x1-1gbit", "exchange", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=90),
-    Case("exchange-2x4-1gbit", "exchange", SHORT, "4,4", "1gbit", seconds=90),
-    Case("exchange-3+2+2+1-1gbit", "exchange", SHORT, "3,2,2,1", "1gbit", seconds=90),
     Case("reducer-overhead", "reducer_overhead", seconds=25),
     *(
         Case(

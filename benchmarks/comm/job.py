@@ -3,8 +3,8 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,6 @@ class Job:
     meeting_N: Tensor
     interface: str | None
     """Interface with the counters to read; None: all but loopback."""
-    others: list[Communicator] = field(default_factory=list)
-    """Further connections, to close with the job's own."""
 
     @property
     def rank(self) -> int:
@@ -60,11 +58,6 @@ class Job:
         """Print a line on rank 0's standard error."""
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
-
-    def say_left_out(self, left_out: Mapping[str, str]) -> None:
-        """Print the contestants that cannot take part, and why."""
-        for name, reason in left_out.items():
-            self.say(f"left out: {name}: {reason}")
 
 
 def join(*, interface: str | None) -> Job:
@@ -92,17 +85,12 @@ def open_gloo(job: Job) -> None:
     )
 
 
-def open_mpi(job: Job) -> Any:
-    """Return MPI's world, or the reason why there is none. Collective."""
+def open_horovod(job: Job) -> Any:
+    """Import horovod.torch, not yet initialised, or return the reason why there is none. Collective."""
     env = job.communicator.env
     if env.launcher not in MPI_LAUNCHERS:
         return f"the job was started by {env.launcher}, not by mpirun"
-    return mpi_world(env)
-
-
-def open_horovod(job: Job) -> Any:
-    """Import horovod.torch, not yet initialised, or return the reason why there is none. Collective."""
-    if isinstance(world := open_mpi(job), str):  # MPI starts with our settings, and outlives Horovod's stop
+    if isinstance(world := mpi_world(env), str):  # MPI starts with our settings, and outlives Horovod's stop
         return world
     try:
         import horovod.torch as horovod
@@ -112,11 +100,10 @@ def open_horovod(job: Job) -> Any:
 
 
 def close(job: Job) -> None:
-    """End gloo and our connections. Collective."""
+    """End gloo and our connection. Collective."""
     job.meet()
     dist.destroy_process_group()
-    for communicator in (*job.others, job.communicator):
-        communicator.close()
+    job.communicator.close()
 
 
 def run_rank(run: Callable[[], None]) -> None:

@@ -1,10 +1,10 @@
 """All measurements of comm on emulated clusters: one JSON file per case, then a summary in Markdown.
 
-    python -m benchmarks.comm.run --out benchmarks/results            # about 40 minutes
+    python -m benchmarks.comm.run --out benchmarks/results            # about 20 minutes
     python -m benchmarks.comm.run --only scaling --out benchmarks/results
 
-Leave the machine alone meanwhile. Needs what `bigbatch launch emulate` needs, iperf3, and for all peers mpi4py and
-Horovod built with MPI.
+Leave the machine alone meanwhile. Needs what `bigbatch launch emulate` needs, iperf3, and for Horovod mpi4py and
+a build of it with MPI.
 """
 
 import argparse

@@ -5,7 +5,7 @@ python -m benchmarks.comm.summary benchmarks/results
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,57 +35,9 @@ def summarise(records: Mapping[str, Record]) -> str:
     return "\n\n".join(parts)
 
 
-def exchange_table(record: Record) -> str:
-    """Write milliseconds and shares of the limit by size and contestant; single measurements in brackets."""
-    rows = record["rows"]
-    names = list(dict.fromkeys(row["contestant"] for row in rows))
-    lines = []
-    for size in sorted({row["size"] for row in rows}):
-        at = {row["contestant"]: row for row in rows if row["size"] == size}
-        lines.append((show_size(size), *(show_cell(at.get(name)) for name in names)))
-    return "\n\n".join(
-        (
-            f"Milliseconds (share of the limit), median of the repetitions; {_goodput(record)}. "
-            + "; ".join(f"{name}: {tuned['table']}" for name, tuned in record["tuned"].items())
-            + ".",
-            table(("", *names), lines),
-            "Sent over a node's link per byte of the tensor, and cores used by all ranks, at the largest size of each: "
-            + "; ".join(_cost(name, rows) for name in names if _cost(name, rows))
-            + ".",
-        )
-    )
-
-
 def median(row: Record) -> float:
     """Return the median of a row's seconds."""
     return float(row["seconds"]["median"])
-
-
-def show_size(num_bytes: int) -> str:
-    """Show 1000 as '1 KB'; decimal units."""
-    for unit, name in ((1_000_000, "MB"), (1_000, "KB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:g} {name}"
-    return f"{num_bytes} B"
-
-
-def show_cell(row: Record | None) -> str:
-    if row is None:
-        return ""
-    share = row["limit_share"]
-    text = f"{1e3 * median(row):.3g}" if median(row) < 1 else f"{1e3 * median(row):.0f}"
-    text += f" ({share:.2f})" if share is not None and share >= 0.005 else ""
-    return text if row["seconds"]["n"] > 1 else f"[{text}]"
-
-
-def _cost(name: str, rows: Sequence[Record]) -> str:
-    mine = [row for row in rows if row["contestant"] == name and "node_bytes" in row]
-    if not mine:
-        return ""
-    last = max(mine, key=lambda row: int(row["size"]))
-    return (
-        f"{name} {last['node_bytes'] / last['size']:.2f} B, {last['cores_used']:.2f} cores ({show_size(last['size'])})"
-    )
 
 
 def gradients_table(record: Record) -> str:
@@ -173,13 +125,11 @@ def _conditions(records: Mapping[str, Record]) -> list[str]:
         f"{stated('{kernel}')}; Python {stated('{python}')}; torch {stated('{torch}')}; {', '.join(versions)}; "
         f"TCP {stated('{congestion_control[system]} ({congestion_control[backend tcp]} in backend tcp)')}; "
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))}. "
-        "All ranks of a case share these cores. Times are medians of the slowest rank's; [ ] marks what there was time "
-        "for only once."
+        "All ranks of a case share these cores. Times are medians of the slowest rank's."
     ]
 
 
 TABLES = {
-    "exchange": exchange_table,
     "gradients": gradients_table,
     "scaling": scaling_table,
     "reducer_overhead": overhead_table,

@@ -18,8 +18,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable, Times
 from bigbatch.comm.backends.mpi import mpi_library
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
-from bigbatch.comm.measure.hangs import HungError
-from bigbatch.comm.measure.sizes import beyond_measured, make_table, measure_times, sizes_below
+from bigbatch.comm.measure.sizes import measure_sums, sizes_below
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
 from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
@@ -73,27 +72,23 @@ def calibrate(
     record, note = from_first(communicator, [record, note])
     if record is None:
         sizes = sizes_below(buffer_bytes)
-        hung: list[HungError] = []
-        times = measure_times(
-            communicator, sizes, dtype=torch.float32, start=start, seconds=seconds, on_hung=hung.append
-        )
+        sums = measure_sums(communicator, sizes, dtype=torch.float32, start=start, seconds=seconds)
         if is_first:
             took = time.perf_counter() - start
-            table = make_table(times, beyond=beyond_measured(communicator, but=[each.algorithm for each in hung]))
             record = {
                 "format": FORMAT,
                 "changes": CHANGES,
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "seconds": round(took, 3),
-                "table": table.as_rows(),
+                "table": sums.table.as_rows(),
                 **facts,
                 "all_reduce_seconds": {
                     str(size): {name: measured.median for name, measured in at_size.items()}
-                    for size, at_size in sorted(times.items())
+                    for size, at_size in sorted(sums.times.items())
                 },
             }
-            note += "".join(f"{each}; " for each in hung)
-            note += f"measured in {took:.1f} s{_left_out(times, sizes)} and {store_record(path, record)}"
+            note += "".join(f"{each}; " for each in sums.hung.values())
+            note += f"measured in {took:.1f} s{_left_out(sums.times, sizes)} and {store_record(path, record)}"
         record, note = from_first(communicator, [record, note])
     return Calibration(HybridTable.from_rows(record["table"]), note, as_text(record))
 

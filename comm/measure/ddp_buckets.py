@@ -5,8 +5,9 @@ import math
 import runpy
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ class Candidate:
 
 
 Measured = dict[Candidate, MeasuredTimes]
-Search = Generator[Candidate, float, Measured]
-"""Yields the candidate of each turn, and gets its seconds per step."""
+Turn = Generator[None, None, float]
+"""Yields before each step of the script that is a part of the turn; returns the seconds per step."""
+Search = Generator[None, None, Measured]
 
 
 def make_candidates(gradient_bytes: int, *, has_list: bool) -> list[Candidate]:
@@ -62,23 +64,22 @@ def make_candidates(gradient_bytes: int, *, has_list: bool) -> list[Candidate]:
     return found
 
 
-def search(candidates: Sequence[Candidate]) -> Search:
+def search(candidates: Sequence[Candidate], turn: Callable[[Candidate], Turn]) -> Search:
     """Time all candidates in turns; then time again the first, the fastest, and the fastest with the hook.
 
     Returns only the second times, because the fastest of many candidates is so partly by chance.
     """
-    times = yield from _in_turns(candidates)
+    times = yield from _in_turns(candidates, turn)
     best = min(times, key=lambda each: times[each].median)
-    return (yield from _in_turns(dict.fromkeys((candidates[0], best, Candidate(best.buckets, has_hook=True)))))
+    finalists = dict.fromkeys((candidates[0], best, Candidate(best.buckets, has_hook=True)))
+    return (yield from _in_turns(list(finalists), turn))
 
 
-def _in_turns(candidates: Sequence[Candidate] | Mapping[Candidate, None]) -> Search:
+def _in_turns(candidates: Sequence[Candidate], turn: Callable[[Candidate], Turn]) -> Search:
     seconds: dict[Candidate, list[float]] = {each: [] for each in candidates}
-    order = list(candidates)
-    for _ in range(ROUNDS):
-        for each in order:
-            seconds[each].append((yield each))
-        order.reverse()  # so that a drift of the machine affects all equally
+    for number in range(ROUNDS):
+        for each in candidates[:: -1 if number % 2 else 1]:  # so that a drift of the machine affects all equally
+            seconds[each].append((yield from turn(each)))
     return {each: MeasuredTimes(tuple(times)) for each, times in seconds.items()}
 
 
@@ -120,23 +121,16 @@ class _Finished(BaseException):
     """Ends the script; not an Exception, which the script may catch."""
 
 
-@dataclass
 class _Tuner:
     """Counts the steps of the script's model, and constructs DDP again with new buckets at each turn."""
 
-    steps: int
-    say: Callable[[str], None]
-    communicator: Communicator | None = None
-    measured: Measured = field(default_factory=dict)
-    _model: DistributedDataParallel | None = None
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    _own_hook: tuple[Any, Any] | None = None
-    _search: Search | None = None
-    _candidate: Candidate = Candidate()
-    _count: int = 0
-    _start: float = 0.0
-    _before: Callable[[DistributedDataParallel], None] = field(init=False)
-    _is_disturbed: bool = False
+    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
+        self.steps, self.say = steps, say
+        self.communicator: Communicator | None = None
+        self.measured: Measured = {}
+        self._model: DistributedDataParallel | None = None
+        self._own_hook: tuple[Any, Any] | None = None
+        self._is_disturbed = False
 
     def init(self, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         """Replace DDP's __init__: call it, and start to tune its model. Raises: UserError for a second model."""
@@ -149,8 +143,8 @@ class _Tuner:
             self.say = lambda line: None
         num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         has_list = "bucket_cap_mb_list" in inspect.signature(_OWN["__init__"]).parameters
-        self._search = search(make_candidates(num_bytes, has_list=has_list))
-        self._candidate = next(self._search)
+        candidates = make_candidates(num_bytes, has_list=has_list)
+        self._search = search(candidates, partial(self._turn, model, self.communicator))
         self.say(f"{self.communicator}; {num_bytes / 1e6:.1f} MB of gradients")
 
     def register(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
@@ -171,41 +165,40 @@ class _Tuner:
             if not (model.training and torch.is_grad_enabled()):
                 self._is_disturbed = True  # an evaluation is not a step
             elif model.require_backward_grad_sync:
-                self._on_step(model)
-
-    def _on_step(self, model: DistributedDataParallel) -> None:
-        assert self.communicator is not None
-        assert self._search is not None
-        if self._count == WARM_UP_STEPS:
-            wait_for(self.communicator.device)
-            self._start, self._is_disturbed = time.perf_counter(), False
-        if self._count == WARM_UP_STEPS + self.steps:
-            wait_for(self.communicator.device)
-            mine = (time.perf_counter() - self._start) / self.steps
-            [seconds] = slowest([math.inf if self._is_disturbed else mine], self.communicator)
-            if seconds < math.inf:
-                self.say(f"  {seconds * 1e3:9.2f} ms a step  {self._candidate}")
                 try:
-                    self._candidate = self._search.send(seconds)
+                    next(self._search)
                 except StopIteration as end:
                     self.measured = end.value
                     raise _Finished from None
-            self._build(model)
-            self._count = 0
-        self._count += 1
 
-    def _build(self, model: DistributedDataParallel) -> None:
+    def _turn(self, model: DistributedDataParallel, communicator: Communicator, candidate: Candidate) -> Turn:
+        """Time the steps of a candidate, again if an evaluation disturbed them."""
+        seconds = math.inf
+        while seconds == math.inf:
+            self._build(model, communicator, candidate)
+            for _ in range(WARM_UP_STEPS):
+                yield
+            wait_for(communicator.device)
+            start, self._is_disturbed = time.perf_counter(), False
+            for _ in range(self.steps):
+                yield
+            wait_for(communicator.device)
+            mine = (time.perf_counter() - start) / self.steps
+            [seconds] = slowest([math.inf if self._is_disturbed else mine], communicator)
+        self.say(f"  {seconds * 1e3:9.2f} ms a step  {candidate}")
+        return seconds
+
+    def _build(self, model: DistributedDataParallel, communicator: Communicator, candidate: Candidate) -> None:
         """Construct DDP again around the same model, in the same object, because the script holds that object."""
-        assert self.communicator is not None
         args, kwargs = self._arguments
-        if self._candidate.buckets:
+        if candidate.buckets:
             kwargs = {name: value for name, value in kwargs.items() if not name.startswith("bucket_cap_mb")}
-        stated = {name: list(value) if isinstance(value, tuple) else value for name, value in self._candidate.buckets}
+        stated = {name: list(value) if isinstance(value, tuple) else value for name, value in candidate.buckets}
         was_training = model.training
         _OWN["__init__"](model, *args, **kwargs, **stated)
         model.training = was_training
-        if self._candidate.has_hook:
-            _OWN["register_comm_hook"](model, None, ddp_comm_hook(self.communicator))
+        if candidate.has_hook:
+            _OWN["register_comm_hook"](model, None, ddp_comm_hook(communicator))
         elif self._own_hook:
             _OWN["register_comm_hook"](model, *self._own_hook)
 

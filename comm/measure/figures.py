@@ -12,24 +12,22 @@ from bigbatch.comm.algorithms import travelling_dtype
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.cost_model import lower_bound_seconds
-from bigbatch.comm.measure.report import Columns, table_line
+from bigbatch.comm.measure.report import Columns
 from bigbatch.comm.measure.timing import Sums
 from bigbatch.errors import CommError
 from bigbatch.files import replacing_named
+from bigbatch.numbers import NumberError
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def parse_bytes(text: str, *, option: str) -> int:
-    """Read '25M' as 26214400: K, M and G are powers of 1024, as in nccl-tests.
-
-    Raises: CommError for anything else, or 0.
-    """
+def parse_bytes(text: str) -> int:
+    """Read '25M' as 26214400: K, M and G are powers of 1024, as in nccl-tests. Raises: NumberError, also for 0."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
     if not match or int(match[1]) == 0:
-        raise CommError(f"{option} {text!r} is not a size; give bytes, or for example 4K, 25M or 1G (powers of 1024)")
+        raise NumberError(f"{text!r} is not a size; give bytes, or for example 4K, 25M or 1G (powers of 1024)")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
@@ -41,25 +39,21 @@ def show_bytes(num_bytes: int) -> str:
     return str(num_bytes)
 
 
-def sweep_counts(*, min_bytes: int, max_bytes: int, factor: int, dtype: str) -> tuple[int, ...]:
-    """Return numbers of elements for sizes from min_bytes to max_bytes, each factor times the one before.
+def sweep_counts(min_bytes: int, max_bytes: int, *, factor: int, dtype: str) -> tuple[int, ...]:
+    """Return numbers of elements for sizes from min_bytes to max_bytes, each factor (at least 2) times the one before.
 
-    Raises: CommError for a range without sizes, a factor below 2, or sizes below one element.
+    Raises: CommError for a range without sizes, or sizes below one element.
     """
-    if factor < 2:
-        raise CommError(f"--factor {factor} does not lead to a larger size; give at least 2")
     if min_bytes > max_bytes:
         raise CommError(
             f"--min-bytes {show_bytes(min_bytes)} exceeds --max-bytes {show_bytes(max_bytes)}: there is no size between"
         )
     if min_bytes < ELEMENT_BYTES[dtype]:
         raise CommError(f"--min-bytes {min_bytes} holds no {dtype} element; give at least {ELEMENT_BYTES[dtype]}")
-    sizes = []
-    size = min_bytes
-    while size <= max_bytes:
-        sizes.append(size // ELEMENT_BYTES[dtype])
-        size *= factor
-    return tuple(sizes)
+    sizes = [min_bytes]
+    while sizes[-1] * factor <= max_bytes:
+        sizes.append(sizes[-1] * factor)
+    return tuple(size // ELEMENT_BYTES[dtype] for size in sizes)
 
 
 def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tuple[str, ...]:
@@ -84,6 +78,8 @@ class Limit:
     num_nodes: int
     bytes_per_second: float
     """Bandwidth of one node's link in each direction."""
+    source: str
+    """Origin of the bandwidth."""
     wire_bytes_per_byte: float = 1.0
     """Below 1 if values travel in fewer bytes than they have in memory, and 2 if half precision travels in fp32."""
 
@@ -177,14 +173,13 @@ COLUMNS: Columns = (
 )
 
 
-def show_rows(rows: Sequence[BenchRow]) -> list[str]:
-    """Return the table's lines for one size; the fastest algorithm has a star."""
+def mark_fastest(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return the rows of one size as the table shows them: the fastest algorithm has a star."""
     best = min(rows, key=lambda row: row.time_us)
-    marked = (replace(row, algorithm=row.algorithm + ("*" if row is best else " ")) for row in rows)
-    return [table_line(COLUMNS, row) for row in marked]
+    return [replace(row, algorithm=row.algorithm + ("*" if row is best else " ")) for row in rows]
 
 
-def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: Mapping[str, float]) -> str:
+def explain_limit(limit: Limit | None, *, num_nodes: int, shares: Mapping[str, float]) -> str:
     """Return the line above the table that explains the last column.
 
     shares: wire_bytes_per_byte of each algorithm; limit has the least of them.
@@ -195,11 +190,10 @@ def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: M
         return "of limit: unknown, because this backend sends no messages that could measure a link; give --link-gbit"
     least = limit.wire_bytes_per_byte
     wider = [f"{name} {share:g}" for name, share in shares.items() if share != least]
-    narrow = f" * {least:g}" if least != 1 or wider else ""
-    narrow += f" ({', '.join(wider)})" if wider else ""
+    narrow = (f" * {least:g}" if least != 1 or wider else "") + (f" ({', '.join(wider)})" if wider else "")
     return (
         f"of limit: least time / time; least time = 2(m-1)/m * size{narrow} / link, with m = {num_nodes} nodes "
-        f"and {limit.bytes_per_second * 8 / 1e9:.4g} Gbit/s per link, {source}"
+        f"and {limit.bytes_per_second * 8 / 1e9:.4g} Gbit/s per link, {limit.source}"
     )
 
 

@@ -1,6 +1,6 @@
 """Time limit of each measured sum: if an all-reduce algorithm hangs, all ranks learn its name and connect again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,10 @@ class HungError(Exception):
             f"{algorithm} hangs: a sum did not end within {seconds:g} s; it is left out (or raise the timeout)"
         )
         self.algorithm = algorithm
+
+    def reconnect(self, contestants: Mapping[str, Communicator]) -> dict[str, Communicator]:
+        """Return communicators of the other algorithms, each connected again with its table and wire. Collective."""
+        return {name: each.with_algorithm(name) for name, each in contestants.items() if name != self.algorithm}
 
 
 def sum_label(what: str, algorithm: str) -> str:

@@ -27,55 +27,62 @@ def table_line(columns: Columns, row: object) -> str:
     return "".join(f"{show(row)!s:>{width}}" for _, _, width, show in columns)
 
 
-def groups_text(conditions: Conditions) -> str:
-    """Return the number of ranks of each node, such as 4+4."""
-    return "+".join(str(len(group)) for group in conditions.groups)
-
-
 class BenchReport:
     """Prints and stores rows on rank 0; does nothing on other ranks."""
 
     def __init__(
-        self, conditions: Conditions, communicator: Communicator, *, command: str, output: Path | None
+        self,
+        conditions: Conditions,
+        communicator: Communicator,
+        *,
+        command: str,
+        output: Path | None,
+        plot: Path | None = None,
     ) -> None:
         self.conditions, self.communicator, self._command = conditions, communicator, command
         self._is_first = communicator.rank == 0
-        self._output = output if self._is_first else None
+        self._output, self._plot = (output, plot) if self._is_first else (None, None)
         self._on_terminal = self._is_first and communicator.env.terminal_columns is not None
         self._file: BinaryIO | None = None
+        self._columns: Columns = ()
 
-    def open(
-        self, record: Mapping[str, object], lines: Iterable[str], *, columns: Columns, plot: Path | None = None
-    ) -> None:
+    def open(self, record: Mapping[str, object], lines: Iterable[str], *, columns: Columns) -> None:
         """Open the file, so that an error comes early, and write the conditions and the table's head. Collective.
 
         record: further facts for the line of conditions. lines: the explanation of the columns.
         Raises: CommError on all ranks if the file or the plot cannot be written.
         """
-        problem = ""
+        problem, conditions = "", self.conditions
         try:
             if self._output:
                 self._output.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open_named(self._output)
-            if plot and self._is_first:
-                require_nameable(plot)
+            if self._plot:
+                require_nameable(self._plot)
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
         if problem := self.communicator.gather_text(problem)[0]:
             raise CommError(problem)
-        conditions = self.conditions
         self.write({"kind": "conditions", "command": self._command, **asdict(conditions), **record})
-        hosts = ", ".join(dict.fromkeys(conditions.hosts))
         first, *others = lines
         started = "" if conditions.launcher == "none" else f"; started by {conditions.launcher}"
-        self.print(
-            f"# bigbatch comm bench: {count(len(conditions.hosts), 'rank')}, {groups_text(conditions)} per node; "
-            f"backend {conditions.backend}; {first}{started}"
-        )
+        self._columns = columns
+        self.print(f"# bigbatch comm bench: {self._job()}; backend {conditions.backend}; {first}{started}")
+        hosts = ", ".join(dict.fromkeys(conditions.hosts))
         self.print(f"# hosts {hosts}; {conditions.device}; torch {conditions.torch}; {conditions.date}")
-        for line in others:
-            self.print(f"# {line}")
-        self.print(table_head(columns))
+        for line in (*(f"# {line}" for line in others), table_head(columns)):
+            self.print(line)
+
+    def _job(self) -> str:
+        groups = "+".join(str(len(group)) for group in self.conditions.groups)
+        return f"{count(len(self.conditions.hosts), 'rank')}, {groups} per node"
+
+    def describe(self, dtype: str) -> tuple[str, str]:
+        """Return a plot's title and caption."""
+        it = self.conditions
+        release = f"torch {it.torch}, bigbatch {it.bigbatch} ({it.commit or 'commit unknown'})"
+        title = f"All-reduce of {dtype}, {self._job()}; {it.backend}"
+        return title, f"{it.device}; {release}, {it.kernel}; {it.date}"
 
     def working_on(self, text: str) -> None:
         """Show the current work in a status line; on a terminal only."""
@@ -83,8 +90,16 @@ class BenchReport:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def print(self, line: str) -> None:
+        """Print a line in place of the status line."""
+        self.working_on("")
         if self._is_first:
             print_line(line)
+
+    def rows(self, rows: Sequence[Any], *, shown: Sequence[Any] | None = None) -> None:
+        """Write rows (dataclasses), and print them; shown: the rows as they are printed, if they differ."""
+        for row, printed in zip(rows, shown or rows, strict=True):
+            self.print(table_line(self._columns, printed))
+            self.write({"kind": "row", **asdict(row)})
 
     def write(self, record: Mapping[str, object]) -> None:
         if self._file:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -65,63 +66,52 @@ def make_table(times: Times, *, beyond: str) -> HybridTable:
     return HybridTable((*table.rows[:-1], HybridRow(largest, last), HybridRow(None, beyond)))
 
 
-def beyond_measured(communicator: Communicator, *, but: Sequence[str] = ()) -> str:
-    """Return the algorithm for sizes not measured: auto's choice without a table, or another one if that hangs."""
-    auto = choose_algorithm(communicator.backend, table=None).algorithm
-    return next(name for name in (auto, *communicator.algorithms) if name not in but)
+@dataclass(frozen=True)
+class SumTimes:
+    """The times of all-reduces by size, and the choice that they lead to."""
+
+    times: Times
+    table: HybridTable
+    hung: Mapping[str, str]
+    """Algorithms that hang, and so have no times: name -> message."""
 
 
-def measure_times(
+def measure_sums(
     communicator: Communicator,
     sizes: Sequence[int],
     *,
     dtype: torch.dtype,
     seconds: float,
-    start: float | None = None,
-    on_size: Callable[[int, Mapping[str, MeasuredTimes]], None] = lambda *_: None,
-    on_hung: Callable[[HungError], None] = lambda _: None,
-) -> Times:
+    start: float,
+    say: Callable[[str], None] = lambda line: None,
+) -> SumTimes:
     """Time every algorithm at these ascending sizes, beginning with the largest that fits into the time. Collective.
 
     Single sums show which size fits. If time runs out, short sizes are missing, which matter least to gradients; if no
     size fits, nothing is measured. If time is short, algorithms far from the best are timed only once. Then it measures
     sizes between two that choose differently, and repeats sizes with an uncertain choice. It ends seconds after start
-    (of time.perf_counter; None: now), with time for one more exchange of texts between the ranks; seconds must be equal
-    on all ranks. Calls on_size on all ranks. If an algorithm hangs, calls on_hung on all ranks, leaves it out and
-    begins again; the time until then does not count.
+    (of time.perf_counter), with time for one more exchange of texts between the ranks; seconds must be equal on all
+    ranks. If an algorithm hangs, it leaves it out and begins again; the time until then does not count. say: called
+    with each line of results.
     Raises: CommError if a sum was wrong, or if all algorithms hang; PeerLostError.
     """
-    start = time.perf_counter() if start is None else start
-    sweep = _Sweep(communicator, start=start, seconds=seconds, on_size=on_size)
-    if EXCHANGES_TO_FIRST * sweep.exchange_seconds + sweep.size_exchange_seconds > sweep.left:
-        return {}
-    while True:
-        try:
-            sweep.connect(sizes[-1], dtype)
-            with limited(communicator):
-                sweep.run(sizes)
-        except HungError as hung:
-            on_hung(hung)
-            sweep.leave_out(hung)
-        else:
-            communicator.release(sweep.tensor_N)
-            return sweep.times
+    sweep = _Sweep(communicator, start=start, seconds=seconds, say=say)
+    if EXCHANGES_TO_FIRST * sweep.exchange_seconds + sweep.size_exchange_seconds <= sweep.left:
+        sweep.run(sizes, dtype)
+    # for sizes not measured: auto's choice without a table, or another one if that hangs
+    auto = choose_algorithm(communicator.backend, table=None).algorithm
+    beyond = next(name for name in (auto, *communicator.algorithms) if name not in sweep.hung)
+    return SumTimes(sweep.times, make_table(sweep.times, beyond=beyond), sweep.hung)
 
 
 class _Sweep:
     """Measures sizes one after another within the time. Every method is a collective."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        *,
-        start: float,
-        seconds: float,
-        on_size: Callable[[int, Mapping[str, MeasuredTimes]], None],
-    ) -> None:
+    def __init__(self, communicator: Communicator, *, start: float, seconds: float, say: Callable[[str], None]) -> None:
         """Measure the cost of an exchange of texts. Measuring must end `seconds` after start (of time.perf_counter)."""
         self.times: dict[int, dict[str, MeasuredTimes]] = {}
-        self._communicator, self._start, self._seconds, self._on_size = communicator, start, seconds, on_size
+        self.hung: dict[str, str] = {}
+        self._communicator, self._start, self._seconds, self._say = communicator, start, seconds, say
         before, now = (elapsed_seconds(communicator, start) for _ in range(2))
         self.exchange_seconds = now - before
         """Seconds in which ranks exchange a time: with thousands of ranks, longer than a short sum."""
@@ -129,10 +119,30 @@ class _Sweep:
         """Seconds of all exchanges while one size is measured, and until the end."""
         self.left = seconds - now - self.exchange_seconds
         """Seconds left after the exchange that agrees on them, the same on all ranks."""
-        self._hung: list[str] = []
-        self._begin = time.perf_counter()
 
-    def run(self, sizes: Sequence[int]) -> None:
+    def run(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """Measure ascending sizes by all algorithms but those that hang. Raises: CommError if all hang."""
+        communicator, begin = self._communicator, time.perf_counter()
+        while True:
+            self.times.clear()
+            self.contestants = communicator.with_every_algorithm(but=self.hung)
+            # one tensor for all sizes: each size uses its first elements
+            self.tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
+            self._exchange()
+            try:
+                with limited(communicator):
+                    self._measure_all(sizes)
+            except HungError as error:
+                self.hung[error.algorithm] = str(error)
+                self._say(str(error))
+                if self.hung.keys() >= set(communicator.algorithms):
+                    raise CommError(f"every all-reduce hangs: {', '.join(self.hung)}") from None
+                self._start, begin = self._start + time.perf_counter() - begin, time.perf_counter()
+            else:
+                communicator.release(self.tensor_N)
+                return
+
+    def _measure_all(self, sizes: Sequence[int]) -> None:
         """Measure these ascending sizes, beginning with the largest that fits into the time. Raises: HungError."""
         reached = self.find_affordable(sizes[::-1])
         for number, size in enumerate(reached):
@@ -146,22 +156,6 @@ class _Sweep:
             self.measure(size, self.contestants, effort)
         if self.times:
             self.refine()
-
-    def leave_out(self, hung: HungError) -> None:
-        """Leave out an algorithm; forget all times, and the time since connect(). Raises: CommError if none is left."""
-        self._hung.append(hung.algorithm)
-        if set(self._hung) >= set(self._communicator.algorithms):
-            raise CommError(f"every all-reduce hangs: {', '.join(self._hung)}")
-        self.times.clear()
-        self._start += time.perf_counter() - self._begin
-
-    def connect(self, largest: int, dtype: torch.dtype) -> None:
-        """Connect the groups of all algorithms but those that hang, and allocate memory for the largest size."""
-        self._begin = time.perf_counter()
-        self.contestants = self._communicator.with_every_algorithm(but=self._hung)
-        # one tensor for all sizes: each size uses its first elements
-        self.tensor_N = self._communicator.allocate(largest // dtype.itemsize, dtype)
-        self._exchange()
 
     def _exchange(self, *seconds: float) -> list[float]:
         """Return the slowest rank's seconds, and update the time left."""
@@ -220,7 +214,7 @@ class _Sweep:
                 )
             earlier = before[name].seconds if name in before else ()
             before[name] = MeasuredTimes((*earlier, *each.measured.seconds))
-        self._on_size(size, before)
+        self._say(times_line(size, before, self._communicator.algorithms))
         self._exchange()
 
     def refine(self) -> None:
@@ -286,6 +280,14 @@ def _expected_seconds(times: Times, size: int, name: str) -> float:
     measured = [other for other in sorted(times) if name in times[other]]
     nearest = next((other for other in measured if other >= size), measured[-1])
     return times[nearest][name].median * max(1.0, size / nearest)
+
+
+def times_line(size: int, at_size: Mapping[str, MeasuredTimes], names: Sequence[str]) -> str:
+    """Return the table row of one size: a column per algorithm, '-' for one that was not measured."""
+    best = min(at_size, key=lambda name: at_size[name].median)
+    cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}
+    columns = "".join(f"{cells.get(name, '- '):>15}" for name in names)
+    return f"{size:>12}{columns}   n = {max(len(each.seconds) for each in at_size.values())}"
 
 
 def elapsed_seconds(communicator: Communicator, start: float) -> float:

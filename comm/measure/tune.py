@@ -2,19 +2,18 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.algorithms.hybrid import HybridTable, MeasuredTimes, Times
+from bigbatch.comm.algorithms.hybrid import HybridTable, Times
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import TensorSpec
 from bigbatch.comm.measure.cost_model import Backward
-from bigbatch.comm.measure.hangs import HungError
-from bigbatch.comm.measure.sizes import beyond_measured, elapsed_seconds, make_table, measure_times, sizes_below
+from bigbatch.comm.measure.sizes import elapsed_seconds, measure_sums, sizes_below
 from bigbatch.comm.measure.timing import MeasuredLinks, measure_links
 from bigbatch.comm.measure.whole_steps import (
     StepCandidate,
@@ -80,61 +79,41 @@ def tune(
     tensors = in_ready_order(named_parameters, backward)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     say(f"{explain_backward(backward)}; {len(tensors)} gradients, {num_bytes / 1e6:.1f} MB")
-    times, hung = measure_sums(communicator, tensors, start=start, seconds=(1 - STEPS_SHARE) * seconds, say=say)
-    fastest = make_table(times, beyond=beyond_measured(communicator, but=hung))
-    if set(stated.table.algorithms) & set(hung):
-        stated = replace(stated, table=fastest)
+    bytes_of: Counter[str] = Counter()
+    for tensor in tensors:
+        bytes_of[tensor.dtype] += tensor.num_bytes
+    dtype = bytes_of.most_common(1)[0][0]
+    say(f"time of an all-reduce of {dtype}, median in ms; * fastest, n repetitions:")
+    say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in communicator.algorithms))
+    sums = measure_sums(
+        communicator,
+        sizes_below(num_bytes),
+        dtype=getattr(torch, dtype),
+        start=start,
+        seconds=(1 - STEPS_SHARE) * seconds,
+        say=say,
+    )
+    if not sums.hung.keys().isdisjoint(stated.table.algorithms):
+        stated = replace(stated, table=sums.table)
         say(f"the config's own choice hangs; whole steps are compared with {stated} instead")
-    say(f"algorithm by size: {fastest}")
-    if num_bytes > max(times, default=0):
-        measured = f"no sum above {max(times):,} bytes" if times else "no sum"
+    say(f"algorithm by size: {sums.table}")
+    if num_bytes > max(sums.times, default=0):
+        measured = f"no sum above {max(sums.times):,} bytes" if sums.times else "no sum"
         say(f"  {measured} was measured in this time: increase --budget-seconds")
     steps: Steps = {}
     if communicator.world_size > 1:
         turn = partial(time_turn, named_parameters, forward, communicator, order=[tensor.name for tensor in tensors])
         steps = measure_steps(
-            make_candidates(stated, fastest, tensors, algorithms=near_the_fastest(times)),
+            make_candidates(stated, sums.table, tensors, algorithms=near_the_fastest(sums.times)),
             turn,
             communicator,
             step_seconds=COMPUTING_SHARE * backward.seconds,
             seconds=seconds - elapsed_seconds(communicator, start),
         )
-    findings = TuneResults(links, times, backward, tuple(tensors), fastest, stated, steps)
+    findings = TuneResults(links, sums.times, backward, tuple(tensors), sums.table, stated, steps)
     for line in explain_choice(findings):
         say(line)
     return findings
-
-
-def measure_sums(
-    communicator: Communicator,
-    tensors: Sequence[TensorSpec],
-    *,
-    start: float,
-    seconds: float,
-    say: Callable[[str], None],
-) -> tuple[Times, list[str]]:
-    """Measure all-reduces by size in the tensors' main dtype; return times, and algorithms that hang. Collective."""
-    bytes_of: Counter[str] = Counter()
-    for tensor in tensors:
-        bytes_of[tensor.dtype] += tensor.num_bytes
-    dtype, names, hung = bytes_of.most_common(1)[0][0], communicator.algorithms, list[str]()
-
-    def leave_out(error: HungError) -> None:
-        hung.append(error.algorithm)
-        say(str(error))
-
-    say(f"time of an all-reduce of {dtype}, median in ms; * fastest, n repetitions:")
-    say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names))
-    times = measure_times(
-        communicator,
-        sizes_below(bytes_of.total()),
-        dtype=getattr(torch, dtype),
-        start=start,
-        seconds=seconds,
-        on_size=lambda size, at_size: say(times_line(size, at_size, names)),
-        on_hung=leave_out,
-    )
-    return times, hung
 
 
 def near_the_fastest(times: Times) -> list[str]:
@@ -185,14 +164,6 @@ def explain_links(links: MeasuredLinks) -> str:
             gbit = hops.best_bytes_per_second * 8 / 1e9
             parts.append(f"{where} {hops.latency_seconds * 1e6:.0f} us and {gbit:.3g} Gbit/s each way")
     return "messages: " + ("; ".join(parts) or "none between these ranks")
-
-
-def times_line(size: int, at_size: Mapping[str, MeasuredTimes], names: Sequence[str]) -> str:
-    """Return the table row of one size: a column per algorithm, '-' for one that was not measured."""
-    best = min(at_size, key=lambda name: at_size[name].median)
-    cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}
-    columns = "".join(f"{cells.get(name, '- '):>15}" for name in names)
-    return f"{size:>12}{columns}   n = {max(len(each.seconds) for each in at_size.values())}"
 
 
 def _ms(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """`bigbatch comm bench --verify`: sums compared with exact ones, repeated, and compared with each other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 
 import torch
@@ -12,7 +12,7 @@ from bigbatch.comm.connection import make_wire
 from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, SumPrecision, VerifyRow
 from bigbatch.comm.measure.figures import show_bytes
 from bigbatch.comm.measure.hangs import HungError, limited
-from bigbatch.comm.measure.report import BenchReport, Columns, table_line
+from bigbatch.comm.measure.report import BenchReport, Columns
 from bigbatch.errors import CommError
 
 WORKING_COPIES = 17
@@ -67,15 +67,16 @@ def verify_sizes(
     def allocate() -> dict[torch.dtype, Tensor]:
         return dict(zip(dtypes, communicator.allocate_all([(max(counts) + 1, each) for each in dtypes]), strict=True))
 
-    contestants, memory = {precision: dict(by_algorithm) for precision, by_algorithm in sums}, allocate()
+    contestants, memory = dict(sums), allocate()
     rows, num_hung = list[VerifyRow](), 0
     for count in counts:
-        report.working_on(f"{show_bytes(4 * count)}: drawing numbers")
+        size = show_bytes(4 * count)
+        report.working_on(f"{size}: drawing numbers")
         drawn = DrawnSums(communicator, count=count, seed=seed)
         for precision in contestants:
             found = []
             for name in list(contestants[precision]):
-                report.working_on(f"{show_bytes(4 * count)} in {precision.name} by {name}")
+                report.working_on(f"{size} in {precision.name} by {name}")
                 each, memory_N = contestants[precision][name], memory[precision.dtype][: count + 1]
                 try:
                     with limited(communicator):
@@ -85,19 +86,12 @@ def verify_sizes(
                         ]
                 except HungError as hung:
                     num_hung += 1
-                    report.working_on("")
                     report.print(f"# FAILED: {hung}")
-                    for others in contestants.values():
-                        del others[name]
-                        for other, former in others.items():
-                            others[other] = communicator.with_algorithm(other, wire=former.wire)
+                    contestants = {every: hung.reconnect(others) for every, others in contestants.items()}
                     memory = allocate()  # the hung sum may use the old one
             new = number_classes(found)
             rows += new
-            report.working_on("")
-            for row in new:
-                report.print(table_line(COLUMNS, row))
-                report.write({"kind": "row", **asdict(row)})
+            report.rows(new)
             for finding in (finding for row in new for finding in row.findings):
                 report.print(f"# FAILED: {finding}")
     text = verdict(rows, num_hung=num_hung)
@@ -145,17 +139,16 @@ def verdict(rows: Sequence[VerifyRow], *, num_hung: int = 0) -> str:
         return f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
     texts = ["every sum repeats its own bits, on all ranks alike, within its bound"]
     counts = {}
-    for name in PRECISIONS:
+    for name in dict.fromkeys(row.precision for row in rows):
         # the bits of each sum at all sizes
         by_sum: dict[tuple[str, int], list[str]] = {}
         for row in rows:
             if row.precision == name:
                 by_sum.setdefault((row.algorithm, row.pieces), []).append(row.sha256)
-        if pairs := list(combinations(by_sum.values(), 2)):
-            counts[name] = sum(a != b for a, b in pairs), len(pairs)
+        if pairs := [a != b for a, b in combinations(by_sum.values(), 2)]:
+            counts[name] = f"{sum(pairs)} of {len(pairs)} in {name}"
     if counts:
-        differ = ", ".join(f"{different} of {total} in {name}" for name, (different, total) in counts.items())
-        texts.append(f"pairs of sums that differ from each other: {differ}")
-    if any(different for different, _ in counts.values()):
+        texts.append(f"pairs of sums that differ from each other: {', '.join(counts.values())}")
+    if not all(text.startswith("0 ") for text in counts.values()):
         texts.append("set run.reproducible for sums that do not")
     return "; ".join(texts)

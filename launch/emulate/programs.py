@@ -4,7 +4,7 @@ from bigbatch.launch.emulate.plan import ClusterPlan, address, host, mac
 
 MIN_BURST_BYTES = 16_384
 BURST_SECONDS = 1e-3
-"""How late a timer of a busy machine may be without a loss of throughput; its cost: docs/emulate.md, "Burst"."""
+"""How late a timer of a busy machine may be without a loss of throughput; its cost: docs/preflight.md, "Burst"."""
 
 QUEUE_MS = 20
 """How long a packet may wait in a full link before it is dropped."""

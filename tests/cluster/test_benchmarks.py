@@ -14,21 +14,12 @@ from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate
 
 SETTING = {"ranks_per_node": "1,1", "link": "1gbit", "delay": "0", "place": "block"}
-CONTESTANTS = "hybrid,hierarchical,doubling,gloo,mpi"
 TUNED = ("--tune-seconds", "1")
-PROGRAMS = {
-    # module: (launcher, options)
-    "exchange": (
-        "mpirun",
-        (*TUNED, "--sizes", "1e3,1e5", "--seconds-per-size", "5", "--contestants", CONTESTANTS),
-    ),
-    "gradients": ("plain", (*TUNED, "--model", "resnet9", "--contestants", "ours tuned,ours fp16,ours,ddp")),
+PROGRAMS = {  # module: options
+    "gradients": (*TUNED, "--model", "resnet9", "--contestants", "ours tuned,ours fp16,ours,ddp"),
     "scaling": (
-        "plain",
-        (
-            *(*TUNED, "--model", "resnet9", "--image-size", "32", "--weak", "0.3", "--strong", "0.4"),
-            *("--contestants", "ours tuned,ddp,local"),
-        ),
+        *(*TUNED, "--model", "resnet9", "--image-size", "32", "--weak", "0.3", "--strong", "0.4"),
+        *("--contestants", "ours tuned,ddp,local"),
     ),
 }
 
@@ -45,28 +36,23 @@ def pair(runtime_folder: Path) -> Iterator[EmulatedCluster]:
 def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: EmulatedCluster, tmp_path: Path) -> None:
     """The goodput is given, so that no iperf3 is needed; Horovod takes no part."""
     common = ("--repetitions", "1", "--goodput-mbit", "956", "--setting", json.dumps(SETTING))
-    for module, (launcher, options) in PROGRAMS.items():
+    for module, options in PROGRAMS.items():
         out = ("--out", str(tmp_path / f"comm-{module}.json"))
         job = ("-m", f"benchmarks.comm.{module}", *out, *common, *options)
-        done = emulate("run", "--name", "pair", "--launcher", launcher, "--python", "--", *job)
+        done = emulate("run", "--name", "pair", "--launcher", "plain", "--python", "--", *job)
         assert done.returncode == 0, done.stdout + done.stderr
     records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("comm-*.json")}
-    exchange = records["comm-exchange"]
-    assert {(row["size"], row["contestant"]) for row in exchange["rows"]} == {
-        (size, name) for size in (1000, 100_000) for name in CONTESTANTS.split(",")
-    }
-    assert set(exchange["tuned"]["hybrid"]["times"]["100000"]) >= {"hierarchical", "doubling", "ring"}
     ddp = next(row for row in records["comm-gradients"]["rows"] if row["contestant"] == "ddp")
     assert 1 < ddp["node_bytes"] / records["comm-gradients"]["num_bytes"] < 1.1  # 2(m-1)/m = 1 for two nodes; headers
     text = run_benchmark("comm.summary", tmp_path, check=True, timeout=60).stdout
-    assert {row["num_wrong"] for name in ("exchange", "gradients") for row in records[f"comm-{name}"]["rows"]} == {0}
+    assert {row["num_wrong"] for row in records["comm-gradients"]["rows"]} == {0}
     scaling = records["comm-scaling"]
     rows = {(row["scaling"], row["contestant"]): row for row in scaling["rows"]}
     assert rows.keys() == {(mode, name) for mode in ("weak", "strong") for name in ("ours tuned", "ddp", "local")}
     assert (rows["weak", "ddp"]["compute_seconds"], rows["strong", "ddp"]["compute_seconds"]) == (0.3, 0.2)
     assert all(row["seconds"]["median"] >= row["compute_seconds"] for row in scaling["rows"])
     assert set(scaling["num_wrong"].values()) == {0}
-    for heading in ("## exchange", "## gradients", "## scaling"):
+    for heading in ("## gradients", "## scaling"):
         assert heading in text
 
 

@@ -15,8 +15,7 @@ from sample_images import encoded, smooth_image, write
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.comm.measure.bench import _parser as bench_parser
-from bigbatch.comm.measure.bench import check_options
+from bigbatch.comm.measure.bench import parse as parse_bench
 from bigbatch.experiments.batch.recommend import _parser as batch_parser
 from bigbatch.experiments.batch.recommend import short_run
 from bigbatch.experiments.engine.plan import read_plan
@@ -115,6 +114,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "launch local": "test_local_starts_a_rank_per_gpu",
     "launch mpirun": ".ci/run::train",
     "examples/language_model.py": "test_own_script_runs_on_every_rank_with_its_arguments",
+    "examples/reproducible_sums.py": "test_python_blocks_run",
     "launch flux": "test_ranks_under_flux_know_their_places",
     "launch torchrun": "test_ctrl_c_saves_a_checkpoint_and_changes_no_bit",
     "launch slurm": "test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits",
@@ -427,7 +427,7 @@ def test_bigbatch_commands(
         assert main(words) == 0
         return
     if words[:2] == ["comm", "bench"]:
-        check_options(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
+        parse_bench([word for word in words[2:] if word != "--help"])
     elif words[:3] == ["comm", "tune", "--ddp"]:
         assert ddp_parser().parse_args(words[2 : words.index("--")]).ddp
     elif words[:2] == ["comm", "tune"]:
@@ -502,7 +502,10 @@ def test_page_of_faults_shows_the_recorded_campaign() -> None:
 @pytest.mark.parametrize(
     "code",
     # tests/parallel/test_other_scripts.py runs those of compare.md and from-ddp.md, in a job
-    [code for page in PAGES if page != "docs/compare.md" for code in blocks(page, "python")],
+    [
+        *(code for page in PAGES if page != "docs/compare.md" for code in blocks(page, "python")),
+        (ROOT / "examples/reproducible_sums.py").read_text(),
+    ],
 )
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
     write_shapes(code, below=tmp_path)

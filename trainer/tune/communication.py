@@ -21,7 +21,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import Conditions, gather_cluster, gather_conditions
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
 from bigbatch.errors import ConfigError, TunedError, print_line
-from bigbatch.numbers import decimal
+from bigbatch.numbers import at_least, decimal
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import fusion_sizes, gather_tuned, join_job, without_choices
@@ -90,8 +90,6 @@ def _tune_ddp(argv: Sequence[str]) -> int:
     """Tune buckets and hook for a script that keeps DDP; arguments after -- are the script's."""
     split = argv.index("--") if "--" in argv else len(argv)
     arguments = _ddp_parser().parse_args(argv[:split])
-    if arguments.steps < 1:
-        raise ConfigError(f"--steps {arguments.steps} must be at least 1")
     if not arguments.ddp.is_file():
         raise ConfigError(f"--ddp {arguments.ddp} is not a file: name a Python script")
     for line in tune_script(arguments.ddp, argv[split + 1 :], steps=arguments.steps, say=print_line):
@@ -212,5 +210,7 @@ def _ddp_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--ddp", type=as_path, required=True, metavar="SCRIPT", help="script to run on every rank")
-    parser.add_argument("--steps", type=int, default=10, help="steps that each turn times (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=10, help="steps that each turn times (default: %(default)s)"
+    )
     return parser

@@ -24,7 +24,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.measure import calibration
 from bigbatch.comm.measure.calibration import SECONDS, calibrate
 from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
-from bigbatch.comm.measure.sizes import make_table, sizes_below
+from bigbatch.comm.measure.sizes import SumTimes, make_table, sizes_below
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
@@ -42,9 +42,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def measure(*_: object, start: float, seconds: float, **__: object) -> Any:
         given.append(start + seconds - time.perf_counter())
-        return TIMES
+        return SumTimes(TIMES, TABLE, {})
 
-    monkeypatch.setattr(calibration, "measure_times", measure)
+    monkeypatch.setattr(calibration, "measure_sums", measure)
     return given
 
 

@@ -11,6 +11,7 @@ from bigbatch.comm.measure.ddp_buckets import (
     ROUNDS,
     Candidate,
     Measured,
+    Turn,
     explain,
     gain,
     make_candidates,
@@ -39,12 +40,17 @@ def hooked(candidate: Candidate) -> Candidate:
 
 
 def played(seconds: dict[Candidate, float]) -> tuple[list[Candidate], Measured]:
-    turns, running = [], search([each for each in seconds if not each.has_hook])
-    candidate = next(running)
-    while True:
+    turns = []
+
+    def turn(candidate: Candidate) -> Turn:
         turns.append(candidate)
+        yield
+        return seconds[candidate]
+
+    running = search([each for each in seconds if not each.has_hook], turn)
+    while True:
         try:
-            candidate = running.send(seconds[candidate])
+            next(running)
         except StopIteration as end:
             return turns, end.value
 
