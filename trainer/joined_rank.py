@@ -44,7 +44,7 @@ class JoinedRank:
 def why_not_healing(config: Config, backend: str) -> str:
     """Return the log line that says why this run cannot heal in place."""
     if backend not in HEALING:
-        why, remedy = f"{backend} cannot continue without a rank", f"comm.backend={', '.join(HEALING)} can"
+        why, remedy = f"{backend} cannot continue without a rank", f"comm.backend {' or '.join(HEALING)} can"
     elif config.compute.cuda_graph:
         why, remedy = "a captured step cannot be interrupted", "compute.cuda_graph=false can"
     elif config.comm.buffers != "torch":

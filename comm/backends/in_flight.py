@@ -238,7 +238,8 @@ class StreamQueue:
         """Forget the operations under way. end: makes the GPU finish them. error: for ThreadQueue."""
         self.is_closed = True
         end()
-        self._enqueued.clear()
+        with self._lock:
+            self._enqueued.clear()
 
     def successor(self, *, num_missed: int) -> "StreamQueue":
         """Return a new queue; see ThreadQueue.successor()."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bigbatch.comm.backends.base import Group
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.environ import ProcessEnv, without_torch_watchdog
 from bigbatch.comm.rendezvous.limits import VERDICT_SECONDS
 
 _own_defaults: set[Any] = set()
@@ -31,16 +32,17 @@ class ProcessGroups:
     def __init__(self, env: ProcessEnv, control: Control, *, gpu: torch.device | None) -> None:
         self._rank, self._everyone = env.rank, tuple(range(env.world_size))
         self._control, self._gpu, self._library = control, gpu, "gloo" if gpu is None else "nccl"
-        # NCCL's own watchdog must come after bigbatch's error
+        # an error of torch's must come after bigbatch's
         self.timeout = timedelta(seconds=control.timeout_seconds + (0.0 if gpu is None else VERDICT_SECONDS))
         self._handles: dict[tuple[int, ...], Any] = {}
         self._num_inits = 0
+        self._abort_lock = Lock()
 
     def make_world(self) -> Group:
         """Make the group of all ranks."""
         if not dist.is_initialized():
             self._init_torch()
-        self._handles[self._everyone] = None if self in _default_users else self._make(self._everyone)
+        self._handles[self._everyone] = _default_users.get(self) or self._make(self._everyone)
         return Group(self._everyone, self._handles[self._everyone])
 
     def make(self, families: Sequence[Sequence[int]]) -> Group:
@@ -56,11 +58,15 @@ class ProcessGroups:
     def abort(self) -> None:
         """End the operations of all groups, without the other ranks. NCCL's groups are destroyed, too."""
         if self._library == "nccl":
-            if self._handles:
+            with self._abort_lock, suppress(RuntimeError, dist.DistError):
+                own, has_default = self._own(), self in _default_users
+                self._handles.clear()
+                if has_default:
+                    _default_users.clear()
+                    _own_defaults.clear()
                 # all in one call: NCCL may deadlock if one is aborted while another waits (pytorch 119797)
-                dist.distributed_c10d._abort_process_group()
-            self._handles.clear()
-            _own_defaults.discard(_default_users.pop(self, None))
+                for handle in (None,) if has_default else own:
+                    dist.distributed_c10d._abort_process_group(handle)
             return
         for handle in self._own():
             with suppress(RuntimeError):
@@ -99,11 +105,13 @@ class ProcessGroups:
     def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
         """Make the groups of all families in one split, in which all ranks take part; return this rank's group."""
         world = self._handles[self._everyone]
-        return dist.split_group(world, [list(ranks) for ranks in families], timeout=self.timeout)
+        with without_torch_watchdog():
+            return dist.split_group(world, [list(ranks) for ranks in families], timeout=self.timeout)
 
     def _own(self) -> list[Any]:
         # for a group without this rank torch returns a number; older torch returns None, which means the default group
-        return list(dict.fromkeys(each for each in self._handles.values() if isinstance(each, dist.ProcessGroup)))
+        groups = dict.fromkeys(each for each in self._handles.values() if isinstance(each, dist.ProcessGroup))
+        return [each for each in groups if each is not _default_users.get(self)]
 
     def _options(self) -> dict[str, Any]:
         """Return the options of a new group; a split group has its parent's."""
@@ -116,7 +124,8 @@ class ProcessGroups:
     def _bounded(self, operation: Callable[[], Any]) -> Any:
         """Connect gloo within a time limit. NCCL needs the calling thread's GPU, so it runs here, under the Watch."""
         if self._library == "nccl":
-            return operation()
+            with without_torch_watchdog():
+                return operation()
         return self._control.detector.bounded(f"connection of {len(self._everyone)} ranks by gloo", operation)
 
 

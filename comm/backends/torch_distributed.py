@@ -14,12 +14,7 @@ from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import (
-    ProcessEnv,
-    enable_flight_recorder,
-    leave_errors_to_caller,
-    prefer_interface,
-)
+from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
 from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -59,7 +54,6 @@ class TorchDistributedBackend:
         prefer_interface(interface, is_one_host=env.is_one_host)
         if is_nccl:
             enable_flight_recorder()
-            leave_errors_to_caller()
         start = awake_seconds()
         try:
             self.world = self._groups.make_world()
@@ -105,7 +99,7 @@ class TorchDistributedBackend:
         return failure
 
     def limit(self, seconds: float | None) -> None:
-        """Limit waits. Over NCCL the host waits then."""
+        """Limit waits. Over NCCL the host waits then; the first sum of a group connects it without a limit."""
         self._queue.limit_seconds = seconds
 
     def num_submitted(self) -> int:

@@ -5,7 +5,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,6 +39,13 @@ IDENTITY_VARIABLES = (*RANK_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
 """Set by a batch script for the ranks: seconds between the request to stop and the job's time limit."""
+WATCHDOG_VARIABLES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)
+"""What torch's watchdog does after an error of NCCL; a group reads them when it is made."""
 FIND_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Slurm's configuration and the user's token."""
 SECRET_VARIABLE = "BIGBATCH_SECRET"
@@ -241,13 +249,22 @@ def enable_flight_recorder() -> None:
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is the deprecated name
 
 
-def leave_errors_to_caller() -> None:
-    """Let torch's watchdog of NCCL not end this process after an error or an abort: the failure detector does.
+@contextmanager
+def without_torch_watchdog() -> Iterator[None]:
+    """Make NCCL groups in which torch's watchdog does not end the process after an error or an abort, or wait to dump.
 
-    Call it before groups are made.
+    The failure detector does both. Groups that a script makes elsewhere keep torch's settings.
     """
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
-        os.environ.setdefault(name, "0")
+    before = {name: os.environ.get(name) for name in WATCHDOG_VARIABLES}
+    os.environ.update(dict.fromkeys(WATCHDOG_VARIABLES, "0"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def flight_prefix() -> str | None:

@@ -130,11 +130,12 @@ class Watch:
         cause = "" if self._detector.continues_after_loss else self._detector.cause()
         if cause and self._lost_at is None:
             self._lost_at = awake_seconds()
-            self._say(f"{self._here} waits in {pending.label}, and {cause}: this process ends")
+            ends = f"this process ends in {limits.LEAVE_SECONDS:g} s"
+            self._say(f"{self._here} waits in {pending.label}, and {cause}: {ends}")
         has_left = self._lost_at is not None and awake_seconds() - self._lost_at > limits.LEAVE_SECONDS
         if has_left or pending.seconds > self._end_seconds:
             seen = self._late_texts.get(pending.number, "")
-            self._report.say(pending.label, pending.seconds, seen, cause=cause, by=self._say)
+            self._report.say(pending.label, pending.seconds, seen, cause=cause if has_left else "", by=self._say)
             # the main thread waits for the device and cannot be interrupted
             os._exit(self._log.state.exit_code or LOST)
 

@@ -5,6 +5,7 @@ all at once; messages run one after another, each batch to its end, so that two 
 for each other; within a capture nothing connects, and (see recorded_graph) nothing travels.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -59,20 +60,24 @@ class PlayedNccl:
         assert not is_recording(), f"{asked} within a capture"
         self.asked += asked
 
+    def _watchdog(self) -> str | None:
+        """What a group reads when it is made: 3 lets torch end the process after an error, 0 does not."""
+        return os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
     def _connect(
         self, backend: str, *, device_id: torch.device | None, store: Any, pg_options: Any = None, **options: Any
     ) -> None:
-        self._note(("init", device_id), ("store", store), ("options", pg_options))
+        self._note(("init", device_id), ("store", store), ("options", pg_options), ("watchdog", self._watchdog()))
         self._init(self._carrier, store=FakeStore() if self._carrier == "fake" else store, **options)
         self.bound = device_id
 
     def _make(self, ranks: Sequence[int], *, backend: str, pg_options: Any = None, **options: Any) -> Any:
-        self._note(("new", ranks), ("options", pg_options))
+        self._note(("new", ranks), ("options", pg_options), ("watchdog", self._watchdog()))
         return self._new_group(ranks, backend=self._carrier, **options)
 
     def _split(self, parent: Any, families: Sequence[Sequence[int]], *, timeout: timedelta) -> Any:
         assert len({rank for ranks in families for rank in ranks}) == sum(map(len, families)), "they overlap"
-        self._note(("split", families))
+        self._note(("split", families), ("watchdog", self._watchdog()))
         made = [self._new_group(ranks, backend=self._carrier, timeout=timeout) for ranks in families]
         mine = [group for group, ranks in zip(made, families, strict=True) if dist.get_rank() in ranks]
         return mine[0] if mine else self.no_group

@@ -54,7 +54,8 @@ class RunConfig:
     """How many of the newest checkpoints to keep, in addition to the best."""
     heal: Literal["in_place", "restart"] = "restart"
     """After the loss of a rank: restart ends all processes, which their launcher may start again; in_place lets the
-    others continue in the same processes and from the same step, if they can share the batch; not over MPI."""
+    others continue in the same processes and from the same step, if they can share the batch, but not over MPI or
+    Horovod."""
     compare_every_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps, rounded up to the next report, between two comparisons of all ranks' weights and optimizer state; 0 for
     none. The start and each checkpoint compare them too. If they differ, the run goes back to the newest checkpoint on

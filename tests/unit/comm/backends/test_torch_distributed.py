@@ -5,7 +5,9 @@ played; that the real one does as it is told is tests/gpu's affair.
 """
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
@@ -205,11 +207,46 @@ def test_abort_ends_only_groups_that_this_rank_is_in(library: PlayedNccl, monkey
 def aborted(monkeypatch: pytest.MonkeyPatch) -> Event:
     """Set once NCCL's groups are aborted."""
     abort, seen = dist.distributed_c10d._abort_process_group, Event()
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: (abort(), seen.set()))
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
-        monkeypatch.setenv(name, "3")
-        monkeypatch.delenv(name)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda group: (abort(group), seen.set()))
     return seen
+
+
+def test_torchs_watchdog_leaves_errors_of_our_groups_alone_to_us(
+    library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    backend = backend_of("nccl")
+    backend.new_group([[0, 1], [2, 3]])
+    dist.new_group([0, 1], backend="nccl")
+    assert library.of("watchdog") == ["0", "0", "3"]
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
+
+
+def test_abort_in_a_script_with_groups_aborts_ours_alone(library: PlayedNccl, aborted: Event) -> None:
+    start_script()
+    theirs = dist.new_group([0, 1], backend="gloo")
+    backend = backend_of("nccl", heals=True)
+    backend.new_group([[0, 1], [2, 3]])
+    backend.abort()
+    assert aborted.is_set()
+    assert groups() == {dist.group.WORLD, theirs}
+
+
+def test_two_threads_abort_once(library: PlayedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that waits, and the one of the queue, may both see the error."""
+    abort, calls = dist.distributed_c10d._abort_process_group, []
+
+    def slow_abort(group: Any) -> None:
+        calls.append(group)
+        time.sleep(0.2)
+        abort(group)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", slow_abort)
+    made = backend_of("nccl")._groups
+    with ThreadPoolExecutor(2) as pool:
+        assert [each.result() for each in [pool.submit(made.abort) for _ in range(2)]] == [None, None]
+    assert calls == [None]
 
 
 def test_wait_for_a_lost_rank_aborts_nccl_before_it_raises(
@@ -217,7 +254,6 @@ def test_wait_for_a_lost_rank_aborts_nccl_before_it_raises(
 ) -> None:
     """Until then each wait for the GPU may hang: that of a copy of the state, or of memory that is freed."""
     backend = backend_of("nccl", heals=True)
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "or torch's watchdog ends the process"
 
     def give_up(label: str, seconds: float) -> None:
         raise PeerLostError(f"{label}: rank 1 is lost")
