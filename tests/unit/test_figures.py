@@ -228,11 +228,7 @@ def test_figures_of_exact_sums() -> None:
         assert cells == [f"{each['errors'][key]['l2']:.1e}".replace("e-0", "e-") for each in columns]
 
 
-TO_MEASURE_AGAIN = {
-    "beyond-cifar10-medium",
-    "beyond-imagenette-medium",
-    "ten-times-cpu",
-}
+TO_MEASURE_AGAIN = {"ten-times-cpu"}
 """Their sources had changes that no commit holds; the pages that quote them say so."""
 
 
