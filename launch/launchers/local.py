@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 
 from bigbatch.comm.rendezvous.addresses import family_of, loopback
 from bigbatch.comm.rendezvous.environ import with_secret
@@ -112,7 +111,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    def start(_: JobSpec) -> Ended:
+    def start(job: JobSpec) -> Ended:
         heals = has_begun(job) if heals_in_place(job) else None
         starts = local_processes(job, port=free_port())
         variables = one_thread_per_rank(job) | with_own_secret(job, environ)
@@ -126,7 +125,7 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
         )
 
     # all ranks of several nodes can only restart together
-    return run_with_restarts(start, replace(job, restarts=None) if job.spans_nodes else job).code
+    return (start(job) if job.spans_nodes else run_with_restarts(start, job)).code
 
 
 def with_own_secret(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
