@@ -88,7 +88,7 @@ class TorchDistributedBackend:
     def _abort_if_lost(self, label: str, seconds: float) -> None:
         """End NCCL's operations if a rank is lost or late: until then any wait for the GPU may hang."""
         try:
-            self._control.detector.give_up(label, seconds)
+            self._control.detector.give_up_without_store(label, seconds)
         except PeerLostError as error:
             self._queue.give_up(error, end=self._groups.abort)
             raise

@@ -30,6 +30,8 @@ class FailureDetector:
         """has_failed: this rank has received an error about a failure, or reports one itself."""
         self._own_verdict: Verdict | None = None
         """Verdict of this rank alone, after it has failed on its own or has lost the store."""
+        self.has_lost_store = False
+        """Whether the thread that reads the log (see Watch) gets no answer from the store."""
         self.continues_after_loss = False
         """Whether this process, with any store that it holds, continues after a loss."""
         self._num_begun = 0
@@ -90,6 +92,12 @@ class FailureDetector:
         self.check_peers(label, seconds)
         if seconds > self._job.timeout_seconds:
             raise self.explain(label, seconds, late_error())
+
+    def give_up_without_store(self, label: str, seconds: float) -> None:
+        """Like give_up, but also raise if the store is lost: for libraries that do not notice that its holder died."""
+        self.give_up(label, seconds)
+        if self.has_lost_store and seconds > limits.STORE_LOST_SECONDS and not self.has_failed:
+            raise self.explain(label, seconds, RuntimeError(self.no_answer))
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:

@@ -16,6 +16,9 @@ MAX_PEER_CHECKS_PER_SECOND = 1000
 """Most such checks of all ranks together while they wait for a text: a quarter of MAX_LOOKS_PER_SECOND."""
 SILENCE_SECONDS = 3.0
 """Time after the end of a wait within which the store must answer; otherwise it is unreachable."""
+STORE_LOST_SECONDS = 1.0
+"""Time that an operation may take after the store is lost until its holder counts as lost, too: only the store may be,
+and then the operation ends."""
 ROLL_CALL_SECONDS = 5.0
 """Time for the ranks to answer; it ends earlier if only ranks whose processes have ended are missing."""
 ANSWER_SECONDS = 0.5

@@ -114,7 +114,9 @@ class Watch:
         while not self._closed.wait(pause):
             try:
                 self.look(wait=self._look_seconds)
+                self._detector.has_lost_store = False
             except RuntimeError:  # the store is lost, or closed at the end of a good run
+                self._detector.has_lost_store = True
                 self._report_silent_store()
                 self._closed.wait(self._look_seconds)
 

@@ -258,7 +258,7 @@ def test_wait_for_a_lost_rank_aborts_nccl_before_it_raises(
     def give_up(label: str, seconds: float) -> None:
         raise PeerLostError(f"{label}: rank 1 is lost")
 
-    monkeypatch.setattr(backend._control.detector, "give_up", give_up)
+    monkeypatch.setattr(backend._control.detector, "give_up_without_store", give_up)
     work = backend.submit(lambda: assert_set(aborted), label="buffer 1")
     with pytest.raises(PeerLostError, match="buffer 1: rank 1"):
         work.wait()
@@ -297,6 +297,22 @@ def test_sum_that_hangs_over_nccl_is_late_and_the_ranks_connect_again(
     backend.submit(lambda: None, label="buffer 4").wait()
     backend.close()
     assert not dist.is_initialized()
+
+
+def test_loss_of_the_store_ends_a_wait_over_nccl(
+    library: PlayedNccl, aborted: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder may have died, and NCCL would wait for it; without the store no rank would learn it."""
+    monkeypatch.setattr(limits, "STORE_LOST_SECONDS", 0.0)
+    hurry_count(monkeypatch)
+    backend = backend_of("nccl", heals=True)
+    detector = backend._control.detector
+    work = backend.submit(lambda: assert_set(aborted), label="buffer 1")
+    detector.is_watched = detector.has_lost_store = True
+    with pytest.raises(PeerLostError, match=naming("buffer 1", "holds the rendezvous")):
+        work.wait()
+    assert aborted.is_set()
+    backend.abort()
 
 
 def test_error_of_nccl_aborts_it(library: PlayedNccl, aborted: Event, monkeypatch: pytest.MonkeyPatch) -> None:
