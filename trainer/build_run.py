@@ -54,8 +54,6 @@ def build_run(
     communicator = job.communicator
     splits = inherited.splits or make_splits(config, communicator, listed=inherited.images)
     train = splits.train
-    # before a rank that has joined restores the state: the others compute their digests meanwhile
-    all_in_parts = all(communicator.gather(inherited.is_in_parts))
     start, state = _find_start(config, communicator, splits, inherited)
     place = job.describe_place(config, splits, start)
     plan = make_plan(config, communicator, num_samples=train.num_samples, first_step=start.step)
@@ -76,7 +74,7 @@ def build_run(
         elif inherited.state is None:  # restored weights include their whitening
             fit_whitening_(parts.model, train, config=config, communicator=communicator)
         saver = CheckpointSaver(config, parts, owner=owner, samples=train.digest, classes=train.classes)
-        if not all_in_parts:  # otherwise each rank continues with its own state
+        if not all(communicator.gather(inherited.is_in_parts)):  # else each rank continues with its own state
             saver.compare(done=plan.first_step)
         loop = TrainingLoop(
             config,
