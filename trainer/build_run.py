@@ -74,8 +74,7 @@ def build_run(
         elif inherited.state is None:  # restored weights include their whitening
             fit_whitening_(parts.model, train, config=config, communicator=communicator)
         saver = CheckpointSaver(config, parts, owner=owner, samples=train.digest, classes=train.classes)
-        if not all(communicator.gather(inherited.is_in_parts)):  # else each rank continues with its own state
-            saver.compare(done=plan.first_step)
+        saver.compare(done=plan.first_step)
         loop = TrainingLoop(
             config,
             plan,
@@ -113,9 +112,9 @@ def _find_start(
     if kept is None:
         rundir, control = RunDir(Path(config.run.directory)), communicator.control
         start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
-        communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
     else:
         start = start_in_memory(kept, samples=train.digest, root=config.data.root)
         # the optimizer uses the copy's tensors, and the run may go back to those of kept
         state = {} if inherited.is_in_parts else copy_to_host(kept)
+    communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
     return start, state

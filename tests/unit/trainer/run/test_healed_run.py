@@ -17,7 +17,6 @@ from thread_controls import alone
 from tiny_training import TINY_OPTIONS
 from torch import Tensor, nn
 
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError, ReplicasDiffer
@@ -27,7 +26,7 @@ from bigbatch.trainer.build import parts as build_parts
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.joined_rank import why_not_healing
-from bigbatch.trainer.run.saving import CheckpointSaver, copy_to_host
+from bigbatch.trainer.run.saving import copy_to_host
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.train import join, run_training
 from bigbatch.trainer.training_job import TrainingJob
@@ -118,28 +117,6 @@ def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
         for state in (kept, before)
     )
     assert_identical(momenta, others)
-
-
-def test_ranks_are_compared_at_the_start_and_unless_each_continues_with_its_own_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(["--config", "quickstart", *TINY_OPTIONS, "--run.directory", f"{tmp_path}"])
-
-    def make(**taken: Any) -> TrainingRun:
-        inherited = Inherited(stop=StopRequest(takes_signals=False), **taken)
-        return build_run(config, job, owner=None, hooks=TrainingHooks(), is_quiet=True, inherited=inherited)
-
-    compared: list[int] = []
-    monkeypatch.setattr(CheckpointSaver, "compare", lambda saver, *, done: compared.append(done))
-    with closing((job := join(config, ALONE)).communicator):
-        run = make()
-        assert compared.pop() == 0
-        for is_in_other_parts in (True, False):
-            taken = {"state": run.loop.copy_state(), "parts": run.parts, "is_in_parts": True}
-            with monkeypatch.context() as patch:
-                patch.setattr(Communicator, "gather", lambda _, value, other=is_in_other_parts: [value, other])
-                run = make(**taken)
-            assert compared == ([] if is_in_other_parts else [0])
 
 
 def test_run_that_goes_back_to_the_state_of_a_healing_does_not_take_over_parts_of_a_later_step(
