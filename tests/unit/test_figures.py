@@ -376,7 +376,7 @@ def test_figures_of_effective_time() -> None:
     require(cost, spread["median"], spread["min"], spread["max"], found["failures"])
     require(lost, found["steps_lost"]["max"])
     readme = (ROOT / "README.md").read_text()
-    assert f"each kill costs {cost.partition(' ')[0]} s, the rank's return another 0.7 to 0.9 s, and no step" in readme
+    assert f"each kill costs {cost.partition(' ')[0]} s, the rank's return another 0.4 to 0.6 s, and no step" in readme
     assert f"| {share} (one run, {found['failures']} kills)" in readme
 
 
