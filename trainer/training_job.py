@@ -1,13 +1,10 @@
 """A job's training: one run or, after a loss, a join or a difference of weights, several."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.trainer.build.input import list_images, num_train_samples
@@ -19,6 +16,7 @@ from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.healing import Healed, Ownership, can_heal, heal
 from bigbatch.trainer.joined_rank import JoinedRank
 from bigbatch.trainer.joining import Facts, admit_ranks, facts_of, find_join_requests, join_running_job
+from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.metrics import MetricsLog
@@ -69,9 +67,8 @@ class TrainingJob:
                 self._ownership.take(self.job.communicator.control)
                 self._prepare(is_dry_run=False)
             while recover := self._run():
-                # only now: an error's frames held the run's tensors. Memory of the host is kept for the next step
-                gc.collect()
-                torch.cuda.empty_cache()
+                # only now: an error's frames held the run's tensors; the next step uses the host's memory again
+                free_memory(self.job.communicator.device, keeps_host=True)
                 recover()
             return self._summary
 

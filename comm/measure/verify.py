@@ -138,7 +138,7 @@ def verdict(rows: Sequence[VerifyRow], *, num_hung: int = 0) -> str:
     if num_findings := num_hung + sum(len(row.findings) for row in rows):
         return f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
     texts = ["every sum repeats its own bits, on all ranks alike, within its bound"]
-    counts = {}
+    differ: dict[str, list[bool]] = {}
     for name in dict.fromkeys(row.precision for row in rows):
         # the bits of each sum at all sizes
         by_sum: dict[tuple[str, int], list[str]] = {}
@@ -146,9 +146,10 @@ def verdict(rows: Sequence[VerifyRow], *, num_hung: int = 0) -> str:
             if row.precision == name:
                 by_sum.setdefault((row.algorithm, row.pieces), []).append(row.sha256)
         if pairs := [a != b for a, b in combinations(by_sum.values(), 2)]:
-            counts[name] = f"{sum(pairs)} of {len(pairs)} in {name}"
-    if counts:
-        texts.append(f"pairs of sums that differ from each other: {', '.join(counts.values())}")
-    if not all(text.startswith("0 ") for text in counts.values()):
+            differ[name] = pairs
+    if differ:
+        counts = ", ".join(f"{sum(pairs)} of {len(pairs)} in {name}" for name, pairs in differ.items())
+        texts.append(f"pairs of sums that differ from each other: {counts}")
+    if any(map(any, differ.values())):
         texts.append("set run.reproducible for sums that do not")
     return "; ".join(texts)

@@ -100,7 +100,10 @@ class HangReport:
         self._has_dumped = self._has_published = False
 
     def say(self, label: str, seconds: float, seen: str, *, cause: str = "", by: Callable[[str], None]) -> None:
-        """Print what failed and which ranks are lost. seen: an earlier finding on the operation. cause: if not time."""
+        """Print what failed and which ranks are lost.
+
+        seen: an earlier finding on the operation. cause: why it failed, if its time limit has not passed.
+        """
         # torch's dump calls the driver with the GIL held: if it hangs, no Python thread runs
         with _ended_after(limits.VERDICT_SECONDS):
             recorded = _within(limits.FLIGHT_SECONDS, lambda: record_flight(dump_flight(), rank=self._control.rank))

@@ -119,7 +119,7 @@ def has_begun(job: JobSpec) -> Callable[[], bool]:
     """Return a function that tells whether the ranks, which are about to start, have taken the run folder of `train`.
 
     By then all ranks have met; before, they would wait for a lost one. Always true for another command, and for
-    several nodes, whose folder this host may not see; lost ranks that start again need it on each host.
+    several nodes, as this host may not see their folder; lost ranks that start again need it on each host.
     """
     config = try_load_experiment(job)
     if config is None or (job.spans_nodes and not count_joins(job)):

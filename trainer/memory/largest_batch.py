@@ -129,12 +129,12 @@ def run_steps(
         communicator.connection.abandon()
 
 
-def free_memory(device: torch.device) -> None:
-    """Free the memory of unreferenced objects."""
+def free_memory(device: torch.device, *, keeps_host: bool = False) -> None:
+    """Free the memory of unreferenced objects. keeps_host: keep freed memory of the host in this process."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    else:
+    elif not keeps_host:
         return_freed_memory()
 
 

@@ -111,7 +111,7 @@ def open_tensorboard(rundir: RunDir, say: Callable[[str], None]) -> BackgroundLo
 def test_loggers_steps_do_not_wait_for_the_import_of_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks would wait with them after the loss of rank 0, whose successor imports it."""
+    """The other ranks would wait with them after the loss of rank 0: the next first rank imports it."""
     is_imported, written = threading.Event(), []
 
     class Slow(ModuleType):
