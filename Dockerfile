@@ -1,12 +1,12 @@
-# bigbatch with everything it needs, for any Debian or Ubuntu base with Python 3.10 or later, or a base's own Python.
-# The wheels carry CUDA: for GPUs the host needs only the driver and NVIDIA's container toolkit. Nothing depends on an
-# entrypoint, on variables, on the user, or on a writable image. docs/install.md says how to build and run it:
+# bigbatch and its dependencies, for any Debian or Ubuntu base with Python 3.10 or later, or for a base's own Python.
+# The wheels contain CUDA: for GPUs the host needs only the driver and NVIDIA's container toolkit. The image works
+# without its entrypoint and variables, for any user, and read-only. To build and run it, see docs/install.md:
 #   docker build -t bigbatch .
-# the digest is that of all platforms; docker buildx imagetools inspect debian:bookworm-slim tells today's
+# the digest covers all platforms; docker buildx imagetools inspect debian:bookworm-slim prints the current one
 ARG BASE_IMAGE=debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241
 
-# python: an environment that sees what the base brings, such as a torch of its own; user 1000; RDMA's libraries,
-# without which NCCL falls back to TCP without a word; the compiler and headers that torch.compile calls
+# python: an environment that also uses the base's packages, such as its torch; user 1000; RDMA libraries, without which
+# NCCL silently falls back to TCP; the compiler and headers for torch.compile
 FROM ${BASE_IMAGE} AS python
 USER root
 ENV PATH=/opt/venv/bin:$PATH
@@ -22,7 +22,7 @@ RUN set -e; export DEBIAN_FRONTEND=noninteractive; need=; apt-get update; \
     getent group 1000 >/dev/null || groupadd --gid 1000 bigbatch; \
     getent passwd 1000 >/dev/null || useradd --uid 1000 --gid 1000 --no-create-home --home-dir /home/bigbatch bigbatch; \
     install -d -o 1000 -g 1000 /home/bigbatch
-# as make does, a pip that checks the hashes of constraints; packages that the base brings stay, and have none
+# like make, a pip that checks the hashes of constraints.txt; packages of the base stay, without a hash
 WORKDIR /opt/bigbatch
 COPY constraints.txt .ci/keep_base.py ./
 RUN set -e; sed -n '/^pip==/,/[^\\]$/p' constraints.txt | pip install --no-cache-dir -r /dev/stdin; \
@@ -30,7 +30,7 @@ RUN set -e; sed -n '/^pip==/,/[^\\]$/p' constraints.txt | pip install --no-cache
     printf '[global]\nno-require-hashes = true\nconstraint = %s\nbuild-constraint = %s\n' \
       "$PWD/kept.txt" "$PWD/kept.txt" >/opt/venv/pip.conf
 
-# torch: the layer of gigabytes, which changes only with its version
+# torch: a layer of several GB, which changes only with torch's version
 FROM python AS torch
 ARG NCCL_VERSION=
 RUN pip install --no-cache-dir torch torchvision \
@@ -41,7 +41,7 @@ RUN pip install --no-cache-dir torch torchvision \
     fi \
  && python -c 'import torch; print("torch", torch.__version__)'
 
-# dependencies: a layer that a change of the code leaves as it is
+# dependencies: a layer that stays the same if only bigbatch's code changes
 FROM torch AS dependencies
 ARG DALI=1
 ARG MPI=wheel
@@ -60,7 +60,7 @@ RUN set -e; touch README.md; extras=tune,verify,export,energy; \
     pip uninstall --yes bigbatch; \
     rm -rf build bigbatch ./*.egg-info ./*.md setup.py pyproject.toml
 
-# horovod: its wheel, or nothing. Its compilers stay here; CUDA's is that of torch's own CUDA, from PyPI, or the base's
+# horovod: its wheel, or nothing. The compilers stay in this stage; nvcc is from PyPI, of torch's CUDA, or the base's
 FROM dependencies AS horovod
 ARG HOROVOD=0
 ARG HOROVOD_SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
@@ -90,13 +90,13 @@ RUN set -e; mkdir /wheels; \
     HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
       pip wheel --no-cache-dir --no-deps --no-build-isolation -w /wheels .
 
-# wheel: of this checkout
+# wheel: built from this checkout
 FROM python AS wheel
 WORKDIR /source
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps -w /wheels .
 
-# sshd: for Kubernetes' MPI operator. Each pod makes host keys of its own (ssh-keygen -A), which nobody asks to prove anything
+# sshd: for Kubernetes' MPI operator. Each pod makes its own host keys (ssh-keygen -A), and clients do not verify them
 FROM dependencies AS runtime
 ARG SSHD=0
 RUN set -e; case $SSHD in 0) exit 0 ;; 1) ;; *) echo "SSHD is 0 or 1, not $SSHD"; exit 1 ;; esac; \
@@ -126,7 +126,7 @@ WORKDIR /home/bigbatch
 USER 1000:1000
 CMD ["bigbatch", "--help"]
 
-# test: --target test. Whether the image does what it promises where it is to run
+# test: built with --target test; runs the tests inside the image, on the machine where it will be used
 FROM runtime AS test
 USER root
 WORKDIR /opt/bigbatch
@@ -138,7 +138,7 @@ COPY tests tests
 USER 1000:1000
 CMD ["python", "-m", "pytest", "tests/laws", "tests/parallel"]
 
-# whoever builds upon it chooses versions for himself
+# images based on this one may install other versions
 FROM runtime
 USER root
 RUN rm /opt/venv/pip.conf

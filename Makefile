@@ -6,14 +6,14 @@ SYSTEM := $(shell uname -s)
 RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(4 if n > 3 else 1 if n == 1 else 2)')
 # Further options, such as TRAIN_OPTIONS='--run.epochs 2'. DALI exists for Linux only.
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
-# compiled code is kept, which containers tend to forbid: each process of the tests would compile everything once more
+# Containers often set this. Without compiled files each process of the tests would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
-# CUDA=12: for NVIDIA drivers before 580 (docs/install.md). torch comes from TORCH_INDEX then, and stays as it is
+# CUDA=12: for NVIDIA drivers before 580 (docs/install.md). torch then comes from TORCH_INDEX and is not replaced.
 CUDA ?= 13
 TORCH_INDEX ?= https://download.pytorch.org/whl/cu126
 OLD_CUDA := $(filter 12,$(CUDA))
 CONSTRAINTS := $(if $(OLD_CUDA),.venv/constraints.txt,constraints.txt)
-# every package that constraints.txt names has one of the hashes there; this checkout, which has none, is let in
+# pip checks the hashes of constraints.txt; this checkout has no hash, so it must not require one
 HASHED := --no-require-hashes -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -22,12 +22,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
-	@# a finished run makes room for a new one, an interrupted one continues
+	@# remove a finished run; an interrupted run continues
 	@if [ -e runs/quickstart/summary.json ]; then rm -r runs/quickstart; fi
 	$(BIN)/bigbatch launch mpirun --ranks $(RANKS) -- train --config quickstart $(TRAIN_OPTIONS)
 
-# Every law in a short form, and the unit tests that take less than seconds: within 8 minutes on 2 cores. Unit tests run
-# three at a time, the others two at a time, since most start two ranks or more.
+# Each law in a short form, and the fast unit tests: at most 8 minutes on 2 cores. Three unit tests run at the same time,
+# and two of the others, because most of those start several ranks.
 test: test-unit test-ranks
 
 test-unit: .venv/ready
@@ -36,9 +36,8 @@ test-unit: .venv/ready
 test-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 2 --dist worksteal -m "not long"
 
-# the rest: full forms, compilers, benchmarks, launchers; each process collects the files that have long tests alone.
-# Jobs of ranks wait half of their time, and the runs that several tests of a file compare with are made once where one
-# process has the file
+# The other tests: full forms, compilers, benchmarks, launchers. Only files with long tests are collected. Jobs of ranks
+# wait half of their time, so four run at the same time; tests of one file share reference runs, hence loadfile.
 test-long: test-long-unit test-long-ranks
 
 test-long-unit: .venv/ready
@@ -47,18 +46,18 @@ test-long-unit: .venv/ready
 test-long-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 4 --dist loadfile -m "long and not weekly"
 
-# minutes each for what changes seldom: once a week, and before a release (decision 117)
+# tests of minutes for code that changes seldom: once a week, and before a release (decision 117)
 test-weekly: .venv/ready
 	$(PYTEST) tests/unit tests/laws tests/parallel -n 3 -m weekly
 
 test-all: test test-long test-weekly
 
-# short trainings that are disturbed at drawn moments: is each fault named, and the end equal bit for bit?
+# Disturb short runs at random moments. Each fault must be named, and the final weights must be equal bit for bit.
 FAULTS ?= run --seed 7 --trials 20
 faults: .venv/ready
 	PYTHONPATH=tests/support $(BIN)/python -m faults $(FAULTS)
 
-# do short jobs end with the same bits as by the sources of another commit? make proofs AGAINST=COMMIT
+# Compare the final weights of short jobs with those of another commit, bit for bit: make proofs AGAINST=COMMIT
 proofs: .venv/ready
 	$(BIN)/python tests/proofs.py $(AGAINST)
 
@@ -66,7 +65,7 @@ proofs: .venv/ready
 # real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
 cluster: cluster-links cluster-jobs
 
-# what measures nodes and links has the machine for itself; the others mostly wait
+# tests that measure nodes and links run alone; the others mostly wait, so two run at the same time
 cluster-links: .venv/ready
 	$(PYTEST) tests/cluster -rs -m alone
 
@@ -84,7 +83,7 @@ lint: .venv/ready docs
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-# the pages as a site that can be searched; a dead link or anchor, or a page that README does not name, is an error
+# build a searchable site of the pages; a dead link or anchor, or a page that README does not name, is an error
 docs: .venv/ready
 	$(BIN)/python -m sphinx -qnEW --keep-going -c docs -d build/doctrees . build/site
 	cp build/site/README.html build/site/index.html
@@ -93,8 +92,8 @@ format: .venv/ready
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# constraints.txt anew, with the newest versions that fit: every file's hash, for every platform and Python from 3.10.
-# LOCK= keeps the versions that are there, for a change of setup.py or .ci/lock.in alone.
+# Write constraints.txt with the newest versions that fit: hashes of all files, for all platforms and Python from 3.10.
+# LOCK= keeps the present versions, if only setup.py or .ci/lock.in changed.
 LOCK ?= --upgrade
 lock: .venv/ready
 	$(BIN)/python -m pip install --quiet $(HASHED) uv
@@ -102,12 +101,12 @@ lock: .venv/ready
 	  --custom-compile-command "make lock" --default-index https://pypi.org/simple --no-emit-index-url $(LOCK) \
 	  --extra dali --extra mpi --extra energy --extra dev setup.py .ci/lock.in -o constraints.txt
 
-# leaves data/ and runs/ alone
+# keeps data/ and runs/
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -r {} +
 
-# Debian's Python comes without pip until python3-venv is installed, which takes root: fetch pip then.
+# Debian's Python has no pip without the package python3-venv, which needs root: then fetch pip.
 .venv/ready: constraints.txt setup.py .ci/fetch_pip.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "bigbatch needs Python 3.10 or later; name one by make PYTHON=python3.12"; exit 1; }

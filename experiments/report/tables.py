@@ -99,6 +99,7 @@ def _headline(each: Efficiency) -> str:
 def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool, price: float | None) -> Table:
     """Make a row for each point; price: of a rank for an hour."""
     points = [each.point for each in found]
+    single = [of_variant[0] for of_variant in by_variant(found).values() if len(of_variant) == 1]
     columns = {
         **_values(found),
         "nodes": [str(point.nodes) for point in points],
@@ -106,7 +107,7 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool
         "images/s": [f"{point.rate:,.1f}" for point in points],
         "lowest to highest": [f"{min(point.rates):,.1f} to {max(point.rates):,.1f}" for point in points],
         "reports": [str(len(point.rates)) for point in points],
-        "efficiency": [_efficiency(each) for each in found],
+        "efficiency": ["" if each in single else _efficiency(each) for each in found],
         "relative to": [
             count(each.base.ranks, "rank") + (f", not {each.base.fewest_ranks}" if each.lacks_base else "")
             for each in found

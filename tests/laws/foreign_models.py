@@ -1,4 +1,4 @@
-"""Small models of another package, as far as a config knows: by their dotted names."""
+"""Small models of another package, as far as a config knows: by their import paths."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""A loss and metrics of another package, as far as a config knows: by their dotted names."""
+"""A loss and metrics of another package, as far as a config knows: by their import paths."""
 
 import torch
 import torch.nn.functional as F

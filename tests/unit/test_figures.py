@@ -114,34 +114,22 @@ def test_figures_of_optimizers(head: str, name: str) -> None:
 
 
 def test_figures_of_ten_times() -> None:
-    steps = record("ten-times-cpu")["steps"]
-    first = median(steps[0]["runs"], "seconds")
-    for (_, seconds, times, evaluation, right), step in zip(
-        rows_of("sources.md", "each on top of those before it")[1:], steps, strict=True
-    ):
+    found = record("ten-times-cpu")
+    first = median(found["steps"][0]["runs"], "seconds")
+    rows = rows_of("sources.md", "CPU, each on top of those before it")[1:]
+    for (_, seconds, times, reached, evaluation, right), step in zip(rows, found["steps"], strict=True):
         runs = step["runs"]
         own = median(runs, "seconds")
         require(seconds, own, *(choose(run["seconds"] for run in runs) for choose in (min, max)))
         require(times, first / own)
+        require(reached, median(runs, "reached_seconds"))
         require(evaluation, median(runs, "evaluation_seconds"))
         require(right, top1(runs))
-
-
-def test_figures_of_the_ends_of_ten_times() -> None:
-    found = record("ten-times-ends-cpu")
-    first = median(found["steps"][0]["runs"], "seconds")
-    for (_, seconds, times, epochs, right), step in zip(
-        rows_of("sources.md", "the last rows")[1:], found["steps"], strict=True
-    ):
-        own = [run["seconds"] for run in step["runs"]]
-        require(seconds, statistics.median(own), min(own), max(own))
-        require(times, first / statistics.median(own))
-        require(epochs, *sorted({run["epochs"] for run in step["runs"]}))
-        require(right, top1(step["runs"]))
+    assert {run["epochs"] for run in found["steps"][-1]["runs"]} == {6, 7}
     forms = found["inference"]["forms"]
     first = statistics.median(forms[0]["images_per_second"])
     for (_, rate, times, right), form in zip(
-        rows_of("sources.md", "inference by it, each on top of those before")[1:], forms, strict=True
+        rows_of("sources.md", "CPU, inference by the last, each on top of those before")[1:], forms, strict=True
     ):
         own = form["images_per_second"]
         require(rate, statistics.median(own), min(own), max(own))
@@ -228,19 +216,12 @@ def test_figures_of_exact_sums() -> None:
         assert cells == [f"{each['errors'][key]['l2']:.1e}".replace("e-0", "e-") for each in columns]
 
 
-TO_MEASURE_AGAIN = {"ten-times-cpu"}
-"""Their sources had changes that no commit holds; the pages that quote them say so."""
-
-
-NOT_IN_HISTORY = TO_MEASURE_AGAIN | {
-    "comm-exact-resnet50-100mbit",
-    "comm-exact-resnet50-1gbit",
-    "comm-meeting",
-    "comm-ways-paper-alexnet_bn",
-    "load-files",
-    "load-steps",
-}
-"""Their commits were clean, but are not ancestors of the newest one."""
+def test_figures_of_many_ranks() -> None:
+    found = record("comm-meeting")["found"]
+    for (_, cell), key in zip(
+        rows_of("measured.md", "what")[1:], ("meeting_seconds", "roll_call_seconds"), strict=True
+    ):
+        require(cell, *(found[key][part] for part in ("median", "min", "max")))
 
 
 def commits(found: Any) -> Iterator[str]:
@@ -253,7 +234,7 @@ def test_each_record_names_a_commit() -> None:
     named = {path.stem: list(commits(json.loads(path.read_text()))) for path in RESULTS.glob("*.json")}
     assert [name for name, found in named.items() if not found] == []
     unclean = {name for name, found in named.items() if not all(re.fullmatch("[0-9a-f]{12}", each) for each in found)}
-    assert unclean == TO_MEASURE_AGAIN
+    assert not unclean
 
 
 def test_commits_of_records_are_in_the_history() -> None:
@@ -263,14 +244,7 @@ def test_commits_of_records_are_in_the_history() -> None:
     if "78985a8faaf9" not in history:
         pytest.skip("this copy of the sources has no history, or a part of it")
     found = {path.stem: set(commits(json.loads(path.read_text()))) for path in RESULTS.glob("*.json")}
-    assert {name for name, named in found.items() if not named <= history} <= NOT_IN_HISTORY
-
-
-@pytest.mark.parametrize("name", sorted(TO_MEASURE_AGAIN))
-def test_pages_say_which_figures_come_from_modified_sources(name: str) -> None:
-    quoting = [page for page in (ROOT / "docs").glob("*.md") if f"/{name}.json" in page.read_text()]
-    assert quoting
-    assert [page.name for page in quoting if "modified tree" not in " ".join(page.read_text().split())] == []
+    assert [name for name, named in found.items() if not named <= history] == []
 
 
 @pytest.mark.parametrize(("head", "named"), [("left out", "left out"), ("in sample", "cold"), ("in sample", "warm")])

@@ -52,7 +52,7 @@ class Config:
 
 SECTIONS: dict[str, type] = get_type_hints(Config)
 KEYS = {str(key): key for section, holder in SECTIONS.items() for key in read_keys(section, holder)}
-"""Every key of an experiment by its dotted name, in order."""
+"""All keys of an experiment in order, by names such as optimizer.name."""
 _GETTERS = {name: attrgetter(name) for name in KEYS}
 
 
@@ -154,7 +154,7 @@ def require_known(
 
 
 def key_of(name: str) -> Key | None:
-    """Return the key, or the option of bigbatch, of that dotted name; None for an option of another package."""
+    """Return the key or option of that name, such as optimizer.name; None for an option of another package."""
     return KEYS.get(name) or OPTION_KEYS.get(name)
 
 

@@ -125,6 +125,16 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_single_number_of_ranks_has_no_efficiency(sweep: Path) -> None:
+    write_point(
+        sweep, 7, {"scaling": "single", "ranks": 4}, batch=100, rates=3 * [200.0], wire=0.0, wait=0.1, stragglers=0.0
+    )
+    report(sweep)
+    lines = (sweep / "report/report.md").read_text().splitlines()
+    (row,) = (line for line in lines if line.startswith("| single |") and "to 200.0" in line)
+    assert "100.0%" not in row
+
+
 @pytest.mark.parametrize("name", ["report.md", "report.json"])
 def test_report_is_written_as_in_the_golden_files(name: str, told: Path) -> None:
     """Among others: 4 ranks at 320 images/s take 3125 s for 10^6 images, 3.472 GPU-hours, 8.68 at 2.50 an hour."""
