@@ -23,7 +23,7 @@ from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.cost import spent_by
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import NOT_YET
+from bigbatch.trainer.run.noise_scale import NOISE_SCALE_FIELDS
 from bigbatch.words import count
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
@@ -116,7 +116,7 @@ class RunResults:
         newest = None
         for record in self.records():
             if record["kind"] == "train" and record.get("noise_scale_low") is not None:
-                newest = {name: record[name] for name in NOT_YET}
+                newest = {name: record[name] for name in NOISE_SCALE_FIELDS}
         return newest
 
     def to_accuracy(self, *, target: float | None) -> ToAccuracy:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.sections import IMAGENET_COUNTS
-from bigbatch.trainer.datasets.examine import IMAGE, PART_IMAGES, TRAITS, examine_part
+from bigbatch.trainer.datasets.check_image import IMAGE, PART_IMAGES, TRAITS, examine_part
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS

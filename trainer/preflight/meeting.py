@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import step_hosts
-from bigbatch.trainer.preflight.verdict import NodeFinding
+from bigbatch.trainer.preflight.findings import NodeFinding
 
 MEET_SECONDS = 12.0
 """Seconds to wait for ranks at first."""

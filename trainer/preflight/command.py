@@ -39,7 +39,7 @@ from bigbatch.trainer.preflight.meeting import (
     wait_for_report,
 )
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
-from bigbatch.trainer.preflight.verdict import Node, NodeFinding, find_faults, gbit, remarks
+from bigbatch.trainer.preflight.findings import Node, NodeFinding, find_faults, gbit, remarks
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
