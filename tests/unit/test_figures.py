@@ -298,7 +298,9 @@ def test_figures_of_simulated_steps(head: str, named: str) -> None:
 def test_intervals_have_the_widths_of_the_record_and_hold_for_new_families_over_each_carrier() -> None:
     found = record("simulate-published")
     below, above = UNCHECKED_REACH
-    assert found["widths"] == pytest.approx({**FACTORS, "below": below, "above": above}, abs=0.005)
+    names = {"ladder": "same_system", "stranger": "other_system"}  # of an earlier release
+    widths = {names.get(key, key): width for key, width in found["widths"].items()}
+    assert widths == pytest.approx({**FACTORS, "below": below, "above": above}, abs=0.005)
     summary = found["summaries"]["left out"]
     assert 0.85 <= summary["held by the band"] <= 0.95
     for name, carrier in summary["carriers"].items():
