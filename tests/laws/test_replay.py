@@ -64,8 +64,8 @@ def test_replay_names_rank_microbatch_and_tensor_of_a_flipped_bit(
     code, (where, cause) = replay(faulty, 7, capsys)
     assert code == 5
     assert where == (
-        "step 7: images, activations are equal; gradient of linear.weight is the first of 1 of 25 gradients before "
-        "the sum that differ, in microbatch 3 of 0 to 3 (rank 1)"
+        "step 7: images, activations are equal; 1 of 25 gradients before the sum differ, first that of linear.weight; "
+        "in microbatch 3 (of 0 to 3), computed by rank 1"
     )
     assert cause.startswith("likely cause: rank 1 computes other values from the same images: a bit that flipped")
     for step, start in ((2, "the start of the run"), (10, "the checkpoint of step 8")):
