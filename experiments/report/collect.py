@@ -148,10 +148,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
 
 
 def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> SweepResults:
-    """Read a sweep's results; one measurement for runs that differ in the seed only. Raises: RunFolderError.
-
-    A point with damaged files has no figures, and is listed with the reason.
-    """
+    """Read a sweep's results; seeds are measured together. Raises: RunFolderError, but not for a damaged point."""
     sweep = _mapping(folder.sweep, parse_yaml)
     target = target if target is not None else sweep.get("target_top1")
     states: dict[int, dict[str, Any]] = {}

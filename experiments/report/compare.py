@@ -200,8 +200,7 @@ def best_of(found: Comparison) -> str:
     errors = [cell.deviation("top1") for cell in (first, second)]
     if None in errors:
         return f"{text}; one seed says little about a difference."
-    counts = [len(cell.values_of("top1")) for cell in cells]
-    error = math.sqrt(sum((each or 0.0) ** 2 / number for each, number in zip(errors, counts, strict=False)))
+    error = math.sqrt(sum((e or 0) ** 2 / len(cell.values_of("top1")) for e, cell in zip(errors, cells, strict=False)))
     ahead = (first.mean("top1") or 0.0) - (second.mean("top1") or 0.0)
     clearly = "" if ahead > 2 * error else ", within two standard errors"
     return f"{text} ({100 * ahead:.2f} points above {cell_label(second)}{clearly})."

@@ -111,8 +111,8 @@ def duration(hours: float) -> str:
 
 
 def _batch(point: PredictedPoint) -> str:
-    times = point.num_microbatches
-    return f"{point.local_batch:,}" + (f" ({times} microbatches)" if times > 1 else "")
+    microbatches = f" ({point.num_microbatches} microbatches)" if point.num_microbatches > 1 else ""
+    return f"{point.local_batch:,}{microbatches}"
 
 
 def further_tables(points: Sequence[PredictedPoint]) -> list[Table]:

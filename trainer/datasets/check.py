@@ -214,7 +214,7 @@ def _class_counts(images: ImageSource) -> np.ndarray:
 
 def split_facts(images: ImageSource, rows_N: np.ndarray) -> SplitFacts:
     """Return counts and sizes of one split."""
-    good_N = rows_N[rows_N["is_good"]]
+    good_N = rows_N[rows_N["is_ok"]]
     return SplitFacts(
         num_images=len(images),
         num_classes=len(images.classes),
@@ -323,7 +323,7 @@ def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
 
 def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, np.ndarray]) -> list[ImageFinding]:
     """Return findings on duplicate images: in both train and val a problem, within a split a remark."""
-    good = {split: np.flatnonzero(rows_N["is_good"]) for split, rows_N in tables.items()}
+    good = {split: np.flatnonzero(rows_N["is_ok"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
     positions_N = np.concatenate(list(good.values()))
     meanings = {

@@ -40,12 +40,11 @@ TRAITS = {
 }
 
 IMAGE = np.dtype(
-    [("digest", "u8", 2), ("num_bytes", "i8"), ("sides", "i4", 2), ("format", "S12"), ("traits", "u2"), ("is_good", "?")]
+    [("digest", "u8", 2), ("num_bytes", "i8"), ("sides", "i4", 2), ("format", "S12"), ("traits", "u2"), ("is_ok", "?")]
 )
 """One row per image; sides are (height, width), traits a bit for each of TRAITS in order, format such as JPEG RGB.
 
-sides, format and traits are zero unless is_good. 47 bytes, so that a million images take 47 MB."""
-
+sides, format and traits are zero unless is_ok. 47 bytes, so that a million images take 47 MB."""
 
 Part = tuple[str, np.ndarray, list[tuple[str, str]]]
 """A split, a row of dtype IMAGE for each of some of its images, in order, and (kind, reason) of each bad one.

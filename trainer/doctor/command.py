@@ -97,8 +97,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         step = findings.steps
         slow = f"; a step of {step['images']} images took {step['seconds']:.1f} s" if step else ""
-        why = f"--within {budget.seconds:g} is too short for this config: raise it"
-        raise DoctorError(f"{error}{slow}. {why}") from error
+        raise DoctorError(f"{error}{slow}. --within {budget.seconds:g} is too short here: raise it") from error
     print_report(
         findings, console, config=config, command=["bigbatch", "train", "--config", arguments.config, *overrides]
     )

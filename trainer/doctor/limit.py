@@ -44,8 +44,7 @@ def limiting_wait(
 ) -> str | None:
     """Return what the longer wait of a step is for: "input", "cores" or "network"; None if both are below LARGE_SHARE.
 
-    input_alone, model_alone: rates in images/s, None if unknown. If the input alone is more than FAST_INPUT times as
-    fast as the model, a wait for images is a lack of cores.
+    input_alone, model_alone: rates in images/s, None if unknown; a wait for an input that is fast alone is for cores.
     """
     if max(wait_share, exposed_share) < LARGE_SHARE:
         return None

@@ -136,7 +136,7 @@ class ReadingThreads:
     def adapt(self, latency_seconds: float) -> None:
         """Set the number of threads for the next batch from the mean time of this batch's reads.
 
-        A rate needs rate * latency reads in progress at a time (Little 1961). The number doubles up to that, until reads
+        A rate needs rate * latency reads in progress at once (Little 1961). The number doubles up to that, until reads
         become slower: then they wait for cores, the interpreter lock or a busy server. The next attempt comes after as
         many batches as there are threads, because one batch may be slow by chance.
         """

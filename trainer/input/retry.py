@@ -175,7 +175,7 @@ class PatientReads:
     def finish(self, pending: PendingBatch[T]) -> list[T]:
         """Return what read_row returned for each row.
 
-        Raises: what read_row raises; StuckError naming the image if a read takes too long or reads are too slow together;
+        Raises: what read_row raises; StuckError naming the image if a read or all reads together are too slow;
         StuckError if a read has not returned GRACE_SECONDS after stop.
         """
         self._wait_for(pending)

@@ -97,8 +97,7 @@ class LARS(FusedOptimizer):
     def _update_groups_(self) -> None:
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
-                # self.norms may be a collective: portions depend on this rank's tensors, so ranks would call it
-                # different numbers of times and hang
+                # self.norms may be a collective: by portions, ranks would call it different numbers of times, and hang
                 is_by_portions = weights[0].device.type == "cpu" and self.norms is norms_of
                 update_ = self._update_on_cpu_ if is_by_portions else self._update_at_once_
                 update_(weights, group)

@@ -110,8 +110,7 @@ def load_optimizer_state(
 ) -> None:
     """Load the momentum of a state_dict; the settings stay the optimizer's own (load_state_dict takes the saved ones).
 
-    stated: names of the settings to keep; None: all. Others count steps and are loaded, such as Schedule-Free's k and
-    FusedLAMB's step, which a group has from its first step on.
+    stated: names of the settings to keep; None: all. Others count steps, such as Schedule-Free's k, and are loaded.
     Raises: ValueError if the parameters or the meaning of the momentum differ.
     """
     own = optimizer.state_dict()

@@ -221,7 +221,7 @@ def test_report_efficiency_in_doubt_is_no_headline(point: MeasuredPoint, why: st
     base, doubted = (dict(zip(table.head, row, strict=True)) for row in table.rows)
     assert doubted["efficiency"].endswith("% ?")
     assert base["efficiency"] == "100.0%"
-    reasons = doubts_table(found, name=None, rerun_command=str)
+    reasons = doubts_table(found, name=None, rerun=str)
     assert why in reasons.rows[0][1]
 
 
@@ -232,7 +232,7 @@ def test_report_names_the_point_that_is_to_be_measured_again() -> None:
         (measured(2, (60.0, 120.0, 180.0)), "measure 2 ranks again: do 2"),  # it is restless
         (measured(2, (322.0, 322.0, 322.0)), "measure 1 rank again: do 1"),  # 161%: the one beside it was disturbed
     ):
-        assert advice(compare([ONE, point])[1], rerun_command=lambda point: f"do {point.ranks}") == again
+        assert advice(compare([ONE, point])[1], rerun=lambda point: f"do {point.ranks}") == again
 
 
 def test_report_headline_is_the_largest_point_that_can_be_stated() -> None:
@@ -247,7 +247,7 @@ def test_report_headline_is_the_largest_point_that_can_be_stated() -> None:
 def test_report_without_doubts_has_no_table_of_them() -> None:
     found = compare([ONE, measured(2, (209.0, 209.0, 209.0))])
     assert doubts(found[1]) == [], "as it varies, 104.5% is perfect"
-    assert doubts_table(found, name=None, rerun_command=str).rows == ()
+    assert doubts_table(found, name=None, rerun=str).rows == ()
 
 
 def test_report_plot_leaves_out_what_is_in_doubt() -> None:
