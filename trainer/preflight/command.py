@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
         wait_for_report(control)
         return UNFIT
     # no rank exits before rank 0 has reported: a launcher that sees code 4 ends the others
-    verdicts = control.gather_text("unfit" if findings else "", what="verdict of the preflight")
-    return UNFIT if verdicts[0] else 0
+    outcomes = control.gather_text("unfit" if findings else "", what="outcome of the preflight")
+    return UNFIT if outcomes[0] else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -218,7 +218,7 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding
     for host, rank, clock in clocks:
         if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
             why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
-            text = f"the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at {usual:,.0f}"
+            text = f"the GPU of rank {rank} runs at {clock.mhz:,.0f} MHz{why}; the median GPU runs at {usual:,.0f}"
             remedy = "look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there"
             found.setdefault(clock.slowed_by, []).append(NodeFinding.at(host, f"{text}: {remedy}"))
     return found

@@ -119,8 +119,8 @@ def test_pair_that_does_not_meet_is_named(count: int) -> None:
 @pytest.mark.parametrize(
     ("clock", "told"),
     [
-        (Clock(900.0, ()), "n1: the GPU of rank 3 works at 900 MHz, the median one at 1,980: look at nvidia-smi -q"),
-        (Clock(1980.0, ("heat",)), "n1: the GPU of rank 3 works at 1,980 MHz, slowed by heat, the median one at 1,980"),
+        (Clock(900.0, ()), "n1: the GPU of rank 3 runs at 900 MHz; the median GPU runs at 1,980: look at "),
+        (Clock(1980.0, ("heat",)), "n1: the GPU of rank 3 runs at 1,980 MHz, slowed by heat; the median GPU runs at "),
     ],
 )
 def test_gpu_with_a_low_clock_is_named(clock: Clock, told: str) -> None:
