@@ -73,9 +73,7 @@ def assumptions(scenario: Scenario) -> list[str]:
     if carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
         lines.append(f"the recipe's {stated} is not simulated: {cluster.name} sums by {carrier}, in its own form")
     if carrier != "nccl":
-        lines.append(
-            f"carrier {carrier}: few published systems use it, so intervals of its sums are wider"
-        )
+        lines.append(f"carrier {carrier}: few published systems use it, so intervals of its sums are wider")
     if power := power_of(cluster.device):
         lines.append(f"energy: {power.watts:,.0f} W for each {cluster.device} ({power.source}), also while it waits")
     if cluster.assumed:

@@ -8,8 +8,8 @@ import pytest
 from hand_made_nodes import GBIT, blamed, cluster, node, place, texts
 
 from bigbatch.trainer.machine.gpu_driver import Clock
-from bigbatch.trainer.preflight.meeting import absence_findings, host_faults
 from bigbatch.trainer.preflight.findings import find_faults, find_minority, gbit, remarks
+from bigbatch.trainer.preflight.meeting import absence_findings, host_faults
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
