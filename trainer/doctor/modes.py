@@ -167,7 +167,7 @@ def merge_ranks(trials: Sequence[Trial]) -> Trial:
 
 def disagreement(*, loss: float, gradients: float, precision: str) -> str:
     """Return why a step at these distances from the stated mode's is another update; "" if only rounding differs."""
-    bounds = (("loss", loss, BOUNDS[precision]), ("gradients", gradients, GRADIENT_BOUNDS[precision]))
+    bounds = (("loss", loss, BOUNDS[precision]), ("gradient", gradients, GRADIENT_BOUNDS[precision]))
     for name, distance, bound in bounds:
         if distance != distance:
             return f"its {name} or that of the stated mode is not finite"

@@ -165,7 +165,7 @@ def test_mode_agrees_within_the_bound_of_law_1(precision: str) -> None:
     assert disagreement(loss=loss, gradients=gradients, precision=precision) == ""
     for factor in (1.001, float("inf"), float("nan")):
         assert disagreement(loss=factor * loss, gradients=0.0, precision=precision).startswith("its loss ")
-        assert disagreement(loss=0.0, gradients=factor * gradients, precision=precision).startswith("its gradients ")
+        assert disagreement(loss=0.0, gradients=factor * gradients, precision=precision).startswith("its gradient ")
 
 
 def test_mode_distance_is_relative_to_the_eager_gradient() -> None:
@@ -566,7 +566,7 @@ def test_mode_trial_is_timed_once_all_ranks_are_warm(fails: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({**RIGHT, "gradients": 0.5}, "its gradients differ from the stated mode's by 0.5, above 0.01"),
+        ({**RIGHT, "gradients": 0.5}, "its gradient differs from the stated mode's by 0.5, above 0.01"),
         ({**RIGHT, "loss": float("nan")}, "its loss or that of the stated mode is not finite"),
         ({**RIGHT, "free_share": MIN_FREE / 2}, "it leaves 5% of the memory free, less than 10%"),
         ({"failure": "out of memory"}, "out of memory"),
@@ -664,7 +664,7 @@ def test_mode_that_computes_another_update_is_refused(eager: TrialStep, monkeypa
     trials = trials_of(quickstart(), lambda mode: {**RIGHT, **(wrong if mode.compile else eager).distances(eager)})
     assert trials(Mode(8), limit_seconds=60.0, meet=list).images_per_second > 0
     refused = trials(Mode(8, "default"), limit_seconds=60.0, meet=list)
-    assert re.search(naming("differ by", "above 2e-05"), refused.refusal)
+    assert re.search(naming("differs from", "above 2e-05"), refused.refusal)
     assert wrong.distances(eager)["gradients"] > 100 * BOUNDS["fp32"]
     trials.close()
 
