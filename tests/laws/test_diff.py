@@ -73,7 +73,8 @@ def test_diff_finds_the_images_equal_however_the_batch_lies(
     for one, other in zip(records(base, "digests"), records(tmp_path, "digests"), strict=True):
         assert (one["places"], one["positions"]) == (other["places"], other["positions"])
     if "batch.bn_span" in settings:
-        assert where.startswith("step 1: images are equal; gradient of ")
+        assert where.startswith("step 1: images are equal; ")
+        assert " gradients differ, first that of " in where
 
 
 def test_diff_finds_the_step_after_a_bit_flipped(
