@@ -163,5 +163,5 @@ def test_replay_tells_of_keys_that_a_later_start_changed(
     code, lines = replay(tmp_path, 5, capsys)  # whose rate was that of another schedule
     assert code == 5
     assert lines[:2] == ["config: run.epochs=2 (was 1)", "config: schedule.base_lr=0.2 (was 8.0)"]
-    assert "weights and state that differ" in lines[2]
+    assert "weights and state differ, first " in lines[2]
     assert lines[3].endswith("the differences are listed above: run.epochs, schedule.base_lr")
