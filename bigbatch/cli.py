@@ -73,7 +73,7 @@ COMMANDS = {
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "preflight": (
-        "bigbatch.trainer.preflight.examine",
+        "bigbatch.trainer.preflight.command",
         "compare the nodes of a job before training; bigbatch launch preflight starts it",
     ),
     "sweep": (
@@ -91,7 +91,7 @@ COMMANDS = {
     "explain": ("bigbatch.launch.explain.command", "name the ranks that made a job hang, from torch's flight recorder"),
     "comm": (GROUP, "time all-reduces by size, verify sums; choose algorithm and fusion plan for a cluster"),
     "doctor": (
-        "bigbatch.trainer.doctor.consult",
+        "bigbatch.trainer.doctor.command",
         "find what limits a run on this machine, and measure each known speedup",
     ),
     "data": ("bigbatch.trainer.datasets.subcommands", "prepare, check and pack data sets; generate a small one"),

@@ -7,7 +7,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bigbatch.errors import print_line
-from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder, rate_of
+from bigbatch.experiments.engine.folder import DONE, PENDING, SweepFolder, rate_of
 from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import short_key, value_text
@@ -79,7 +79,7 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -
         state = folder.read_state(point.number) if folder.state(point.number).exists() else None
         batch = point.config.batch
         sizes = (point.seed, point.ranks, point.nodes, batch.global_batch_size, batch.microbatch_size)
-        result = outcome(folder, state) if state else MISSING
+        result = outcome(folder, state) if state else PENDING
         values = (value_text(point.values[key]) for key in keys)
         rows.append([str(point.number), *values, *map(str, sizes), f"{point.config.schedule.base_lr:.4g}", result])
     skipped = {"seed": not points[0].is_seeded, "rate": len(rates) == 1, "ranks": RANKS in keys}

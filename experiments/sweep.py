@@ -1,4 +1,4 @@
-"""`bigbatch sweep`: run the missing points of a sweep, and compare the results."""
+"""`bigbatch sweep`: run the pending points of a sweep, and compare the results."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_line, print_lines, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
-from bigbatch.experiments.engine.folder import FAILED, MISSING, SUBMITTED, SweepFolder
+from bigbatch.experiments.engine.folder import FAILED, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, check_launch, point_command
 from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
@@ -30,7 +30,7 @@ from bigbatch.words import count
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the missing points; return 0 if all are done, 3 if some failed, 130 if the user stopped it."""
+    """Run the pending points; return 0 if all are done, 3 if some failed, 130 if the user stopped it."""
     arguments, words = _parser().parse_known_args(argv)
     plan, path = _read(arguments, words)
     folder = SweepFolder(path)
@@ -54,21 +54,21 @@ def main(argv: Sequence[str]) -> int:
             if folder.state_of(point.number) == SUBMITTED:
                 raise LaunchOptionError(f"--again {point.number}: it is in Slurm's queue: wait for it, or scancel it")
             start_over(folder, point.number)
-            folder.change_state(point.number, state=MISSING, reason=None)
-        missing = folder.to_run(chosen, retry_failed=arguments.retry_failed)
+            folder.change_state(point.number, state=PENDING, reason=None)
+        pending = folder.to_run(chosen, retry_failed=arguments.retry_failed)
         submitted = _in_queue(folder, chosen)
         print_line(
-            f"{folder.path}: {count(len(points), 'point')}, {len(missing)} to run"
+            f"{folder.path}: {count(len(points), 'point')}, {len(pending)} to run"
             + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
         )
-        to_come = missing
+        to_come = pending
         if plan.where == "slurm":
-            submit_points(plan, missing, folder)
-            for point in missing:  # Slurm may refuse some
+            submit_points(plan, pending, folder)
+            for point in pending:  # Slurm may refuse some
                 if folder.state_of(point.number) == FAILED:
                     result = outcome(folder, folder.read_state(point.number))
                     print_line(f"point {point.number} ({point.describe()}): {result}")
-            to_come = submitted + _in_queue(folder, missing)
+            to_come = submitted + _in_queue(folder, pending)
         return _run(plan, to_come, folder, chosen=chosen, points=points, arguments=arguments)
 
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bigbatch sweep",
         usage="bigbatch sweep FILE [OPTION ...] [--section.key=VALUE ...]",
         description="Train every case and every combination of values that a file states, here, on emulated nodes or "
-        "by Slurm, and compare them. The same command continues with what is missing; a point that fails does not end "
+        "by Slurm, and compare them. The same command continues with pending points; a point that fails does not end "
         f"the others. Exit code: 0 when all points are done, {SOME_FAILED} when some failed. Any key of the "
         "experiment can be overridden in all points.",
         epilog="example: bigbatch sweep scaling --dry-run",
@@ -116,7 +116,7 @@ def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[SweepPla
     plan = read_plan(path, replaced=replaced | ({"options": options} if options else {}))
     for key in options:
         if case := next((name for name, own in plan.cases.items() if key in own), None):
-            raise ConfigError(f"--{key}: case {case} states it, and a point has one value: leave one out")
+            raise ConfigError(f"--{key} is also in case {case}: keep one")
     if arguments.parallel < 1 or (arguments.parallel > 1 and (plan.where == "slurm" or plan.steps is not None)):
         raise ConfigError(
             f"--parallel {arguments.parallel} must be at least 1, and 1 in Slurm or with steps: leave it out"
@@ -175,12 +175,12 @@ def _run(
     except (Interrupted, KeyboardInterrupt):
         still = _in_queue(folder, chosen)
         what = f"; {_queued(folder, still)}" if still else ", and no point runs"
-        tell(f"stopped{what}; the same command runs the missing points")
+        tell(f"stopped{what}; the same command runs the pending points")
         return INTERRUPTED
     finally:
         show.close()
     states = [folder.state_of(point.number) for point in chosen]
-    if any(state != MISSING for state in states):
+    if any(state != PENDING for state in states):
         report_on([folder.path], more=inference.tables if inference else ())
     if arguments.predict is not None:
         show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())

@@ -46,10 +46,9 @@ class Difference:
         equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
         if self.phase == IMAGES:
             return f"step {self.step}: the images of the global batch differ{self.places or ''}"
-        return (
-            f"step {self.step}: {equal}{self.named(self.names[0])} is the first of {len(self.names)} of "
-            f"{self.num_tensors} {self.phase} that differ{self._where()}"
-        )
+        first = self.names[0] if self.phase == STATE else f"that of {self.names[0]}"
+        count = f"{len(self.names)} of {self.num_tensors} {self.phase}"
+        return f"step {self.step}: {equal}{count} differ, first {first}{self._where()}"
 
     def named(self, name: str) -> str:
         """Return the tensor's name, as "gradient of NAME" in the phases of gradients."""
@@ -59,15 +58,16 @@ class Difference:
         if not self.microbatches:
             return ""
         if len(self.microbatches) == self.num_microbatches:
-            return f", in all {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+            return f"; in all {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         plural = "es" if len(self.microbatches) > 1 else ""
-        text = f", in microbatch{plural} {listed(self.microbatches)} of 0 to {self.num_microbatches - 1}"
+        text = f"; in microbatch{plural} {listed(self.microbatches)} (of 0 to {self.num_microbatches - 1})"
         if not any(self.ranks):
             return text
         ours, theirs = (
             f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}" if ranks else "one rank" for ranks in self.ranks
         )
-        return f"{text} ({ours})" if ours == theirs else f"{text} ({ours} in the first run, {theirs} in the second)"
+        both = ours if ours == theirs else f"{ours} in the first run, {theirs} in the second"
+        return f"{text}, computed by {both}"
 
     @property
     def odd_rank(self) -> int | None:
@@ -79,7 +79,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Places:
-    """Places of the global batch at which the images of two runs differ."""
+    """Indices of the global batch at which the images of two runs differ."""
 
     odd: Sequence[int]
     num_places: int
@@ -90,7 +90,7 @@ class Places:
         first = self.odd[0]
         one, other = (positions[first] for positions in self.positions)
         what = f"image {one} of the split in both" if one == other else f"images {one} and {other} of the split"
-        return f" at {len(self.odd)} of {self.num_places} places, first at place {first}: {what}"
+        return f" at {len(self.odd)} of {self.num_places} indices, first at index {first}: {what}"
 
     @property
     def cause(self) -> str:

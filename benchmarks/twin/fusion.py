@@ -36,7 +36,7 @@ class CycledJob(SimulatedJob):
     def _transfers(self, backward: Backward) -> tuple[PlannedTransfer, ...]:
         if self.network.num_devices == 1 or self.network.carrier == "servers":
             return ()
-        fixed = self.slowness * self.cycle_seconds
+        fixed = self.all_reduce_time_factor * self.cycle_seconds
         tensors = self.shape.tensors(self.element_bytes)
         return in_cycles(
             tensors, backward, lambda num_bytes: self.sum_seconds(num_bytes) + fixed, buffer_bytes=CYCLE_BYTES

@@ -36,7 +36,7 @@ STATED = 0.9
 ONE_END = (1 + STATED) / 2
 """Share of rows that one end of an interval leaves on its inner side."""
 UNCHECKED = "unchecked"
-"""Group of rows of hardly checked carriers and frameworks."""
+"""Group of rows of carriers and frameworks with few published measurements."""
 
 
 @dataclass
@@ -127,8 +127,8 @@ def calibrated(predictions: Sequence[Prediction], family: str | None = None) -> 
     """
     groups: dict[str, dict[object, list[Prediction]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for each in predictions:
-        if each.row["family"] != family:  # strangers vary more than rows of hardly checked carriers
-            group = UNCHECKED if each.row.unchecked and each.kind == "ladder" else each.kind
+        if each.row["family"] != family:  # strangers vary more than rows of carriers with few measurements
+            group = UNCHECKED if each.row.unchecked and each.kind == "same_system" else each.kind
             groups[group][each.row["family"], each.row.carrier].append(each)
     errors = {key: [*map(error_of, found)] for key, found in groups.pop(UNCHECKED, {}).items()}
     negative = {key: [-each for each in found] for key, found in errors.items()}
@@ -141,7 +141,7 @@ def calibrated(predictions: Sequence[Prediction], family: str | None = None) -> 
 def reaches_without(predictions: Sequence[Prediction], ladders: Sequence[Prediction]) -> dict[str, tuple[float, float]]:
     """Return by row the half widths, below and above as logarithms, of the interval that all other families give.
 
-    ladders: predictions from rows of the same system; their families set the least widths of hardly checked carriers.
+    ladders: predictions from rows of the same system; their families set the widths of UNCHECKED.
     """
     found = {}
     for family in {each.row["family"] for each in predictions}:

@@ -177,7 +177,7 @@ def _why_refused(second: Row, base: Row, checked: _Scaled) -> str:
 
 
 def _kind(question: Row, base: Row) -> str:
-    return "ladder" if _kinship(question, base) == "ladder" else "stranger"
+    return "same_system" if _kinship(question, base) == "same_system" else "other_system"
 
 
 def _unknown(question: Row, base: Row) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def is_extrapolated(question: Row, base: Row) -> bool:
     """Return whether no published row checks such a step: another ladder, or a size or local batch beyond all rows."""
     share = question.local_batch / base.local_batch
     return (
-        _kinship(question, base) != "ladder"
+        _kinship(question, base) != "same_system"
         or question.shape_name is None
         or question.num_devices > MAX_DEVICES
         or not MIN_BATCH_SHARE <= share <= MAX_BATCH_SHARE
@@ -219,14 +219,14 @@ def _ladders(row: Row) -> set[str]:
 def _kinship(question: Row, base: Row) -> str:
     is_same_model = question["model"] == base["model"]
     if is_same_model and _ladders(question) & _ladders(base):
-        return "ladder"
+        return "same_system"
     is_same_device = question["accelerator"].split("-")[0] == base["accelerator"].split("-")[0]
-    return "device" if is_same_device and is_same_model else "other"
+    return "same_device" if is_same_device and is_same_model else "other_device"
 
 
 def _distance(question: Row, row: Row) -> tuple[float, ...]:
     """Return a sort key of measured rows, fewest assumptions first: one node of the same ladder comes first."""
-    kinship = ("ladder", "device", "other").index(_kinship(question, row))
+    kinship = tuple(RATE_SPREAD).index(_kinship(question, row))
     is_other_ladder = row["ladder"] not in (question["ladder"], question["null_line"])
     differences = (
         sum(weight * (one != other) for weight, one, other in zip(WEIGHTS, question.alike, row.alike, strict=True))
@@ -243,7 +243,7 @@ def _distance(question: Row, row: Row) -> tuple[float, ...]:
 
 def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
     """Find a measured row of the base's ladder that has crossed the nodes, as the question does."""
-    if _kinship(question, base) != "ladder" or question.num_nodes == 1:
+    if _kinship(question, base) != "same_system" or question.num_nodes == 1:
         return None
     others = [row for row in measured if row["ladder"] == base["ladder"] and row.num_nodes > base.num_nodes]
 

@@ -171,11 +171,12 @@ class Row:
 
     @cached_property
     def unchecked(self) -> tuple[str, ...]:
-        """Return the carrier and the framework that published rows across nodes have hardly checked."""
+        """Return the carrier and the framework for which few rows across nodes are published."""
         framework = self["framework"].split(",")[0]
         is_odd = self.num_nodes > 1 and not self.is_compiled and not framework.lower().startswith(CHECKED_FRAMEWORKS)
-        carriers = (f"carrier {self.carrier}, hardly checked",) if self._network(DEFAULTS).is_hardly_checked else ()
-        return (*carriers, *((f"framework {framework or 'not stated'}, hardly checked",) if is_odd else ()))
+        few = "few published measurements"
+        carriers = (f"carrier {self.carrier}: {few}",) if self._network(DEFAULTS).has_few_measurements else ()
+        return (*carriers, *((f"framework {framework or 'not stated'}: {few}",) if is_odd else ()))
 
     @cached_property
     def library_version(self) -> tuple[int, int] | None:

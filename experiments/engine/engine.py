@@ -9,7 +9,7 @@ from shutil import rmtree
 from typing import Any
 
 from bigbatch.errors import RunFolderError
-from bigbatch.experiments.engine.folder import DONE, FAILED, MISSING, PRUNED, SweepFolder
+from bigbatch.experiments.engine.folder import DONE, FAILED, PENDING, PRUNED, SweepFolder
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
@@ -25,7 +25,7 @@ DISK_IS_FULL = ("No space left on device", "Disk quota exceeded")
 
 
 class Interrupted(Exception):
-    """A signal stopped the points; those that ran are missing again, and resume from their checkpoints."""
+    """A signal stopped the sweep. Unfinished points are pending again, and resume from their checkpoints."""
 
 
 @dataclass
@@ -104,13 +104,13 @@ class _Engine:
 
     def _start(self, point: Point, slot: int) -> _Running:
         folder, number = self.folder, point.number
-        if self.plan.steps is None and folder.state_of(number) == MISSING:
+        if self.plan.steps is None and folder.state_of(number) == PENDING:
             require_idle(folder, number)
         else:
             start_over(folder, number)
         folder.write_config(point)
         argv = [*gpus_of_slot(self.gpus, ranks=point.ranks, slot=slot), *point_command(self.plan, point, folder)]
-        folder.change_state(number, state=MISSING, reason=None, exit_code=None, command=argv)
+        folder.change_state(number, state=PENDING, reason=None, exit_code=None, command=argv)
         return _Running(point, ChildProcess(argv, log=folder.log(number), within=folder.path))
 
     def _watch(self, running: _Running) -> None:
@@ -139,7 +139,7 @@ class _Engine:
         if outcome["state"] != DONE and running.why:
             outcome = {"state": running.state, "reason": running.why}
         elif outcome["state"] != DONE and self.stops:
-            return  # missing: it runs again with the sweep
+            return  # pending: it runs again with the sweep
         elif any(words in str(outcome["reason"]) for words in DISK_IS_FULL):
             raise RunFolderError(
                 f"point {number} of {self.folder.path} ended: {outcome['reason']}; free disk space, and repeat the "

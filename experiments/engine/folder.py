@@ -20,8 +20,8 @@ from bigbatch.trainer.run import folder as run_folder
 from bigbatch.trainer.run.folder import RunDir, writing
 from bigbatch.words import count
 
-MISSING, SUBMITTED, DONE, FAILED, PRUNED = "missing", "submitted", "done", "failed", "pruned"
-STATES = (MISSING, SUBMITTED, DONE, FAILED, PRUNED)
+PENDING, SUBMITTED, DONE, FAILED, PRUNED = "pending", "submitted", "done", "failed", "pruned"
+STATES = (PENDING, SUBMITTED, DONE, FAILED, PRUNED)
 MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
 """Keys of a plan that may change without a new folder; seeds may only grow."""
 MODES = ("compute.mode", "compute.mode_keeps")
@@ -64,7 +64,7 @@ class SweepFolder:
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
     def prepare(self, plan: SweepPlan, points: Sequence[Point]) -> None:
-        """Write the plan, and missing states. Raises: LaunchOptionError if the folder holds others; RunFolderError."""
+        """Write the plan and new states. Raises: LaunchOptionError if the folder holds others; RunFolderError."""
         self.require_same(plan, points)
         RunDir(self.path).write_text(self.sweep, dump_plan(plan))
         for point in points:
@@ -112,6 +112,8 @@ class SweepFolder:
         """Read the state of one point. Raises: LaunchOptionError if the file is damaged."""
         try:
             state = dict(parse_json(read_plain(self.state(number))))
+            if state["state"] == "missing":  # an older release wrote it
+                state["state"] = PENDING
             if state["state"] not in STATES or state["number"] != number:
                 raise ValueError(f"state {state['state']} of point {state['number']}")
             if not isinstance(state.get("reason"), str | None) or not isinstance(state["values"], dict):
@@ -121,12 +123,12 @@ class SweepFolder:
             raise LaunchOptionError(f"{self.state(number)} is not readable: remove {self.point(number)}") from error
 
     def state_of(self, number: int) -> str:
-        """Return MISSING, DONE and so on, also for a point that no sweep has started. Raises: LaunchOptionError."""
-        return str(self.read_state(number)["state"]) if self.state(number).exists() else MISSING
+        """Return PENDING, DONE and so on, also for a point that no sweep has started. Raises: LaunchOptionError."""
+        return str(self.read_state(number)["state"]) if self.state(number).exists() else PENDING
 
     def to_run(self, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
         """Return the points that have not run yet; with retry_failed the failed ones too."""
-        again = (MISSING, FAILED) if retry_failed else (MISSING,)
+        again = (PENDING, FAILED) if retry_failed else (PENDING,)
         return [point for point in points if self.state_of(point.number) in again]
 
     def write_state(self, number: int, state: dict[str, Any]) -> None:
@@ -171,7 +173,7 @@ def first_state(point: Point) -> dict[str, Any]:
         "seed": point.seed,
         "ranks": point.ranks,
         "ranks_per_node": point.ranks_per_node,
-        "state": MISSING,
+        "state": PENDING,
         "reason": None,
         "exit_code": None,
         "job": None,

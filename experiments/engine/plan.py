@@ -28,9 +28,7 @@ RANKS, SCALING, CASE = "ranks", "scaling", "case"
 BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
 SET_BY_SWEEP = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
-REPLACED_KEYS = {
-    "repeats": "seeds: N runs each point with N seeds",
-}
+REPLACED_KEYS = {"repeats": "it is now `seeds: N`"}
 """Keys of earlier files, and their replacements."""
 MAX_POINTS = 10_000
 """Most points of a sweep: more would take hours to check and list."""
@@ -54,7 +52,7 @@ class SweepPlan:
     grid: dict[str, Any] = field(default_factory=dict)
     """Values to try, in all combinations with each other and the cases: ranks, scaling, any key of the experiment."""
     scale: Literal["linear", "sqrt"] | None = None
-    """Rule that scales the learning rate with the global batch, from the grid's first batch, else the experiment's."""
+    """Rule of the rate for a batch B: times B / first, or its square root; first: the grid's, else the experiment's."""
     seeds: int = 1
     """Runs of each combination, from the experiment's seed on."""
     epochs: int | None = None
@@ -98,6 +96,7 @@ def packaged_sweeps() -> list[str]:
 
 
 def launch_options(where: str) -> tuple[str, ...]:
+    """Return the names of the launch options that a sweep's file may state for that place."""
     if where == "emulated":
         return tuple(each.name for each in RUN_OPTIONS)
     refused = {option(field) for field in LAUNCHERS[where].refused}
@@ -121,10 +120,12 @@ def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Sweep
 
 
 def dump_plan(plan: SweepPlan) -> str:
+    """Return the plan as the YAML of a sweep's file."""
     return dump_yaml(dataclasses.asdict(plan))
 
 
 def describe_values(values: Mapping[str, Any]) -> str:
+    """Return KEY=VALUE of each, separated by commas."""
     return ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
 
 
@@ -174,7 +175,7 @@ def _with_names(cases: list[Any]) -> Any:
 
 def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
     if name in REPLACED_KEYS:
-        return f"{where}: unknown key {name}; {REPLACED_KEYS[name]}"
+        return f"{where}: unknown key {name}: {REPLACED_KEYS[name]}"
     refusals = Refusals()
     try:
         with refusals.raise_all():
@@ -196,13 +197,13 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
     if plan.target_top1 is not None and not 0 < plan.target_top1 <= 1:
         yield f"target_top1: {plan.target_top1:g} must be above 0 and at most 1, such as 0.94"
     if plan.steps is not None and (other := next((key for key in ("epochs", "target_top1") if getattr(plan, key)), "")):
-        yield f"steps: {plan.steps} measure speed on generated tensors, where {other} has no meaning: leave one out"
+        yield f"steps: {plan.steps} measures speed on generated tensors, so {other} has no effect: remove one"
     if plan.script == ():
         yield "script: [] names no script: give a script, or -m and a module, or leave the key out"
     num_points = math.prod(len(values) for values in plan.grid.values() if isinstance(values, list))
     num_points *= max(1, len(plan.cases)) * plan.seeds
     if num_points > MAX_POINTS:
-        yield f"{num_points:,} points, of all combinations and seeds, are more than {MAX_POINTS:,}: state fewer values"
+        yield f"{num_points:,} points (combinations times seeds) are more than {MAX_POINTS:,}: state fewer values"
     if plan.search:
         yield "search: this is the folder of a search: continue it by bigbatch tune search"
     yield from _check_launch(plan)
@@ -244,7 +245,7 @@ def _check_grid(plan: SweepPlan) -> Iterator[str]:
             yield f"grid: {key} states a value twice"
         for other, keys in (("options", plan.options), ("cases", stated)):
             if key in keys:
-                yield f"{key}: {other} and grid state it, and a point has one value: leave one out"
+                yield f"{key} is in both {other} and grid: keep one"
         for value in values:
             yield from _check_value(plan, str(key), value, where="grid", special=(RANKS, SCALING))
     if "weak" in (plan.grid.get(SCALING) or []) and BATCH in {*plan.grid, *stated}:
@@ -266,7 +267,7 @@ def _check_value(plan: SweepPlan, key: str, value: Any, *, where: str, special: 
     elif key not in KEYS and not is_option(key):
         yield _unknown(key, (*special, *KEYS), where=where)
     elif key in ours:
-        yield f"{where}: {key}: {ours[key]} sets it: leave it out"
+        yield f"{where}: remove {key}; {ours[key]} sets it"
     elif key in SIZES and (type(value) is not int or value < 1):
         yield f"{where}: {key}={as_yaml(value)} must be a whole number from 1 on"
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bigbatch.errors import LaunchOptionError, SchedulerError, tell
 from bigbatch.experiments.engine.engine import end_state, start_over
-from bigbatch.experiments.engine.folder import DONE, FAILED, MISSING, SUBMITTED, SweepFolder
+from bigbatch.experiments.engine.folder import DONE, FAILED, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
@@ -54,7 +54,7 @@ def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder)
             except SchedulerError:
                 raise error from None
             for point in same:
-                if folder.state_of(point.number) == MISSING:
+                if folder.state_of(point.number) == PENDING:
                     folder.change_state(point.number, state=FAILED, reason=str(error))
             continue
         # without --wait sbatch ends right after it has printed the number
@@ -64,7 +64,7 @@ def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder)
 
 
 def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
-    """Find the Slurm jobs of points whose submission ended before a job's number was recorded, or mark them missing.
+    """Find the Slurm jobs of points whose submission ended before a job's number was recorded, or mark them pending.
 
     Raises: SchedulerError.
     """
@@ -78,7 +78,7 @@ def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
         jobs[name] = next(chain(known, logs), None)
     for point, name in names.items():
         if (job := jobs[name]) is None:
-            folder.change_state(point, state=MISSING)
+            folder.change_state(point, state=PENDING)
         else:
             _note_job(folder, point, number=job, log=folder.logs / f"{name}-{job}_{point}.log")
 

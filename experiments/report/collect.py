@@ -23,7 +23,7 @@ from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.cost import spent_by
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import NOT_YET
+from bigbatch.trainer.run.noise_scale import NOISE_SCALE_FIELDS
 from bigbatch.words import count
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
@@ -47,7 +47,7 @@ class SweepResults:
     target: float | None
     conditions: dict[str, Any]
 
-    def again(self, point: MeasuredPoint) -> str:
+    def rerun_command(self, point: MeasuredPoint) -> str:
         return f"bigbatch sweep {shlex.quote(str(self.folder))} --again {','.join(map(str, point.numbers))}"
 
     @property
@@ -116,7 +116,7 @@ class RunResults:
         newest = None
         for record in self.records():
             if record["kind"] == "train" and record.get("noise_scale_low") is not None:
-                newest = {name: record[name] for name in NOT_YET}
+                newest = {name: record[name] for name in NOISE_SCALE_FIELDS}
         return newest
 
     def to_accuracy(self, *, target: float | None) -> ToAccuracy:
@@ -148,7 +148,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
 
 
 def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> SweepResults:
-    """Read a sweep's results; seeds are measured together, a damaged point has no figures. Raises: RunFolderError."""
+    """Read a sweep's results; seeds are measured together. Raises: RunFolderError, but not for a damaged point."""
     sweep = _mapping(folder.sweep, parse_yaml)
     target = target if target is not None else sweep.get("target_top1")
     states: dict[int, dict[str, Any]] = {}
@@ -269,7 +269,7 @@ def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) 
 
 
 def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the conditions of the figures; DIFFER and all values for one in which points differ, a range for dates."""
+    """Return the conditions of the figures: DIFFER and all values if points differ in one; a range for dates."""
     found = {}
     for key in CONDITIONS:
         values = list(dict.fromkeys(str(summary[key]) for summary in summaries if key in summary))
@@ -281,8 +281,9 @@ def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(conditions: dict[str, Any]) -> list[str]:
+    """Return a line for each condition that makes speeds incomparable, with its values."""
     return [
-        f"The points do not compare in {key}: {str(conditions[key]).removeprefix('DIFFER: ')}."
+        f"The points are not comparable: {key} differs ({str(conditions[key]).removeprefix('DIFFER: ')})."
         for key in MUST_BE_EQUAL
         if str(conditions.get(key, "")).startswith("DIFFER: ")
     ]
@@ -298,7 +299,7 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
             records.append(record)
     found = records[WARM_UP_REPORTS:]
     if not found:
-        raise RunFolderError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
+        raise RunFolderError(f"fewer than {WARM_UP_REPORTS + 1} log records: raise steps, or lower run.log_every_steps")
     if "wire_wait_fraction" not in found[0]:
         raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
     if not all(isinstance(record.get("step"), int) for record in records):

@@ -14,7 +14,7 @@ from bigbatch.words import percent
 SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
 """Titles of the two columns of speedups()."""
 NOT_COMPARED = ("run.directory", "run.seed")
-"""Keys in which compared runs may differ."""
+"""Keys that a comparison ignores."""
 MAX_KEYS = 6
 """Runs that differ in more keys are labelled by their folders."""
 RUN, SEED = "run", "seed"
@@ -60,30 +60,30 @@ class Cell:
     values: Mapping[str, Any]
     runs: tuple[TrainedRun, ...]
 
-    def each(self, name: str) -> list[float]:
+    def values_of(self, name: str) -> list[float]:
         found = (getattr(run.figures, name) for run in self.runs)
         return [figure for figure in found if figure is not None]
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a figure; None if no run has it."""
-        found = self.each(name)
+        found = self.values_of(name)
         return statistics.fmean(found) if found else None
 
     def deviation(self, name: str) -> float | None:
         """Return the sample standard deviation of a figure; None for fewer than two runs."""
-        found = self.each(name)
+        found = self.values_of(name)
         return statistics.stdev(found) if len(found) > 1 else None
 
     def median(self, name: str) -> float:
         """Return the median of a figure that all runs have."""
-        return statistics.median(self.each(name))
+        return statistics.median(self.values_of(name))
 
     def record(self) -> dict[str, Any]:
         spreads = {
             f"{name}_{what}": getattr(self, what)(name) for name in ("top1", "loss") for what in ("mean", "deviation")
         }
         medians = {f"{name}_median": self.median(name) for name in ("epochs", "seconds", "images_per_second")}
-        reached = self.each("reached_seconds")
+        reached = self.values_of("reached_seconds")
         return {
             **self.values,
             "n": len(self.runs),
@@ -105,7 +105,7 @@ class Comparison:
 
     @property
     def has_accuracy(self) -> bool:
-        return any(cell.each("top1") for cell in self.cells)
+        return any(cell.values_of("top1") for cell in self.cells)
 
 
 def read_figures(
@@ -165,7 +165,7 @@ def compare_runs(
         Cell({key: same[0].values.get(key) for key in keys}, tuple(sorted(same, key=lambda run: run.seed)))
         for same in groups.values()
     ]
-    if not is_cumulative and any(cell.each("top1") for cell in cells):
+    if not is_cumulative and any(cell.values_of("top1") for cell in cells):
         cells.sort(key=lambda cell: -(cell.mean("top1") or 0.0))
     return Comparison(title, tuple(keys), tuple(cells), is_cumulative, target)
 
@@ -178,13 +178,13 @@ def comparison_table(found: Comparison) -> Table:
         columns["top-1 (%)"] = [_spread(cell, "top1", scale=100, digits=2) for cell in found.cells]
         columns["loss"] = [_spread(cell, "loss", scale=1, digits=4) for cell in found.cells]
         columns["epochs"] = [f"{cell.median('epochs'):g}" for cell in found.cells]
-    columns["training (s)"] = [_range(cell.each("seconds")) for cell in found.cells]
+    columns["training (s)"] = [_range(cell.values_of("seconds")) for cell in found.cells]
     if found.is_cumulative:
         texts = list(speedups([cell.median("seconds") for cell in found.cells]))
         columns |= {name: [each[index] for each in texts] for index, name in enumerate(SPEEDUP_TITLES)}
     columns["images/s"] = [f"{cell.median('images_per_second'):,.0f}" for cell in found.cells]
-    if found.is_cumulative and any(cell.each("evaluation_seconds") for cell in found.cells):
-        columns["an evaluation (s)"] = [_range(cell.each("evaluation_seconds")) for cell in found.cells]
+    if found.is_cumulative and any(cell.values_of("evaluation_seconds") for cell in found.cells):
+        columns["an evaluation (s)"] = [_range(cell.values_of("evaluation_seconds")) for cell in found.cells]
     if found.target is not None:
         columns[f"to {percent(found.target)} (s)"] = [_to_target(cell) for cell in found.cells]
     return table_of(found.title, columns)
@@ -192,7 +192,7 @@ def comparison_table(found: Comparison) -> Table:
 
 def best_of(found: Comparison) -> str:
     """Return a sentence on the most accurate cell and its lead; empty for cumulative cases, or fewer than two cells."""
-    cells = [cell for cell in found.cells if cell.each("top1")]
+    cells = [cell for cell in found.cells if cell.values_of("top1")]
     if found.is_cumulative or len(cells) < 2:
         return ""
     first, second = cells[:2]
@@ -200,7 +200,7 @@ def best_of(found: Comparison) -> str:
     errors = [cell.deviation("top1") for cell in (first, second)]
     if None in errors:
         return f"{text}; one seed says little about a difference."
-    error = math.sqrt(sum((e or 0.0) ** 2 / len(cell.each("top1")) for e, cell in zip(errors, cells, strict=False)))
+    error = math.sqrt(sum((e or 0) ** 2 / len(cell.values_of("top1")) for e, cell in zip(errors, cells, strict=False)))
     ahead = (first.mean("top1") or 0.0) - (second.mean("top1") or 0.0)
     clearly = "" if ahead > 2 * error else ", within two standard errors"
     return f"{text} ({100 * ahead:.2f} points above {cell_label(second)}{clearly})."
@@ -264,7 +264,7 @@ def _range(found: Sequence[float]) -> str:
 
 
 def _to_target(cell: Cell) -> str:
-    reached = cell.each("reached_seconds")
+    reached = cell.values_of("reached_seconds")
     if not reached:
         return "not reached"
     rest = "" if len(reached) == len(cell.runs) else f", {len(reached)} of {len(cell.runs)} runs"

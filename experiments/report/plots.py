@@ -93,7 +93,7 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
     name, factor = ("top1", 100.0) if found.has_accuracy else ("images_per_second", 1.0)
     figure, axes = _figure()
     lines: dict[str, list[Cell]] = {}
-    for cell in sorted((cell for cell in found.cells if cell.each(name)), key=lambda cell: cell.values[key]):
+    for cell in sorted((cell for cell in found.cells if cell.values_of(name)), key=lambda cell: cell.values[key]):
         lines.setdefault(cell_label(cell, without=key), []).append(cell)
     for index, (label, cells) in enumerate(sorted(lines.items())):
         x = [cell.values[key] for cell in cells]
@@ -125,7 +125,7 @@ def _draw_cases(found: Comparison) -> "Figure":
     left.barh(range(len(cells)), [cell.median("seconds") for cell in cells], color=COLOURS[0])
     left.set_yticks(range(len(cells)), names)
     for row, cell in enumerate(cells):
-        seconds, top1 = cell.each("seconds"), [100 * each for each in cell.each("top1")]
+        seconds, top1 = cell.values_of("seconds"), [100 * each for each in cell.values_of("top1")]
         left.plot([min(seconds), max(seconds)], [row, row], color="black", linewidth=1)
         if right and top1:
             right[0].plot(top1, [row] * len(top1), "o", color=COLOURS[1], alpha=0.4, label="runs")

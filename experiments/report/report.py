@@ -112,7 +112,8 @@ class Report:
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
             found += [tables.scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
-            found += [tables.doubts_table(each, name=name, again=sweep.again), tables.split_table(each, name=name)]
+            found.append(tables.doubts_table(each, name=name, rerun=sweep.rerun_command))
+            found.append(tables.split_table(each, name=name))
         found.append(tables.unmeasured_table(self.sweeps))
         found.append(tables.accuracy_table([(results.folder, run) for results, run in self.runs], price=self.price))
         found.append(tables.noise_table([results for results, _ in self.runs]))

@@ -42,16 +42,16 @@ def doubts(each: Efficiency) -> list[str]:
     return found
 
 
-def advice(each: Efficiency, *, again: Callable[[MeasuredPoint], str]) -> str:
-    """Return what settles an efficiency that is in doubt; again: the command that measures a point again."""
+def advice(each: Efficiency, *, rerun: Callable[[MeasuredPoint], str]) -> str:
+    """Return what settles an efficiency that is in doubt; rerun: command that measures a point again."""
     point, base = each.point, each.base
     if min(len(point.rates), len(base.rates)) < ENOUGH_REPORTS:
-        return "take more steps, or fewer between reports (run.log_every_steps)"
+        return "take more steps, or lower run.log_every_steps"
     if point.device != base.device:
         return "state compute.cpu_threads in options, or take the same devices"
     noisiest = max(point, base, key=_spread)
     repeated = noisiest if _spread(noisiest) > MAX_SPREAD else base
-    return f"measure {count(repeated.ranks, 'rank')} again: {again(repeated)}"
+    return f"measure {count(repeated.ranks, 'rank')} again: {rerun(repeated)}"
 
 
 def _spread(point: MeasuredPoint) -> float:
@@ -123,12 +123,12 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool
     return _table("Speed and efficiency", name, columns)
 
 
-def doubts_table(found: Sequence[Efficiency], *, name: str | None, again: Callable[[MeasuredPoint], str]) -> Table:
-    """List the points in doubt, why, and what settles it; again: the command that measures a point again."""
+def doubts_table(found: Sequence[Efficiency], *, name: str | None, rerun: Callable[[MeasuredPoint], str]) -> Table:
+    """List the points in doubt, why, and what settles it; rerun: command that measures a point again."""
     doubted = [each for each in found if doubts(each)]
     columns = {
         "why": ["; ".join(doubts(each)) for each in doubted],
-        "what settles it": [advice(each, again=again) for each in doubted],
+        "what settles it": [advice(each, rerun=rerun) for each in doubted],
     }
     return _table("In doubt", name, _values(doubted) | columns)
 

@@ -20,7 +20,7 @@ from bigbatch.experiments.engine.engine import Interrupted, run_points
 from bigbatch.experiments.engine.folder import (
     DONE,
     FAILED,
-    MISSING,
+    PENDING,
     SweepFolder,
     first_state,
     require_same_experiment,
@@ -252,7 +252,7 @@ class _Trials:
             state = self._folder.read_state(number)
             if why:
                 state = self._folder.change_state(number, state=FAILED, reason=why)
-            if state["state"] == MISSING:
+            if state["state"] == PENDING:
                 yield point
             else:  # it cannot run, or a search was killed before it noted the end
                 self.end(point, state)

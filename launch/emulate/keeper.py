@@ -1,4 +1,4 @@
-"""The process that holds the cluster: first of its process namespace, holder of the nodes' namespaces.
+"""Init process (pid 1) of an emulated cluster; it keeps the nodes' namespaces open.
 
 When it ends, for any reason, the kernel ends every process of the cluster and removes the network. `python -m
 bigbatch.launch.emulate.keeper FOLDER PLAN [once]` prints one line when the cluster is up: ok, or an error. With `once`
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     pid = int(os.readlink("/proc/self"))  # in the machine's numbering: /proc is still the machine's
-    namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # our own, to come back to
+    namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # its own, to return to
     # later mounts of the machine appear here, too; ours do not appear there
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
     # from here on /proc shows the cluster's processes
@@ -63,7 +63,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are reaped silently
     save(folder, EmulatedCluster(plan, pid, start_ticks("self") or 0, boot_id()))
-    # raises, which ends the cluster, if the process that started it has gone; with once the end of stdin ends it
+    # if the starting process has gone, print raises and the cluster ends; with once the end of stdin ends it
     with suppress(BrokenPipeError) if is_once else nullcontext():
         print("ok", flush=True)
     # the starting process reads until all ends of the pipe are closed
@@ -78,7 +78,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
 
 
 def _end_with_input(folder: Path) -> None:
-    """Wait until all writers of standard input have ended; then remove everything."""
+    """Wait until standard input is closed; then kill the cluster's processes and remove its folder."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     with suppress(ProcessLookupError):  # before the job there is none
@@ -92,7 +92,7 @@ def _make_node(node: int, hosts: Path) -> None:
     socket.sethostname(host(node))
     namespaces.mount(str(hosts), "/etc/hosts", flags=namespaces.MS_BIND)
     # /sys/class/net shows the network of the process that mounted it; a new /sys comes without the control groups.
-    # It is put together in /dev/shm, which is there and will be hidden by the node's own.
+    # So a new /sys is built in /dev/shm, which the node's own /dev/shm hides later.
     namespaces.mount("sysfs", "/dev/shm", kind="sysfs")
     if os.path.ismount("/sys/fs/cgroup"):
         both = namespaces.MS_BIND | namespaces.MS_REC
@@ -109,7 +109,7 @@ def _make_node(node: int, hosts: Path) -> None:
 
 
 def _build(plan: ClusterPlan) -> None:
-    """Run the commands, each in a process that enters its namespace: this one stays in the switch's network."""
+    """Run the commands that build the network, each in the network namespace of its node or of the switch."""
     nodes = {host(node): namespaces.node_fd(node, "net") for node in range(plan.num_nodes)}
     for place, argv in build_commands(plan):
         enter = partial(namespaces.enter, f"/proc/1/fd/{nodes[place]}") if place in nodes else None

@@ -219,12 +219,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     recipe = "a recipe as for train; --section.key overrides it"
     add("config", type=expand_path, nargs="?", metavar="CONFIG", help=recipe)
-    add("--config", dest="named", type=expand_path, metavar="CONFIG", help="the same, as train takes it")
+    add("--config", dest="named", type=expand_path, metavar="CONFIG", help="the recipe, instead of the first argument")
     add("--cluster", type=expand_path, metavar="NAME", help=f"a YAML file, or one of {', '.join(cluster_names())}")
     add("--gpus", default="", metavar="N,N..M", help="numbers, such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
-    add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
-    add("--profile", type=as_path, metavar="FILE", help="the same, by bigbatch doctor --json FILE of this recipe")
+    add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, that you measured")
+    add("--profile", type=as_path, metavar="FILE", help="rate measured by bigbatch doctor --json FILE for this recipe")
     add("--input-rate", type=decimal, help="images/s that the loaders of one node deliver, instead of the cluster's")
     add("--images", type=decimal, default=IMAGES, help=f"images of an epoch (default: ImageNet's {IMAGES:,})")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")

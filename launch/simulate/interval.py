@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 
 from bigbatch.launch.simulate.step import Compute, SimulatedJob, SimulatedStep
 
-RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
-"""Standard deviation of a device's images per second: between sizes of one system, between systems of one device
-(PUBLISHED: 3% of H100, to 20% of A100, between submitters), and if the rate is another device's."""
+RATE_SPREAD = {"same_system": 0.035, "same_device": 0.07, "other_device": 0.5}
+"""Standard deviation of a device's images per second, if the rate is from another size of its system, from another
+system with this device (PUBLISHED: 3% of H100, to 20% of A100, between submitters), or from another device."""
 LINK_FACTOR, UNKNOWN_LINK_FACTOR = 1.8, 3.0
 """Factor by which sums may be slower or faster: over links with a stated rate, and without. ASSUMED."""
 UNCHECKED_REACH = (0.068, 0.524)
-"""Least half widths below and above a step, as logarithms, if few published systems check its carrier or framework.
+"""Least half widths below and above a step, as logarithms, if few published systems use its carrier or framework.
 Split conformal: each end misses 5% of the rows of such systems, and most of these were slower than predicted."""
 FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0
 """Standard deviations of a step's fixed time and of its stragglers' time, as shares of these. ASSUMED."""
-FACTORS = {"ladder": 1.62, "stranger": 1.69}
+FACTORS = {"same_system": 1.62, "other_system": 1.69}
 """Standard deviations on each side of the 90% interval, if the rate is from a step of the same system or of another.
 Split conformal: 90% quantiles of the errors of systems which neither constants nor factors had seen, with the same
 weight for each system (benchmarks/twin/leave_out.py)."""
@@ -30,19 +30,19 @@ IDLE_SHARE = 0.25
 class Uncertainty:
     """Uncertainty about one system, in addition to that of every prediction."""
 
-    rate: float = RATE_SPREAD["ladder"]
+    rate: float = RATE_SPREAD["same_system"]
     """Standard deviation of its devices' rate."""
-    kind: str = "ladder"
+    kind: str = "same_system"
     """A key of FACTORS."""
     has_unknown_link: bool = False
     """Whether the rate of the network is not stated: then sums may also wait for backward's end."""
     is_unchecked: bool = False
-    """Whether published rows across nodes have hardly checked such a framework."""
+    """Whether few published rows across nodes use its framework."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Ends of a step's 90% interval in seconds, and spreads as logarithms; base: those without UNCHECKED_REACH."""
+    """Ends of a step's 90% interval in seconds; its spreads, as logarithms; base: these without UNCHECKED_REACH."""
 
     low: float
     high: float
@@ -61,13 +61,13 @@ def interval_of(
     num_microbatches: int = 1,
 ) -> Interval:
     """Return a simulated step's 90% interval: the root of the sum of squares of each cause's spread, times a factor."""
-    factor = UNKNOWN_LINK_FACTOR if uncertainty.has_unknown_link else LINK_FACTOR
+    factor_of_sums = UNKNOWN_LINK_FACTOR if uncertainty.has_unknown_link else LINK_FACTOR
 
-    def seconds(slowness: float) -> float:
-        moved = replace(job, slowness=slowness).simulate(compute, local_batch, num_microbatches=num_microbatches)
-        return moved.seconds
+    def seconds(factor: float) -> float:
+        moved = replace(job, all_reduce_time_factor=factor)
+        return moved.simulate(compute, local_batch, num_microbatches=num_microbatches).seconds
 
-    slower, faster = seconds(factor), seconds(1 / factor)
+    slower, faster = seconds(factor_of_sums), seconds(1 / factor_of_sums)
     if uncertainty.has_unknown_link:  # perhaps backward hides no communication
         slower = max(slower, step.seconds + step.hidden)
     parts = (
@@ -77,13 +77,13 @@ def interval_of(
     )
     base = math.hypot(*parts, math.log(step.seconds / faster)), math.hypot(*parts, math.log(slower / step.seconds))
     reach = FACTORS[uncertainty.kind]
-    least = UNCHECKED_REACH if uncertainty.is_unchecked or job.network.is_hardly_checked else (0.0, 0.0)
+    least = UNCHECKED_REACH if uncertainty.is_unchecked or job.network.has_few_measurements else (0.0, 0.0)
     below, above = (max(spread, each / reach) for spread, each in zip(base, least, strict=True))
     return Interval(step.seconds * math.exp(-reach * below), step.seconds * math.exp(reach * above), below, above, base)
 
 
 def energy_factors(interval: Interval, kind: str, waiting: float) -> tuple[float, float]:
-    """Return the ends of a 90% interval of a step's energy, as multiples of it: power varies beside the time.
+    """Return the ends of the 90% interval of a step's energy, as factors of it: both time and power vary.
 
     waiting: share of the step in which devices wait.
     """

@@ -50,8 +50,8 @@ class Network:
         return self.carrier == "sockets" and self.num_nodes > 1
 
     @property
-    def is_hardly_checked(self) -> bool:
-        """Return whether sums travel over a carrier that published rows of few systems check."""
+    def has_few_measurements(self) -> bool:
+        """Return whether sums travel over a carrier with few published measurements."""
         return self.crosses_sockets or (self.num_devices > 1 and self.carrier in ("host", "servers"))
 
     def cluster(self) -> ClusterModel:

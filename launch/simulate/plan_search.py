@@ -27,8 +27,8 @@ class PlannedTransfer(NamedTuple):
     end_seconds: float
 
 
-def simulate(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> tuple[PlannedTransfer, ...]:
-    """Send the buffers of a plan in order, one at a time, each as soon as its last gradient is ready.
+def schedule_transfers(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> tuple[PlannedTransfer, ...]:
+    """Return when each buffer of a plan is sent: in order, one at a time, each after its last gradient is ready.
 
     Ignores that computing and communicating may slow each other down.
     """
@@ -43,7 +43,7 @@ def simulate(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> tup
 
 def exposed_seconds(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> float:
     """Return how long the update waits for communication after backward has ended."""
-    transfers = simulate(plan, backward, seconds_of)
+    transfers = schedule_transfers(plan, backward, seconds_of)
     return max(0.0, transfers[-1].end_seconds - backward.seconds) if transfers else 0.0
 
 

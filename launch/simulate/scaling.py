@@ -78,6 +78,8 @@ class PredictedPoint:
     num_nodes: int
     global_batch_size: int
     num_microbatches: int
+    local_batch: int
+    """Images per step of the devices with the most, for which the others wait."""
     algorithm: str
     step: SimulatedStep
     low_seconds: float
@@ -157,7 +159,7 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
     network = _network(scenario, count)
     compute = _compute(scenario)
     job = _job(scenario, network)
-    local_batch = num_microbatches * batch.microbatch_size  # of the devices with the most, for which the others wait
+    local_batch = num_microbatches * batch.microbatch_size
     found = {
         name: replace(job, algorithm=name).simulate(compute, local_batch, num_microbatches=num_microbatches)
         for name in _algorithms(scenario)
@@ -189,6 +191,7 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
         network.num_nodes,
         batch.global_batch_size,
         num_microbatches,
+        local_batch,
         algorithm,
         step,
         interval.low,
@@ -202,9 +205,10 @@ def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
 
 
 def uncertainty_of(scenario: Scenario) -> Uncertainty:
-    """Return the uncertainty about a scenario's system: whether its rate was measured."""
-    is_measured = scenario.rate is not None or scenario.compute is not None
-    return Uncertainty(RATE_SPREAD["ladder" if is_measured else "device"], "ladder" if is_measured else "stranger")
+    """Return the spreads for this system: smaller if the user measured the compute rate."""
+    if scenario.rate is not None or scenario.compute is not None:
+        return Uncertainty(RATE_SPREAD["same_system"], "same_system")
+    return Uncertainty(RATE_SPREAD["same_device"], "other_system")
 
 
 def input_rate(scenario: Scenario) -> float | None:
@@ -229,10 +233,10 @@ class Advice:
 def advise(scenario: Scenario, point: PredictedPoint) -> Advice:
     """Return the step with a better fusion plan, found by search, and with half the bytes on the wire."""
     job = _job(scenario, _network(scenario, point.num_devices), algorithm=point.algorithm)
-    compute, local_batch = _compute(scenario), point.global_batch_size / point.num_devices
+    compute = _compute(scenario)
 
     def simulated(changed: SimulatedJob) -> float:
-        return changed.simulate(compute, local_batch, num_microbatches=point.num_microbatches).seconds
+        return changed.simulate(compute, point.local_batch, num_microbatches=point.num_microbatches).seconds
 
     tensors, stated = job.shape.tensors(job.element_bytes), _sizes(scenario.config)
     plan = search_plan(tensors, point.step.backward, job.sum_seconds, stated=stated)

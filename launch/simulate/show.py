@@ -52,21 +52,17 @@ def assumptions(scenario: Scenario) -> list[str]:
     ]
     if not scenario.rate:
         slowest = rate.images_per_second * PYTORCH_SHARE if "MLPerf" in rate.source else None
+        pytorch = f"with PyTorch expect {slowest:,.0f} to {rate.images_per_second:,.0f} images/s; " if slowest else ""
         lines.append(
-            (
-                f"PyTorch may reach {slowest:,.0f} to {rate.images_per_second:,.0f} images/s of it, and "
-                if slowest
-                else ""
-            )
-            + "this program's own rate is unknown: measure it by bigbatch doctor --config RECIPE --json doctor.json, "
-            "then give --profile doctor.json"
+            f"{pytorch}the rate of bigbatch itself is unknown: measure it by bigbatch doctor --config RECIPE --json "
+            "doctor.json, then give --profile doctor.json"
         )
     if rate.model != scenario.config.model.name:
-        lines.append(f"{scenario.config.model.name} is scaled from it by its operations")
+        lines.append(f"the rate of {scenario.config.model.name} is scaled from that of {rate.model} by operations")
     if scenario.config.data.loader in READERS:
         rate_of_input = input_rate(scenario)
         lines.append(
-            "compute and communication only: no rate of loaders is stated (--input-rate); they or storage may be slower"
+            "the prediction covers compute and communication only; loaders or storage may be slower: state --input-rate"
             if rate_of_input is None
             else f"loaders bring {rate_of_input:,.1f} images/s in each node"
         )
@@ -77,13 +73,11 @@ def assumptions(scenario: Scenario) -> list[str]:
     if carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
         lines.append(f"the recipe's {stated} is not simulated: {cluster.name} sums by {carrier}, in its own form")
     if carrier != "nccl":
-        lines.append(
-            f"carrier hardly checked: {carrier}; few published systems use it, so intervals of sums over it are wider"
-        )
+        lines.append(f"carrier {carrier}: few published systems use it, so intervals of its sums are wider")
     if power := power_of(cluster.device):
         lines.append(f"energy: {power.watts:,.0f} W for each {cluster.device} ({power.source}), also while it waits")
     if cluster.assumed:
-        lines.append(f"not published, but assumed in {cluster.name}: {', '.join(cluster.assumed)}")
+        lines.append(f"assumed, not published, in {cluster.name}: {', '.join(cluster.assumed)}")
     return lines
 
 
@@ -91,7 +85,7 @@ def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> T
     columns = {
         "GPUs": [f"{point.num_devices:,}" for point in points],
         "nodes": [f"{point.num_nodes:,}" for point in points],
-        "per GPU": [_batch(point) for point in points],
+        "images per GPU": [_batch(point) for point in points],
         "step": [f"{1e3 * point.step.seconds:,.1f} ms" for point in points],
         "90% interval": [f"{1e3 * point.low_seconds:,.1f} to {1e3 * point.high_seconds:,.1f}" for point in points],
         "images/s": [f"{point.images_per_second:,.0f}" + (" ?" if point.beyond_checked else "") for point in points],
@@ -115,9 +109,8 @@ def duration(hours: float) -> str:
 
 
 def _batch(point: PredictedPoint) -> str:
-    local = point.global_batch_size // point.num_devices
-    times = point.num_microbatches
-    return f"{local:,}" + (f" in {times} parts" if times > 1 else "")
+    microbatches = f" ({point.num_microbatches} microbatches)" if point.num_microbatches > 1 else ""
+    return f"{point.local_batch:,}{microbatches}"
 
 
 def further_tables(points: Sequence[PredictedPoint]) -> list[Table]:
@@ -204,8 +197,7 @@ def findings(points: Sequence[PredictedPoint], *, model: str, deadline_hours: fl
         best = knee(points)
         if best is not last:
             lines.append(
-                f"More than {gpus(best.num_devices)} hardly pay: each further one adds less than half of what the "
-                "first ones do."
+                f"Beyond {gpus(best.num_devices)} each further GPU adds less than half the images/s of the first ones."
             )
     if last.step.input >= WORTH_NAMING * last.step.seconds:
         could = last.images_per_second * last.step.seconds / last.step.busy_seconds / last.num_nodes
@@ -235,7 +227,7 @@ def _extrapolated(points: Sequence[PredictedPoint], *, model: str) -> list[str]:
     lines: dict[str, str] = {}
     for point in points:
         if point.beyond_checked is not None:
-            batch = point.global_batch_size / point.num_devices / point.num_microbatches
+            batch = point.local_batch / point.num_microbatches
             near = nearest_published(model, point.num_devices, batch)
             lines[point.beyond_checked] = (
                 f"?: extrapolated, {point.beyond_checked}. Nearest checked: {near.num_devices:,} {near.system}, "

@@ -8,7 +8,7 @@ from bigbatch.comm.gradients.fusion import FusionPlan, TensorSpec
 from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE
 from bigbatch.launch.simulate.network import BY_SIZE, Network
-from bigbatch.launch.simulate.plan_search import PlannedTransfer, simulate
+from bigbatch.launch.simulate.plan_search import PlannedTransfer, schedule_transfers
 from bigbatch.launch.simulate.shapes import ModelShape
 
 WIDE_BYTES = 4
@@ -84,8 +84,7 @@ class SimulatedJob:
     algorithm: str = "native"
     input_images_per_second: float | None = None
     """Rate of a node's loaders; None if they keep up."""
-    slowness: float = 1.0
-    """Factor of the seconds of all sums."""
+    all_reduce_time_factor: float = 1.0
 
     def simulate(self, compute: Compute, local_batch: float, *, num_microbatches: int = 1) -> SimulatedStep:
         """Simulate one step of a local batch per device; gradients travel during the last microbatch's backward."""
@@ -113,7 +112,8 @@ class SimulatedJob:
     def sum_seconds(self, num_bytes: float) -> float:
         """Return the seconds to sum a buffer of that many bytes of gradients."""
         algorithm = self.algorithm_of(num_bytes)
-        return self.slowness * self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
+        seconds = self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
+        return self.all_reduce_time_factor * seconds
 
     def algorithm_of(self, num_bytes: float) -> str:
         if self.algorithm != BY_SIZE:
@@ -128,7 +128,7 @@ class SimulatedJob:
     def _transfers(self, backward: Backward) -> tuple[PlannedTransfer, ...]:
         if self.network.num_devices == 1 or self.network.carrier == "servers":
             return ()
-        return simulate(self.fusion.plan(self.shape.tensors(self.element_bytes)), backward, self.sum_seconds)
+        return schedule_transfers(self.fusion.plan(self.shape.tensors(self.element_bytes)), backward, self.sum_seconds)
 
     def _exposed(self, backward: Backward, transfers: tuple[PlannedTransfer, ...], computing: float) -> float:
         network, constants = self.network, self.network.constants
@@ -145,10 +145,9 @@ class SimulatedJob:
 
 
 def lateness(num_nodes: int) -> float:
-    """Return how much later the latest of n nodes is in one step of ten than on average, in mean delays of a node.
+    """Return the 90th percentile minus the mean of the maximum of n exponential delays, in units of the mean delay.
 
-    Delays are exponential: the latest of n has the mean 1 + 1/2 + ... + 1/n, which grows by log(2) with each doubling,
-    and stays below -log(1 - q^(1/n)) with probability q.
+    The mean is 1 + 1/2 + ... + 1/n; with probability q the maximum is below -log(1 - q^(1/n)).
     """
     slow = -math.log(-math.expm1(math.log(1 - SLOW_SHARE) / num_nodes))
     exact = sum(1 / n for n in range(1, min(num_nodes, EXACT_NODES) + 1))

@@ -70,7 +70,7 @@ def test_examination_tells_how_long_the_gpu_works() -> None:
 
     Examination(
         config=config,
-        whole=config,
+        full_config=config,
         batches=TENSORS,
         seconds=0.1,
         turns=1,

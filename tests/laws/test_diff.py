@@ -45,7 +45,7 @@ def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_images(
         run(alone(train_command(data, folder, {**RECORDED, **weights, "run.seed": seed})))
     lines = diff(one, other, capsys, code=5)
     assert lines[0] == "config: run.seed=1 (was 0)"
-    assert lines[1].startswith("step 1: the images of the global batch differ at 32 of 32 places, first at place 0: ")
+    assert lines[1].startswith("step 1: the images of the global batch differ at 32 of 32 indices, first at index 0: ")
     assert "another order" in lines[2]
     assert "run.seed" in lines[2]
     assert "checkpoint of step 1: model." in lines[3]
@@ -73,7 +73,8 @@ def test_diff_finds_the_images_equal_however_the_batch_lies(
     for one, other in zip(records(base, "digests"), records(tmp_path, "digests"), strict=True):
         assert (one["places"], one["positions"]) == (other["places"], other["positions"])
     if "batch.bn_span" in settings:
-        assert where.startswith("step 1: images are equal; gradient of ")
+        assert where.startswith("step 1: images are equal; ")
+        assert " gradients differ, first that of " in where
 
 
 def test_diff_finds_the_step_after_a_bit_flipped(
@@ -87,7 +88,7 @@ def test_diff_finds_the_step_after_a_bit_flipped(
     run(Forked(faulty, ranks=2, target="tests.laws.ranks_flip:main"))
     lines = diff(tmp_path / "healthy", tmp_path / "faulty", capsys, code=5)
     assert lines[0].startswith("step 4: images are equal; ")
-    assert lines[0].endswith("activations that differ, in microbatches 2, 3 of 0 to 3 (rank 1)")
+    assert lines[0].endswith("; in microbatches 2, 3 (of 0 to 3), computed by rank 1")
     assert lines[1].startswith("likely cause: rank 1 computes other values from the same images: a bit")
     assert lines[2].startswith("step 4: layer3.")
     assert " of microbatch 2: " in lines[2]

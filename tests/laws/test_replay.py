@@ -64,8 +64,8 @@ def test_replay_names_rank_microbatch_and_tensor_of_a_flipped_bit(
     code, (where, cause) = replay(faulty, 7, capsys)
     assert code == 5
     assert where == (
-        "step 7: images, activations are equal; gradient of linear.weight is the first of 1 of 25 gradients before "
-        "the sum that differ, in microbatch 3 of 0 to 3 (rank 1)"
+        "step 7: images, activations are equal; 1 of 25 gradients before the sum differ, first that of linear.weight; "
+        "in microbatch 3 (of 0 to 3), computed by rank 1"
     )
     assert cause.startswith("likely cause: rank 1 computes other values from the same images: a bit that flipped")
     for step, start in ((2, "the start of the run"), (10, "the checkpoint of step 8")):
@@ -163,5 +163,5 @@ def test_replay_tells_of_keys_that_a_later_start_changed(
     code, lines = replay(tmp_path, 5, capsys)  # whose rate was that of another schedule
     assert code == 5
     assert lines[:2] == ["config: run.epochs=2 (was 1)", "config: schedule.base_lr=0.2 (was 8.0)"]
-    assert "weights and state that differ" in lines[2]
+    assert "weights and state differ, first " in lines[2]
     assert lines[3].endswith("the differences are listed above: run.epochs, schedule.base_lr")

@@ -28,7 +28,7 @@ from bigbatch.trainer.config.file import dump_config, load_config, packaged_conf
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.subcommands import make_parser as data_parser
 from bigbatch.trainer.diff import _make_parser as diff_parser
-from bigbatch.trainer.doctor.consult import _parser as doctor_parser
+from bigbatch.trainer.doctor.command import _parser as doctor_parser
 from bigbatch.trainer.doctor.recorded_run import _parser as run_parser
 from bigbatch.trainer.inference.arguments import read_trained
 from bigbatch.trainer.inference.evaluate import _parser as evaluate_parser

@@ -11,7 +11,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.kinds import with_default_options
 from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.sections import OptimizerConfig
-from bigbatch.trainer.optim.foreign import find_optimizer, has_modes, start_training
+from bigbatch.trainer.optim.foreign import find_optimizer, has_modes, use_training_weights
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.lion import Lion
@@ -108,5 +108,5 @@ def _make_foreign(settings: OptimizerConfig, groups: Groups, *, lr: float) -> to
             "the weights itself: set it and optimizer.ema_every_steps to null"
         )
     # such as Schedule-Free, which must be in training mode before its first step
-    start_training(optimizer)
+    use_training_weights(optimizer)
     return optimizer

@@ -13,7 +13,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.sections import IMAGENET_COUNTS
-from bigbatch.trainer.datasets.examine import IMAGE, PART_IMAGES, TRAITS, examine_part
+from bigbatch.trainer.datasets.check_image import IMAGE, PART_IMAGES, TRAITS, examine_part
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
@@ -49,7 +49,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class ImageFinding:
-    """All cases of one kind of finding in one place; without cases there is nothing to report."""
+    """Cases of one kind of finding in one split or folder; none if there is nothing to report."""
 
     kind: str
     where: str
@@ -72,7 +72,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Contents of a split. Sides and forms are of its intact images only."""
+    """Contents of a split. Sides and forms count intact images only."""
 
     num_images: int
     num_classes: int
@@ -81,7 +81,7 @@ class SplitFacts:
     short_side_pixels: Spread
     long_side_pixels: Spread
     forms: dict[str, int]
-    """Number of images of each form, such as JPEG RGB, the most frequent first."""
+    """Number of images of each format, such as JPEG RGB, the most frequent first."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _class_counts(images: ImageSource) -> np.ndarray:
 
 def split_facts(images: ImageSource, rows_N: np.ndarray) -> SplitFacts:
     """Return counts and sizes of one split."""
-    good_N = rows_N[rows_N["fit"]]
+    good_N = rows_N[rows_N["is_ok"]]
     return SplitFacts(
         num_images=len(images),
         num_classes=len(images.classes),
@@ -222,7 +222,7 @@ def split_facts(images: ImageSource, rows_N: np.ndarray) -> SplitFacts:
         per_class=spread(_class_counts(images)),
         short_side_pixels=spread(good_N["sides"].min(axis=1)),
         long_side_pixels=spread(good_N["sides"].max(axis=1)),
-        forms={form.decode(): count for form, count in Counter(good_N["form"].tolist()).most_common()},
+        forms={name.decode(): count for name, count in Counter(good_N["format"].tolist()).most_common()},
     )
 
 
@@ -247,7 +247,7 @@ def left_out_findings(
     for kind, paths in left_out.items():
         todo = "save it as JPEG, PNG or WebP, or move it away"
         if not kind.startswith("."):
-            todo = "fix it, or move it into the folder of its class or away"
+            todo = "repair it, move it into the folder of its class, or move it away"
         meaning = "" if leave_out else todo
         findings.append(ImageFinding(f"image left out, {kind}", where, tuple(paths), not leave_out, meaning))
     return [*findings, ImageFinding("folder that cannot be listed", where, tuple(unlisted), is_problem=True)]
@@ -323,7 +323,7 @@ def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
 
 def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, np.ndarray]) -> list[ImageFinding]:
     """Return findings on duplicate images: in both train and val a problem, within a split a remark."""
-    good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
+    good = {split: np.flatnonzero(rows_N["is_ok"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
     positions_N = np.concatenate(list(good.values()))
     meanings = {

@@ -16,7 +16,7 @@ from bigbatch.trainer.input.base import written_keys
 
 
 def print_report(report: CheckReport, *, console: Console) -> None:
-    """Print the splits side by side, the findings and the verdict; lines and colours only on a terminal."""
+    """Print the splits side by side, the findings and the conclusion; lines and colours only on a terminal."""
     title, *rows = (tuple(map(printable, row)) for row in table_rows(report))
     if console.is_terminal:
         table = Table(*title, title=Text(printable(report.root)))
@@ -33,7 +33,7 @@ def print_report(report: CheckReport, *, console: Console) -> None:
     for line in finding_lines((*report.problems, *report.remarks)):
         style = "red" if line.startswith("problem") else None
         console.print(printable(line), style=style, soft_wrap=True, highlight=False, markup=False)
-    console.print(printable(verdict(report)), style="bold", soft_wrap=True, highlight=False, markup=False)
+    console.print(printable(conclusion(report)), style="bold", soft_wrap=True, highlight=False, markup=False)
 
 
 def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
@@ -72,7 +72,7 @@ def finding_lines(findings: Sequence[ImageFinding], *, num_shown: int = 1) -> It
         yield from (*shown[:-1], shown[-1] + (f"   and {more:,} more" if more else ""))
 
 
-def verdict(report: CheckReport) -> str:
+def conclusion(report: CheckReport) -> str:
     """Return the report's last line."""
     num_images = sum(facts.num_images for facts in report.splits.values())
     num_problems = sum(len(finding.cases) for finding in report.problems)

@@ -132,9 +132,9 @@ def stage(
 
 @contextmanager
 def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
-    """Register for the block as a user of a copy, made now or later, in target; without keep the last user removes it.
+    """Keep the staged copy in target while the block runs; with keep=False the last process to leave removes it.
 
-    Ignores a target that cannot be locked, which stage() reports. Other files there and two empty lock files stay.
+    The copy may be staged later. Ignores a target that cannot be locked, which stage() reports. Other files stay.
     """
     users = None
     with suppress(OSError):
@@ -152,7 +152,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
 
 def _remove(target: Path, users: IO[bytes]) -> None:
     """Remove the copy, unless another process stages or uses it. Raises: OSError."""
-    # of ranks that end at the same moment one gets this lock: each gives up its share of it when it tries
+    # a failed attempt gives up this process's shared lock, so of ranks that end together the last one gets it
     if not try_lock(users):
         return
     with open_lock(target / LOCK) as lock:
@@ -186,10 +186,10 @@ def _plan(source: Path, target: Path) -> _Split:
 
 @contextmanager
 def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
-    """Lock target for this process on this node; yield whether only this user could write there until now.
+    """Hold a lock on target in the block; yield whether no other user could write there before.
 
-    If not, sizes are no proof: other users may have written the bytes. The kernel frees the lock however its process
-    ends. The wait has no time limit: the process with the lock shows its progress.
+    If others could, sizes do not prove that files are whole. The kernel frees the lock when its process ends. The wait
+    has no time limit, because the process with the lock shows its progress.
     """
     with _naming_target(target):
         target.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,9 +9,9 @@ from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
 from bigbatch.trainer.doctor.exchange import IMAGES, TENSORS, Probe, Probes
+from bigbatch.trainer.doctor.limit import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_images, try_values
-from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Examination:
     """What to measure, for how long, and by which probes."""
 
     config: Config
-    whole: Config
+    full_config: Config
     """The config with its full global batch; config may have a part of it."""
     batches: str
     """Whether speedups are measured on images or on tensors."""
@@ -94,7 +94,7 @@ class Examination:
         # if the input is no limit, prefetched images do not matter either
         probes.flushes = not budget.is_limited or limit == "input"
         candidates, findings.unmeasured = find_candidates(
-            measured, machine, whole=self.whole, limit=limit, only=self.only
+            measured, machine, full_config=self.full_config, limit=limit, only=self.only
         )
         if candidates:
             self._try_all(candidates, base, pace=replace(pace, flushes=probes.flushes))
@@ -133,7 +133,7 @@ class Examination:
         profile = findings.profile = base.ask("profile", batches=batches)
         findings.always = base.ask("always")
         roof = base.ask("roofline")
-        # from the profile, as the table of phases shows them, so that verdict and table agree
+        # from the profile, as the table of phases shows them, so that limit and table agree
         shares = {phase: float(seconds / profile["seconds"]) for phase, seconds in profile["phases"].items()}
         rates = DoctorRates(
             together=steps["images"] / steps["seconds"],

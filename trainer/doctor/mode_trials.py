@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     # the run checked trust before it wrote this file
     config = load_config(["--config", str(folder / CONFIG), TRUST], prog="bigbatch doctor")
     append(folder / ANSWERS, {})
-    eager: TrialStep | None = None
+    reference: TrialStep | None = None
     waiting = orders(folder, is_running=lambda: psutil.pid_exists(parent))
 
     def pause() -> None:
@@ -135,8 +135,8 @@ def main(argv: Sequence[str]) -> int:
                 raise
             answer: dict[str, Any] = {"failure": "out of memory" if is_out_of_memory(error) else first_line(error)}
         else:
-            eager = eager or step
-            answer = {**step.figures, **step.distances(eager)}
+            reference = reference or step  # the stated mode is tried first
+            answer = {**step.figures, **step.distances(reference)}
         append(folder / ANSWERS, answer)
         free_memory(device)  # outside of the except block: the error's frames hold tensors
     return 0
@@ -158,11 +158,11 @@ class TrialStep:
         scale = float(parts.precision.scaled(torch.ones((), device=grads[0].device)))
         self.gradients_N = torch.cat([grad.flatten().float() for grad in grads]).cpu() / scale
 
-    def distances(self, eager: "TrialStep") -> dict[str, float]:
-        """Return how far loss and gradients are from the eager step's, relative to these; nan if one is not finite."""
+    def distances(self, reference: "TrialStep") -> dict[str, float]:
+        """Return distances of loss and gradients from the reference, relative to it; nan if one is not finite."""
         return {
-            "loss": abs(self.loss - eager.loss) / abs(eager.loss) if eager.loss else abs(self.loss),
-            "gradients": relative_distance(self.gradients_N, eager.gradients_N),
+            "loss": abs(self.loss - reference.loss) / abs(reference.loss) if reference.loss else abs(self.loss),
+            "gradients": relative_distance(self.gradients_N, reference.gradients_N),
         }
 
 

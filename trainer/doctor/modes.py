@@ -13,7 +13,7 @@ MAX_IMAGES = 512
 MIN_GAIN = 0.03
 """Gain in images/s below which the simpler mode stays: about the noise of two steps."""
 BOUNDS = {"fp32": 2e-5, "tf32": 0.1, "fp16": 0.1, "fp16_autocast": 0.1, "bf16": 0.3, "bf16_autocast": 0.3}
-"""Precision -> largest relative difference from the eager step's loss: the bounds of law 1 (docs/design.md)."""
+"""Precision -> largest relative difference from the stated mode's loss: the bounds of law 1 (docs/design.md)."""
 GRADIENT_BOUNDS = {**BOUNDS, "fp32": 0.01}
 """The same for the gradients; larger than law 1's bound in fp32, which holds for equal bits of the forward.
 
@@ -166,16 +166,13 @@ def merge_ranks(trials: Sequence[Trial]) -> Trial:
 
 
 def disagreement(*, loss: float, gradients: float, precision: str) -> str:
-    """Return why a step at these distances from the eager one is another update; "" if only rounding differs.
-
-    loss, gradients: distances relative to the eager step's.
-    """
-    bounds = (("loss", loss, BOUNDS[precision]), ("gradients", gradients, GRADIENT_BOUNDS[precision]))
+    """Return why a step at these distances from the stated mode's is another update; "" if only rounding differs."""
+    bounds = (("loss", loss, BOUNDS[precision]), ("gradient", gradients, GRADIENT_BOUNDS[precision]))
     for name, distance, bound in bounds:
         if distance != distance:
-            return f"its {name} or the eager step's: not finite"
+            return f"its {name} or that of the stated mode is not finite"
         if distance > bound:
-            return f"its {name} and the eager step's differ by {distance:.2g}, above {bound:g}"
+            return f"its {name} differs from the stated mode's by {distance:.2g}, above {bound:g}"
     return ""
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.timeline import Timeline
-from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS
+from bigbatch.trainer.doctor.limit import WAIT_FOR_IMAGES, WAIT_FOR_SUMS
 
 SPANS = {
     # name in the training loop: name in the report

@@ -17,7 +17,7 @@ from bigbatch.numbers import is_number
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor.verdict import limiting_wait
+from bigbatch.trainer.doctor.limit import limiting_wait
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
@@ -118,9 +118,9 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
 
 
 def limit_of_run(times: RunTimes) -> str:
-    """Name the largest wait of 5% of a step or more, else compute: input, cores, network, straggler or uneven.
+    """Return what limits the run: the larger wait, as limiting_wait, or "compute" if both are short.
 
-    The last three are waits for sums. If ranks have unequal shares of the batch, a wait is no sign of a slow rank.
+    A wait for sums is "uneven" if unequal shares of the batch cause most of it, "straggler" if slow ranks do.
     """
     images, sums = (times.shares[name] or 0.0 for name in SHARES)
     alone = {"input_alone": times.loader_images_per_second, "model_alone": times.compute_images_per_second}

@@ -1,4 +1,4 @@
-"""Report of an examination: a verdict, tables and recommended options."""
+"""Report of an examination: the limit, tables and recommended options."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from rich.text import Text
 from bigbatch.errors import printable, printable_lines
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
-from bigbatch.trainer.doctor import verdict
+from bigbatch.trainer.doctor import limit as doctor_limit
 from bigbatch.trainer.doctor.examine import ExaminationResults, describe
 from bigbatch.trainer.doctor.recommend import SpeedComparison
 from bigbatch.trainer.input.report import InputSettings, InputWait, MeasuredInput, hints
@@ -39,8 +39,8 @@ def print_report(findings: ExaminationResults, console: Console, *, config: Conf
         console.print(Text(printable_lines(part)) if isinstance(part, str) else part)
 
 
-def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Config) -> Iterator[Part]:
-    """Yield the verdict, the tables of phases and operators, and the operators that make the host wait."""
+def _limits(findings: ExaminationResults, rates: doctor_limit.DoctorRates, config: Config) -> Iterator[Part]:
+    """Yield the limit, the tables of phases and operators, and the operators that make the host wait."""
     if part := findings.part:
         batch = config.batch
         text = (
@@ -55,7 +55,7 @@ def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Co
                 f"batches of {part['batch.bn_span']} instead of {batch.bn_span}, since slow steps would leave no time; "
                 "rates of whole microbatches are higher"
             )
-    yield from verdict.explain(rates)
+    yield from doctor_limit.explain(rates)
     if found := findings.input:  # the same hints as in a run's summary
         settings = InputSettings(**{**found["settings"], "augmentations": tuple(found["settings"]["augmentations"])})
         waited = InputWait(

@@ -134,23 +134,23 @@ Candidates = Iterator[Candidate | Unmeasured]
 
 
 def find_candidates(
-    config: Config, machine: Machine, *, whole: Config, limit: str, only: Sequence[str] = ()
+    config: Config, machine: Machine, *, full_config: Config, limit: str, only: Sequence[str] = ()
 ) -> tuple[list[Candidate], list[Unmeasured]]:
     """Return legal candidates, those that may relieve limit first; and the speedups that cannot be measured.
 
-    whole: the config with its full global batch; config may have a part of it. only: names to try; empty for all.
+    full_config: has the full global batch; config may have a part of it. only: names to try; empty for all.
     """
     candidates: list[Candidate] = []
     unmeasured: list[Unmeasured] = []
-    is_cut = config.batch.microbatch_size != whole.batch.microbatch_size
+    is_cut = config.batch.microbatch_size != full_config.batch.microbatch_size
     for name in only or SPEEDUPS:
-        is_of_part = name == "microbatch" and config.batch != whole.batch
+        is_of_part = name == "microbatch" and config.batch != full_config.batch
         for found in SPEEDUPS[name](config, machine):
             if isinstance(found, Unmeasured):
                 unmeasured.append(replace(found, why=MEASURED_IN_PART) if is_of_part else found)
                 continue
             # legal in the part that is measured, and in the whole config that the advice is for
-            changed = [try_values(each, found.values, world_size=machine.world_size) for each in (config, whole)]
+            changed = [try_values(each, found.values, world_size=machine.world_size) for each in (config, full_config)]
             if illegal := [each for each in changed if isinstance(each, str)]:
                 unmeasured.append(Unmeasured(name, MEASURED_IN_PART if is_of_part else illegal[0]))
             elif is_cut and "batch.microbatch_size" in found.values:

@@ -9,7 +9,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import Spread, spread
-from bigbatch.trainer.datasets.examine import reason_of
+from bigbatch.trainer.datasets.check_image import reason_of
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image

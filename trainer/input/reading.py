@@ -15,19 +15,21 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
-from bigbatch.trainer.input.retry import BatchWait, Gathering, PatientReads
+from bigbatch.trainer.input.retry import BatchWait, PatientReads, PendingBatch
 
 T = TypeVar("T")
 
 
-def ahead(items: Iterable[T], *, depth: int, on_close: Callable[[], None] = lambda: None) -> Generator[T, None, None]:
+def prefetch(
+    items: Iterable[T], *, depth: int, on_close: Callable[[], None] = lambda: None
+) -> Generator[T, None, None]:
     """Yield items in order while one thread draws up to depth of them in advance.
 
     Starts at the first draw. An exception of items is raised at its place in the order. Closing calls on_close, waits
     for the item in progress, drops the rest, ends the thread and closes items if it is a generator.
     """
     source, end = iter(items), object()
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigbatch-ahead")
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigbatch-prefetch")
     # one worker runs these calls one after the other, so the order is kept without a queue or a lock
     pending = deque(thread.submit(next, source, end) for _ in range(depth))
     try:
@@ -118,12 +120,12 @@ UsableImage = tuple[int, bytes, Sequence[int]]
 """Position, content, (height, width)."""
 
 IMAGES_PER_SECOND = 12_000
-"""Target rate of reads: above any GPU's need, because the threads of a batch also wait for its slowest read."""
+"""Target rate of reads: more than any GPU needs, because a batch also waits for its slowest read."""
 MAX_THREADS = 64
 
 
 class ReadingThreads:
-    """Chooses how many threads read a batch: as many as storage of this latency needs, if more of them help."""
+    """Chooses the number of threads that read a batch, from the latency of reads."""
 
     def __init__(self, least: int) -> None:
         self.number = self._least = least
@@ -134,9 +136,9 @@ class ReadingThreads:
     def adapt(self, latency_seconds: float) -> None:
         """Set the number of threads for the next batch from the mean time of this batch's reads.
 
-        A rate needs rate * latency reads in progress at a time (Little 1961). The number doubles up to that while reads
-        do not become slower; slower ones wait for cores, the interpreter lock or a busy server. The next attempt comes
-        after as many batches as there are threads: few threads need long for a batch, and one may be slow by chance.
+        A rate needs rate * latency reads in progress at once (Little 1961). The number doubles up to that, until reads
+        become slower: then they wait for cores, the interpreter lock or a busy server. The next attempt comes after as
+        many batches as there are threads, because one batch may be slow by chance.
         """
         needed = max(self._least, min(MAX_THREADS, math.ceil(IMAGES_PER_SECOND * latency_seconds)))
         before, self._before = self._before, None
@@ -184,13 +186,13 @@ class EncodedReader:
 
         def batches() -> Iterator[EncodedBatch]:
             begun = ((request, self._begin(request, reads)) for request in requests)
-            with reads.threads(), closing(ahead(begun, depth=1)) as gatherings:
+            with reads.threads(), closing(prefetch(begun, depth=1)) as pending_batches:
                 reads.use_threads(self._threads.number)
-                for request, gathering in gatherings:
-                    yield self._finish(request, gathering, reads)
+                for request, pending in pending_batches:
+                    yield self._finish(request, pending, reads)
 
         # closing stops the reads before it waits for the batch in progress
-        return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)
+        return prefetch(batches(), depth=self.prefetch_batches, on_close=reads.stop)
 
     def interrupt(self) -> None:
         """Stop the last call of read and drop its batches: closing it then does not wait for the storage."""
@@ -203,7 +205,7 @@ class EncodedReader:
             self._reads.join()
         self.source.close()
 
-    def _begin(self, request: Request, reads: PatientReads) -> Gathering[UsableImage]:
+    def _begin(self, request: Request, reads: PatientReads) -> PendingBatch[UsableImage]:
         """Start to read one batch. Raises: ValueError if the request has not microbatch_size samples."""
         if len(request.indices_B) != self.microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
@@ -211,14 +213,14 @@ class EncodedReader:
         sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
         return reads.begin(asked, lambda row: self._read_usable(asked[row], sizes[row], reads))
 
-    def _finish(self, request: Request, gathering: Gathering[UsableImage], reads: PatientReads) -> EncodedBatch:
+    def _finish(self, request: Request, pending: PendingBatch[UsableImage], reads: PatientReads) -> EncodedBatch:
         """Return a batch that was begun. Raises: what _read_usable raises; StuckError."""
-        found = reads.finish(gathering)
+        found = reads.finish(pending)
         if latencies := tuple(reads.latencies):
             reads.latencies.clear()  # before the number changes: later ones are with the new number
             self._threads.adapt(fmean(latencies))
             reads.use_threads(self._threads.number)
-        return self._encoded(request, list(gathering.asked), found)
+        return self._encoded(request, list(pending.asked), found)
 
     def _encoded(self, request: Request, asked: list[int], found: list[UsableImage]) -> EncodedBatch:
         positions = [position for position, _, _ in found]
@@ -226,7 +228,7 @@ class EncodedReader:
         valid_B = request.valid_B
         replaced: tuple[BadImage, ...] = ()
         if positions != asked:
-            # a replacement occurs twice in the split's pass: an evaluation must not count it again
+            # the replacement is also read at its own position, so an evaluation must not count it here
             valid_B = valid_B & (np.array(positions) == request.indices_B)
             replaced = tuple(
                 BadImage(position, self.bad.reasons[position])

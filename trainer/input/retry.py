@@ -1,7 +1,7 @@
 """Read from storage that fails for a while, is slow, or never answers.
 
-Reading delays a batch by at most 2 * patience + GRACE_SECONDS + CHECK_SECONDS. An image takes that long if its reads
-fail until the patience ends, and its last read does not return; many images that fail in turn may not take longer.
+Reading delays a batch by at most 2 * patience + GRACE_SECONDS + CHECK_SECONDS. One image takes that long if its reads
+fail for the patience, and its last read then hangs. The limit is for all images of a batch together.
 The config's check of comm.timeout_seconds leaves 2 s for the two constants.
 """
 
@@ -55,41 +55,41 @@ OUTAGE = Outage()
 
 
 class BatchWait:
-    """Read time of the batch that the step waits for; shared by all reads during that wait."""
+    """Seconds of reads while the step waits for one batch; the consumer makes one for each wait."""
 
     def __init__(self) -> None:
         self.read_seconds = 0.0
-        """Seconds of reads during the wait, for this batch and for batches ahead of it."""
+        """Includes later batches that the decoder reads before it hands out this one."""
 
 
-class Gathering(Generic[T]):
-    """Rows of one batch, which threads take in order; after an error they begin no further row."""
+class PendingBatch(Generic[T]):
+    """A batch whose rows threads read in order; after an error they begin no further row."""
 
-    def __init__(self, asked: Sequence[int], take: Callable[[int], T]) -> None:
+    def __init__(self, asked: Sequence[int], read_row: Callable[[int], T]) -> None:
         self.asked = asked
         """Position of each row's image."""
         self.found: list[T | None] = [None] * len(asked)
-        self.whole: Future[list[T | None]] = Future()
-        """What take returned for each row, or the error of the first row that has one."""
-        self._take = take
+        self.result: Future[list[T | None]] = Future()
+        """What read_row returned for each row, or the error of the first row that has one."""
+        self._read_row = read_row
         self._errors: dict[int, BaseException] = {}
         self._numbers = list(range(len(asked)))
         if not asked:
-            self.whole.set_result([])
+            self.result.set_result([])
 
-    def take(self, row: int) -> None:
-        """Take one row; from any thread."""
+    def read_row(self, row: int) -> None:
+        """Read one row; from any thread."""
         if not self._errors:
             try:
-                self.found[row] = self._take(row)
+                self.found[row] = self._read_row(row)
             except BaseException as error:
                 self._errors[row] = error
         if self._numbers.pop() == 0:  # without a lock: each row pops another number, and the last row pops 0
             if self._errors:
-                self.whole.set_exception(self._errors[min(self._errors)])
+                self.result.set_exception(self._errors[min(self._errors)])
                 self.found = []  # the error's traceback keeps this object in memory
             else:
-                self.whole.set_result(self.found)
+                self.result.set_result(self.found)
 
 
 class PatientReads:
@@ -109,18 +109,18 @@ class PatientReads:
         self._stop = Event()
         self._threads: list[Thread] = []
         self._num_threads = 0
-        self._rows: SimpleQueue[tuple[Gathering[Any], int] | None] = SimpleQueue()
+        self._rows: SimpleQueue[tuple[PendingBatch[Any], int] | None] = SimpleQueue()
         """Rows that no thread has begun; None ends a thread."""
-        self._gatherings: dict[int, int] = {}  # id of the last Gathering, by thread
+        self._batches: dict[int, int] = {}  # id of the last PendingBatch, by thread
         self._under_way: dict[int, tuple[int, float] | None] = {}  # by thread: position, and since when
         self.latencies: list[float] = []
         """Seconds of each successful read since the caller cleared them."""
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Context in which begin and finish may be called. Its threads end on exit; an error does not wait for them.
+        """Context in which begin and finish may be called. On exit the threads end; only without an error it waits.
 
-        Nothing ends a thread that waits for a file system, but it does not keep the process from ending.
+        Nothing ends a thread that hangs in a file system, but it does not keep the process alive.
         """
         has_failed = True
         try:
@@ -147,7 +147,7 @@ class PatientReads:
     def use_threads(self, number: int) -> None:
         """Read with this many threads, or with fewer if the system allows no more.
 
-        More of them begin at once, fewer after the rows that are asked for now.
+        Additional threads start at once; surplus ones end after the rows that are queued now.
         Raises: RuntimeError if not one can start.
         """
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -165,29 +165,29 @@ class PatientReads:
             self._rows.put(None)
             self._num_threads -= 1
 
-    def begin(self, asked: Sequence[int], take: Callable[[int], T]) -> Gathering[T]:
-        """Start take(row) in the threads for each row of the positions asked, after the rows that were begun before."""
-        gathering = Gathering(asked, take)
+    def begin(self, asked: Sequence[int], read_row: Callable[[int], T]) -> PendingBatch[T]:
+        """Queue read_row(row) for each row of the positions asked, after the rows that were queued before."""
+        pending = PendingBatch(asked, read_row)
         for row in range(len(asked)):
-            self._rows.put((gathering, row))
-        return gathering
+            self._rows.put((pending, row))
+        return pending
 
-    def finish(self, gathering: Gathering[T]) -> list[T]:
-        """Return what take returned for each row.
+    def finish(self, pending: PendingBatch[T]) -> list[T]:
+        """Return what read_row returned for each row.
 
-        Raises: what take raises; StuckError naming the image if a read takes too long or reads are too slow together;
+        Raises: what read_row raises; StuckError naming the image if a read or all reads together are too slow;
         StuckError if a read has not returned GRACE_SECONDS after stop.
         """
-        self._wait_for(gathering)
-        return gathering.whole.result()  # type: ignore[return-value]
+        self._wait_for(pending)
+        return pending.result.result()  # type: ignore[return-value]
 
     def _take_rows(self) -> None:
         # after the last row of a batch a thread continues to the next batch: it waits for no slower thread
         while (task := self._rows.get()) is not None:
-            gathering, row = task
-            self._gatherings[get_ident()] = id(gathering)
-            gathering.take(row)
-            del task, gathering  # while the thread waits, it must not keep a batch in memory
+            pending, row = task
+            self._batches[get_ident()] = id(pending)
+            pending.read_row(row)
+            del task, pending  # while the thread waits, it must not keep a batch in memory
 
     def read(self, position: int) -> bytes:
         """Read an image, called in one of the threads; try again for patience_seconds after an error of the system.
@@ -224,46 +224,46 @@ class PatientReads:
             self._stop.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _wait_for(self, gathering: Gathering[Any]) -> None:
+    def _wait_for(self, pending: PendingBatch[Any]) -> None:
         """Wait for a batch, and check the progress of its reads."""
         is_done, last = False, awake_seconds()
         while not is_done:
-            is_done = not wait([gathering.whole], timeout=CHECK_SECONDS).not_done
+            is_done = not wait([pending.result], timeout=CHECK_SECONDS).not_done
             awaited, before, last = self._awaited(), last, awake_seconds()
             if awaited is not None:
                 awaited.read_seconds += last - before
             if not is_done and self._stop.is_set():
                 # a last wait: nearly always all reads return in it, so that no thread is abandoned
-                is_done = not wait([gathering.whole], timeout=GRACE_SECONDS).not_done
+                is_done = not wait([pending.result], timeout=GRACE_SECONDS).not_done
                 if not is_done:
                     raise StuckError("reading was stopped while a read had not returned")
             elif not is_done:
-                self._require_answer(gathering)
-                self._require_pace(awaited, gathering)
+                self._require_answer(pending)
+                self._require_pace(awaited, pending)
 
-    def _require_answer(self, gathering: Gathering[Any]) -> None:
+    def _require_answer(self, pending: PendingBatch[Any]) -> None:
         for thread, read in tuple(self._under_way.items()):
             # a read of the next batch is reported in its place
-            if read is None or self._gatherings.get(thread) != id(gathering):
+            if read is None or self._batches.get(thread) != id(pending):
                 continue
             position, since = read
             if (seconds := awake_seconds() - since) > self._patience_seconds + GRACE_SECONDS:
                 raise StuckError(
-                    f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
+                    f"{self._source.name(position)}: a read has not returned for {seconds:.1f} s "
                     f"(data.patience_seconds={self._patience_seconds:g}); check whether its file system answers"
                 )
 
-    def _require_pace(self, awaited: BatchWait | None, gathering: Gathering[Any]) -> None:
+    def _require_pace(self, awaited: BatchWait | None, pending: PendingBatch[Any]) -> None:
         if awaited is None or awaited.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
             return
-        asked = gathering.asked
+        asked = pending.asked
         # the first missing image is being read, since the threads take the positions in order
-        missing = [position for position, image in zip(asked, gathering.found, strict=False) if image is None]
+        missing = [position for position, image in zip(asked, pending.found, strict=False) if image is None]
         if missing:
             raise StuckError(
-                f"{self._source.name(missing[0])}: storage too slow: {len(asked) - len(missing)} of {len(asked)} "
-                f"images after {awaited.read_seconds:.1f} s; a batch may take twice data.patience_seconds="
-                f"{self._patience_seconds:g}: raise that, or lower batch.microbatch_size"
+                f"{self._source.name(missing[0])}: storage is too slow: {len(asked) - len(missing)} of {len(asked)} "
+                f"images were read in {awaited.read_seconds:.1f} s, and the limit is 2 * data.patience_seconds="
+                f"{self._patience_seconds:g}. Raise data.patience_seconds, or lower batch.microbatch_size"
             )
 
     def stop(self) -> None:

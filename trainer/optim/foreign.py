@@ -11,7 +11,7 @@ from bigbatch.trainer.config.dotted import import_owner
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Import the class of that import path. Raises: ValueError that names a missing package and how to install it."""
+    """Import an optimizer class by its import path. Raises: ValueError if it is missing or no optimizer."""
     module, class_name = import_owner(name)
     found = getattr(module, class_name, None)
     if found is None:
@@ -26,7 +26,7 @@ def _is_optimizer(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
-def start_training(optimizer: torch.optim.Optimizer) -> None:
+def use_training_weights(optimizer: torch.optim.Optimizer) -> None:
     """Switch an optimizer with two sets of weights to its training weights; does nothing to others."""
     if has_modes(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def start_training(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]) -> Iterator[list[Tensor]]:
-    """Swap in the weights to evaluate and save, such as Schedule-Free's average; on exit swap them back.
+    """Swap in the weights for evaluation and checkpoints, such as Schedule-Free's average; swap back on exit.
 
     Yields copies of the training weights; an empty list if both are the same. The exit copies them back bit by bit:
     train() after eval() would restore them only up to rounding. on_change is called after each change of parameters.
@@ -56,7 +56,7 @@ def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]
 @torch.no_grad()
 def resume_training(optimizer: torch.optim.Optimizer, in_training: list[Tensor]) -> None:
     """Restore exactly the training weights that eval_mode yielded."""
-    start_training(optimizer)
+    use_training_weights(optimizer)
     if in_training:
         params: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         for p, kept in zip(params, in_training, strict=True):

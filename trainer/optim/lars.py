@@ -74,7 +74,7 @@ class LARS(FusedOptimizer):
         momentum_form: str = "lr_inside",
         adapt: bool = True,
     ) -> None:
-        """Check the settings. Raises: ValueError for one that is negative or unknown, and for unusable parameters."""
+        """Check the settings. Raises: ValueError if one is negative or unknown, or if parameters are unusable."""
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -97,13 +97,13 @@ class LARS(FusedOptimizer):
     def _update_groups_(self) -> None:
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
-                # norms over ranks are collective: each rank computes as many, whatever its parts
+                # self.norms may be a collective: by portions, ranks would call it different numbers of times, and hang
                 is_by_portions = weights[0].device.type == "cpu" and self.norms is norms_of
                 update_ = self._update_on_cpu_ if is_by_portions else self._update_at_once_
                 update_(weights, group)
 
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Make one update of weights that share device and dtype: as few kernels for many weights as for one."""
+        """Update weights that share device and dtype, with the same number of kernels for any number of weights."""
         grads = unscaled_grads(self, weights)
         decayed = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
         updates = scaled(decayed, self._scales(weights, grads, group))
@@ -117,7 +117,7 @@ class LARS(FusedOptimizer):
         )
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Make the same update in portions that fit the cache: memory traffic limits a CPU, reading scales is free."""
+        """Make the same update in portions that fit the cache, because memory traffic limits a CPU; no read waits."""
         overflow, writing = overflow_flag(self, weights[0].device), _writing(group)
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)

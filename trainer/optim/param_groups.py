@@ -20,12 +20,12 @@ def decays(model: nn.Module) -> dict[str, bool]:
     """
     listed = getattr(model, "no_weight_decay", None)
     listed = listed() if callable(listed) else listed or ()
-    verdicts = {}
+    has_decay = {}
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         is_norm = isinstance(model.get_submodule(owner), NORM_LAYERS)
-        verdicts[name] = parameter.dim() > 1 and not (is_norm or is_bias(leaf) or name in listed)
-    return verdicts
+        has_decay[name] = parameter.dim() > 1 and not (is_norm or is_bias(leaf) or name in listed)
+    return has_decay
 
 
 def is_bias(name: str) -> bool:
@@ -42,21 +42,21 @@ def param_groups(
     lr_factors: Mapping[str, float] | None = None,
     substitute: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Any]]:
-    """Make two groups for any torch optimizer: [decaying and adapting, neither]; frozen parameters are left out.
+    """Return two groups for any torch optimizer: parameters that decay and adapt, and the others; none that is frozen.
 
     Without exclude_bias_and_norm the second group is empty. With another bias_lr_factor than 1, biases are a third
     group: it has the factor as lr_factor, for the code that sets the learning rate, and weight_decay / the factor.
-    lr_factors: pattern of names -> factor; the first pattern that matches counts, without a match the factor is 1.
-    Each group is then divided by them; they multiply lr_factor and do not change weight_decay.
+    lr_factors: pattern of names -> factor; the first pattern that matches applies, or else a factor of 1.
+    The groups are then split by factor, which multiplies lr_factor; weight_decay stays.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
     `names` holds the parameters' names, in order. bigbatch's optimizers read `adapt`; torch's ignore it.
-    Raises: ValueError for a substitute that names no trainable parameter, and for a pattern that decides for none.
+    Raises: ValueError if substitute names no trainable parameter, or if a pattern applies to no trained one.
     """
     tensors: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if unknown := set(substitute or ()) - set(tensors):
         raise ValueError(f"substitute names no trainable parameter: {', '.join(sorted(unknown))}")
     tensors.update(substitute or {})
-    verdicts = {n: decay or not exclude_bias_and_norm for n, decay in decays(model).items()}
+    has_decay = {n: decay or not exclude_bias_and_norm for n, decay in decays(model).items()}
 
     biases = {name for name in tensors if bias_lr_factor != 1 and is_bias(name)}
 
@@ -69,7 +69,7 @@ def param_groups(
         }
 
     def others(is_decaying: bool) -> list[str]:
-        return [name for name in tensors if name not in biases and verdicts[name] is is_decaying]
+        return [name for name in tensors if name not in biases and has_decay[name] is is_decaying]
 
     groups = [group(others(is_decaying), is_decaying=is_decaying) for is_decaying in (True, False)]
     if biases:
@@ -82,12 +82,12 @@ def param_groups(
 
 
 def _factors(names: Iterable[str], lr_factors: Mapping[str, float]) -> dict[str, float]:
-    """Return each name's factor, that of the first pattern which matches. Raises: ValueError for an idle pattern."""
+    """Return the factor of each name: the first matching pattern's. Raises: ValueError for an unused pattern."""
     deciding = {name: next((p for p in lr_factors if fnmatchcase(name, p)), None) for name in names}
-    if idle := [pattern for pattern in lr_factors if pattern not in deciding.values()]:
+    if unused := [pattern for pattern in lr_factors if pattern not in deciding.values()]:
         raise ValueError(
-            f"lr_factors: {idle[0]!r} decides for none of the weights that are trained, {next(iter(deciding))} to "
-            f"{[*deciding][-1]}: correct it, or put it before the pattern that has its weights"
+            f"lr_factors: pattern {unused[0]!r} applies to none of the trained parameters, {next(iter(deciding))} to "
+            f"{[*deciding][-1]}. Correct it, or move it before the pattern that already matches its parameters"
         )
     return {name: 1.0 if pattern is None else lr_factors[pattern] for name, pattern in deciding.items()}
 
@@ -110,8 +110,7 @@ def load_optimizer_state(
 ) -> None:
     """Load the momentum of a state_dict; the settings stay the optimizer's own (load_state_dict takes the saved ones).
 
-    stated: the only settings to keep, if others count steps, such as Schedule-Free's k, or FusedLAMB's step, which
-    its groups have from the first step on.
+    stated: names of the settings to keep; None: all. Others count steps, such as Schedule-Free's k, and are loaded.
     Raises: ValueError if the parameters or the meaning of the momentum differ.
     """
     own = optimizer.state_dict()
@@ -119,11 +118,10 @@ def load_optimizer_state(
     groups = []
     for ours, theirs in zip(own["param_groups"], saved["param_groups"], strict=True):
         if ours.get("momentum_form") != theirs.get("momentum_form"):
-            raise ValueError(
-                f"momentum_form is {theirs.get('momentum_form')} there and {ours.get('momentum_form')} here"
-            )
+            here, there = ours.get("momentum_form"), theirs.get("momentum_form")
+            raise ValueError(f"momentum_form is {there} in the checkpoint, {here} in the config")
         if ("betas" in ours) != ("betas" in theirs):
-            raise ValueError("one keeps a momentum, and the other means of gradients and of their squares")
+            raise ValueError("one of checkpoint and config has momentum, the other means of squares of gradients")
         counted = {} if stated is None else {key: theirs[key] for key in theirs.keys() - set(stated)}
         groups.append({**ours, **counted})
     # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
@@ -137,8 +135,8 @@ def _require_same_names(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
         return
     if only_one := set(chain(*here)) ^ set(chain(*there)):
         raise ValueError(
-            f"{min(only_one)} is trained in one of them only: if the model is the same, set model.frozen as it was"
+            f"{min(only_one)} is trained either in the checkpoint or in the config: set model.frozen as it was"
         )
     raise ValueError(
-        "the names of their groups differ: set optimizer.bias_lr_factor and optimizer.lr_factors as they were"
+        "groups of checkpoint and config differ: set optimizer.bias_lr_factor and optimizer.lr_factors as they were"
     )

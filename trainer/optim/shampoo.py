@@ -31,14 +31,14 @@ from bigbatch.trainer.optim.matrices import (
 class Shampoo(MatrixOptimizer):
     """Does Nesterov SGD with gradients that are preconditioned on both sides, and keep their norm.
 
-    With gradient G of a matrix W. A convolution has one row per filter (out x in * kh * kw). Matrices are cut into
-    blocks of at most block_size rows and columns, as equal as possible:
-    L = factor_decay * L + (1 - factor_decay) * G Gᵀ;  R alike with Gᵀ G
+    G is the gradient of a weight W as a matrix; a convolution has one row per filter (out x in * kh * kw). Matrices are
+    cut into blocks of at most block_size rows and columns, as equal as possible:
+    L = factor_decay * L + (1 - factor_decay) * G Gᵀ;  R likewise with Gᵀ G
     P = L ** (-1/4) G R ** (-1/4);  u = P * |G| / |P|, with norms of the whole tensor (grafting to SGD)
-    v = momentum * v + u + weight_decay * W;  W -= lr * (u + weight_decay * W + momentum * v), or lr * v
-    The roots are computed in the first and then in every root_every_steps-th update; eigenvalues below eps times the
-    largest count as that. A group with `adapt=False` (bias, batch norm, all that has fewer than two dimensions) has
-    u = G, so that the settings of a tuned SGD apply to it.
+    v = momentum * v + u + weight_decay * W;  W -= lr * (u + weight_decay * W + momentum * v); lr * v without nesterov
+    The roots are computed in update 1, 1 + root_every_steps and so on; smaller eigenvalues are raised to eps * largest.
+    A group with `adapt=False` (bias, batch norm, all that has fewer than two dimensions) has u = G, so that the
+    settings of a tuned SGD apply to it.
 
     Momentum and decay can differ per parameter group. Gradients are not changed. A GradScaler's scale and overflow flag
     are applied on the device, and an overflow leaves weights and state untouched; the host waits for the device only
@@ -63,7 +63,7 @@ class Shampoo(MatrixOptimizer):
         eps: float = 1e-6,
         adapt: bool = True,
     ) -> None:
-        """Check the settings. Raises: ValueError for one that is out of range, and for a group with vectors in it."""
+        """Check the settings. Raises: ValueError if one is out of range, or if a group that adapts has vectors."""
         counts = {"block_size": block_size, "root_every_steps": root_every_steps}
         problems = [problem_with_count(key, value) for key, value in counts.items()]
         problems += [problem_with_number("factor_decay", factor_decay, below=1), problem_with_number("eps", eps)]
@@ -73,7 +73,7 @@ class Shampoo(MatrixOptimizer):
             raise ValueError(f"eps must be positive, such as 1e-6, not {eps}: an eigenvalue of 0 has no inverse root")
         self._block_size, self._every, self._factor_decay, self._eps = block_size, root_every_steps, factor_decay, eps
         self._calls_before_roots = 0
-        """Calls before roots can be due; 0 if the host must read the update count from the device."""
+        """Calls before roots can be due; 0: read the update count from the device, for which the host waits."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
         super().__init__(params, defaults)
 
@@ -90,7 +90,7 @@ class Shampoo(MatrixOptimizer):
         matrices = [(group, weights, [next(whole) for _ in weights]) for group, weights, _ in own]
         for _, weights, grads in matrices:
             self._make_state(weights)
-            self._follow_factors_(weights, grads)
+            self._update_factors_(weights, grads)
         finish = self._start_roots(all_weights)
         # while the other ranks' roots are in transit
         for group, weights in parts:
@@ -131,7 +131,7 @@ class Shampoo(MatrixOptimizer):
         """Return the blocks of a tensor as a matrix: views if its memory layout allows it."""
         return blocks(tensor.reshape(len(tensor), -1), block_size=self._block_size)
 
-    def _follow_factors_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
+    def _update_factors_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
         """Update the factors with the gradient, and count the update; neither on overflow."""
         overflow = overflow_flag(self, weights[0].device)
         share = torch.full((), 1 - self._factor_decay, dtype=weights[0].dtype, device=weights[0].device)
@@ -144,7 +144,7 @@ class Shampoo(MatrixOptimizer):
             for block_MN in self._blocks(grad):
                 next(squares).lerp_(block_MN @ block_MN.mT, share)
                 next(squares).lerp_(block_MN.mT @ block_MN, share)
-        # a list: of a single 0-d tensor torch reads the value, for which the host waits
+        # a list: for a single 0-d tensor torch would call .item(), a host sync
         counted = 1.0 if overflow is None else [1 - overflow] * len(weights)
         torch._foreach_add_([self.state[w]["step"] for w in weights], counted)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import step_hosts
-from bigbatch.trainer.preflight.verdict import NodeFinding
+from bigbatch.trainer.preflight.findings import NodeFinding
 
 MEET_SECONDS = 12.0
 """Seconds to wait for ranks at first."""
@@ -68,7 +68,7 @@ def wait_for_report(control: Control) -> None:
         control.store.set(f"{_ABSENT}/told", "1")
         time.sleep(LEAVE_SECONDS)  # rank 0 holds the store, which the others still read
     else:
-        control.read(f"{_ABSENT}/told", what="verdict of the preflight")
+        control.read(f"{_ABSENT}/told", what="outcome of the preflight")
 
 
 def host_faults(places: Sequence[NodeAddress]) -> list[NodeFinding]:

@@ -36,7 +36,8 @@ class NoiseScale:
         return {"noise_scale": self.estimate, "noise_scale_low": self.low, "noise_scale_high": self.high}
 
 
-NOT_YET: dict[str, float | None] = {"noise_scale": None, "noise_scale_low": None, "noise_scale_high": None}
+NOISE_SCALE_FIELDS = ("noise_scale", "noise_scale_low", "noise_scale_high")
+NOT_YET: dict[str, float | None] = dict.fromkeys(NOISE_SCALE_FIELDS)
 UNMEASURED = "not measured yet"
 """Text of a report in place of NOT_YET."""
 
@@ -138,7 +139,7 @@ def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = Non
 
 def describe_noise_scale(record: Mapping[str, Any]) -> str:
     """Return a record's noise scale as text, with its band."""
-    estimate, low, high = (record[name] if _can_be_measured(record.get(name)) else None for name in NOT_YET)
+    estimate, low, high = (record[name] if _can_be_measured(record.get(name)) else None for name in NOISE_SCALE_FIELDS)
     if low is None:
         return UNMEASURED
     if estimate is None:

@@ -266,7 +266,7 @@ def test_factor_of_intervals_gives_each_system_the_same_weight():
     assert quantile_of({}, 0.9) is None
 
 
-def test_intervals_of_hardly_checked_carriers_are_those_of_other_families_with_such_carriers():
+def test_intervals_of_carriers_with_few_measurements_are_those_of_other_families_with_such_carriers():
     def predicted(family, change, ratio):
         found = predict_row(Row(EIGHT | change | {"id": family, "family": family}), [Row(ONE)])
         row = Row(found.row.stated | {"ms_per_step": f"{1e3 * ratio * found.seconds:.6f}"})
@@ -282,7 +282,7 @@ def test_intervals_of_hardly_checked_carriers_are_those_of_other_families_with_s
     reaches = reaches_without(rows, rows)
     factors, below, above = calibrated(rows)
     assert (below, above) == pytest.approx((-math.log(0.9), math.log(1.3)), rel=1e-3)
-    assert factors["ladder"] > 0
+    assert factors["same_system"] > 0
     # each end is that of the two other families: 1.25 and 0.9; 1.3 and none below; 1.3 and 0.9
     assert reaches["one"] == pytest.approx((-math.log(0.9), math.log(1.25)), rel=1e-3)
     assert reaches["three"] == pytest.approx((-math.log(0.9), math.log(1.3)), rel=1e-3)

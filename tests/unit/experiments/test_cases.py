@@ -199,7 +199,7 @@ def test_sweep_dry_run_tells_the_cases_and_writes_nothing(tmp_path: Path, capsys
     assert main([*command, "--only", "short,0", "--run.log_every_steps=7", "--seeds", "2"]) == 0
     out = capsys.readouterr().out
     assert "smooth: optimizer.label_smoothing=0.2\n" in out
-    assert [line.split()[0] for line in out.splitlines() if "missing" in line] == ["0", "2", "5"]
+    assert [line.split()[0] for line in out.splitlines() if "pending" in line] == ["0", "2", "5"]
     assert not (tmp_path / "out").exists()
 
 

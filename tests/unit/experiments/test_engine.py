@@ -136,7 +136,7 @@ def test_sweep_point_is_missing_after_ctrl_c(file: Path, fake: SweepFolder) -> N
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert done.returncode == 130, done.stderr
     assert re.fullmatch("bigbatch: stopped, .*\n", done.stderr)
-    assert states(fake) == ["missing", "missing"]
+    assert states(fake) == ["pending", "pending"]
 
 
 @pytest.mark.long

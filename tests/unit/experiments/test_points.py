@@ -145,7 +145,7 @@ def test_sweep_table_has_what_differs_and_aligns_it(file: Path, capsys: pytest.C
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["point", "nesterov", "ranks", "nodes", "global", "batch", "microbatch", "outcome"]
     assert [row.split() for row in rows][1:3] == [
-        ["1", "true", "1", "1", "9600", "128", "missing"],
-        ["2", "false", "1", "1", "96", "96", "missing"],
+        ["1", "true", "1", "1", "9600", "128", "pending"],
+        ["2", "false", "1", "1", "96", "96", "pending"],
     ]
     assert len({len(row) for row in rows}) == 1

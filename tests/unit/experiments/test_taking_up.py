@@ -55,7 +55,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
 
 @pytest.mark.parametrize(
     ("state", "goes_on", "kept"),
-    [("missing", True, True), ("missing", False, False), ("failed", True, False)],
+    [("missing", True, True), ("pending", True, True), ("pending", False, False), ("failed", True, False)],
 )
 def test_sweep_goes_on_with_a_training_that_was_interrupted_and_measures_speed_anew(
     state: str, goes_on: bool, kept: bool, begun: Begun
@@ -75,7 +75,7 @@ def test_sweep_leaves_a_run_alone_that_outlived_its_sweep(
         begun.go(goes_on=goes_on)
     assert begun.found == []
     assert begun.checkpoint.exists()
-    assert begun.folder.read_state(0)["state"] == "missing"
+    assert begun.folder.read_state(0)["state"] == "pending"
     begun.go(goes_on=goes_on)
     assert begun.found == [goes_on]
 
@@ -87,7 +87,7 @@ def test_sweep_point_that_found_the_disk_full_has_not_failed(
     monkeypatch.setattr(running, "point_command", lambda *_: ["sh", "-c", f"echo '{words}'; exit 1"])
     with pytest.raises(RunFolderError, match=naming("point 0", "free disk space")):
         begun.go(goes_on=True)
-    assert begun.folder.read_state(0)["state"] == "missing"
+    assert begun.folder.read_state(0)["state"] == "pending"
     assert begun.checkpoint.exists()
 
 

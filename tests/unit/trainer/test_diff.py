@@ -103,9 +103,9 @@ PLACED = {"places": "aaaaaaaabbbbbbbbccccccccdddddddd", "positions": [7, 5, 9, 2
 @pytest.mark.parametrize(
     ("places", "positions", "where", "cause"),
     [
-        ("abdc", [7, 5, 2, 9], " at 2 of 4 places, first at place 2: images 9 and 2 of the split", "another order of"),
-        ("axcd", [7, 5, 9, 2], " at 1 of 4 places, first at place 1: image 5 of the split in both", "another way to"),
-        ("abcx", [7, 5, 9, 3], " at 1 of 4 places, first at place 3: images 2 and 3 of the split", "other images: "),
+        ("abdc", [7, 5, 2, 9], " at 2 of 4 indices, first at index 2: images 9 and 2 of the split", "another order of"),
+        ("axcd", [7, 5, 9, 2], " at 1 of 4 indices, first at index 1: image 5 of the split in both", "another way to"),
+        ("abcx", [7, 5, 9, 3], " at 1 of 4 indices, first at index 3: images 2 and 3 of the split", "other images: "),
         ("abcd", [7, 5, 9, 2], "", "other images, another order"),  # a digest of so few letters, and the same
         ("abc", [7, 5, 9], "", "other images, another order"),
     ],
@@ -171,9 +171,9 @@ def step(images: str = "p", gradients: str = "gg", state: str = "ss") -> dict[st
     ("odd", "lines"),
     [
         (step(images="q", gradients="xx"), ["step 2: the images of the global batch differ", "another order"]),
-        (step(gradients="xg"), ["step 2: images are equal; gradient of a is the first of 1 of 2 gradients", "a bit"]),
-        (step(gradients="xy"), ["step 2: images are equal; gradient of a is the first of 2 of 2", "another kernel"]),
-        (step(state="sx"), ["step 2: images, gradients are equal; b is the first of 1 of 2 weights", "a bit that"]),
+        (step(gradients="xg"), ["step 2: images are equal; 1 of 2 gradients differ, first that of a", "a bit"]),
+        (step(gradients="xy"), ["step 2: images are equal; 2 of 2 gradients differ", "another kernel"]),
+        (step(state="sx"), ["step 2: images, gradients are equal; 1 of 2 weights and state differ, first b", "a bit"]),
     ],
 )
 def test_diff_names_the_first_step_phase_and_tensor(
@@ -206,30 +206,30 @@ SPREAD = spread(layers={"conv": "cccc", "fc": "ffff"})
     [
         (
             spread(layers={"conv": "cccc", "fc": "fxxx"}, before="gggx"),
-            "step 2: images are equal; fc is the first of 1 of 2 activations that differ, "
-            "in microbatches 1, 2, 3 of 0 to 3 (ranks 0, 1)",
+            "step 2: images are equal; 1 of 2 activations differ, first that of fc; "
+            "in microbatches 1, 2, 3 (of 0 to 3), computed by ranks 0, 1",
             "likely cause: another kernel in this layer or before it, or another number of threads; config",
         ),
         (
             spread(layers={"conv": "cccc", "fc": "ffff"}, before="ggxg", gradients="xx"),
-            "step 2: images, activations are equal; gradient of b is the first of 1 of 2 gradients before the sum "
-            "that differ, in microbatch 2 of 0 to 3 (rank 1)",
+            "step 2: images, activations are equal; 1 of 2 gradients before the sum differ, first that of b; "
+            "in microbatch 2 (of 0 to 3), computed by rank 1",
             "likely cause: rank 1 computes other values from the same images: a bit that flipped",
         ),
         (
             spread(layers={"conv": "xxxx", "fc": "xxxx"}, ranks=(0, 0, 0, 0)),
-            "step 2: images are equal; conv is the first of 2 of 2 activations that differ, in all 4 microbatches",
+            "step 2: images are equal; 2 of 2 activations differ, first that of conv; in all 4 microbatches",
             "likely cause: another kernel",
         ),
         (
             spread(layers={"conv": "cxcc", "fc": "fxff"}, ranks=(0, 1, 2, 3)),
-            "step 2: images are equal; conv is the first of 2 of 2 activations that differ, in microbatch 1 of 0 to "
-            "3 (rank 0 in the first run, rank 1 in the second)",
+            "step 2: images are equal; 2 of 2 activations differ, first that of conv; in microbatch 1 (of 0 "
+            "to 3), computed by rank 0 in the first run, rank 1 in the second",
             "likely cause: another kernel",
         ),
         (
             spread(layers={"conv": "cccc", "fc": "ffff"}, gradients="xx"),
-            "step 2: images, activations, gradients before the sum are equal; gradient of a is the first of 2 of 2",
+            "step 2: images, activations, gradients before the sum are equal; 2 of 2 gradients differ, first that of a",
             "likely cause: another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit",
         ),
     ],

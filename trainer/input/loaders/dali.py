@@ -18,7 +18,7 @@ from bigbatch.errors import ConfigError, DataError, StorageError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.formats import encoded_size, open_image
 from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
-from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
+from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, prefetch
 
 
 class DaliDecoder:
@@ -66,7 +66,7 @@ class DaliDecoder:
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
         if self._device_id is None:
-            return ahead(self._resized(encoded), depth=1)
+            return prefetch(self._resized(encoded), depth=1)
         self._stream = self._stream or torch.cuda.Stream(torch.device("cuda", self._device_id))
         return self._handed_over(encoded)
 
@@ -95,7 +95,7 @@ class DaliDecoder:
                 copied[-1].record(self._stream)
             return images_BHWC
 
-        with closing(ahead(self._decoded(encoded, copy), depth=1)) as batches:
+        with closing(prefetch(self._decoded(encoded, copy), depth=1)) as batches:
             for batch in batches:
                 consumer = torch.cuda.current_stream(self._device_id)
                 consumer.wait_event(copied.popleft())

@@ -12,7 +12,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
-from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
+from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, prefetch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class PillowDecoder:
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch per encoded batch, in order. Raises: UndecodableError naming the image."""
-        return ahead(self._batches(encoded), depth=self.prefetch_batches)
+        return prefetch(self._batches(encoded), depth=self.prefetch_batches)
 
     def close(self) -> None:
         """Do nothing: nothing is kept between calls."""

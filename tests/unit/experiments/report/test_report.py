@@ -231,18 +231,18 @@ def test_report_efficiency_in_doubt_is_no_headline(point: MeasuredPoint, why: st
     base, doubted = (dict(zip(table.head, row, strict=True)) for row in table.rows)
     assert doubted["efficiency"].endswith("% ?")
     assert base["efficiency"] == "100.0%"
-    reasons = doubts_table(found, name=None, again=str)
+    reasons = doubts_table(found, name=None, rerun=str)
     assert why in reasons.rows[0][1]
 
 
 def test_report_names_the_point_that_is_to_be_measured_again() -> None:
     for point, again in (
-        (measured(2, (180.0, 180.0)), "take more steps, or fewer between reports (run.log_every_steps)"),
+        (measured(2, (180.0, 180.0)), "take more steps, or lower run.log_every_steps"),
         (measured(2, (180.0,) * 3, device="gpu"), "state compute.cpu_threads in options, or take the same devices"),
         (measured(2, (60.0, 120.0, 180.0)), "measure 2 ranks again: do 2"),  # it is restless
         (measured(2, (322.0, 322.0, 322.0)), "measure 1 rank again: do 1"),  # 161%: the one beside it was disturbed
     ):
-        assert advice(compare([ONE, point])[1], again=lambda point: f"do {point.ranks}") == again
+        assert advice(compare([ONE, point])[1], rerun=lambda point: f"do {point.ranks}") == again
 
 
 def test_report_headline_is_the_largest_point_that_can_be_stated() -> None:
@@ -257,7 +257,7 @@ def test_report_headline_is_the_largest_point_that_can_be_stated() -> None:
 def test_report_without_doubts_has_no_table_of_them() -> None:
     found = compare([ONE, measured(2, (209.0, 209.0, 209.0))])
     assert doubts(found[1]) == [], "as it varies, 104.5% is perfect"
-    assert doubts_table(found, name=None, again=str).rows == ()
+    assert doubts_table(found, name=None, rerun=str).rows == ()
 
 
 def test_report_plot_leaves_out_what_is_in_doubt() -> None:
@@ -383,8 +383,8 @@ def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pyte
     write_point(tmp_path, 1, {"ranks": 4}, state="missing")
     report(tmp_path)
     printed = capsys.readouterr().out
-    assert "fewer than 2 reports: take more steps, or fewer between reports" in printed
-    assert "missing" in printed
+    assert "fewer than 2 log records: raise steps, or lower run.log_every_steps" in printed
+    assert "pending" in printed
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def reports_at(rate: float) -> str:
     [
         ("run/summary.json", "{}", "its files are damaged: 'global_batch_size' is missing"),
         ("run/summary.json", "{", "summary.json is not readable"),
-        ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 reports"),
+        ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 log records"),
         ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),
         ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "a report without its step"),
         *(("run/metrics.jsonl", reports_at(rate), "a valid rate") for rate in (10**400, 0.0, math.nan)),
@@ -453,7 +453,7 @@ def test_report_tells_of_points_that_do_not_compare(sweep: Path, capsys: pytest.
     of_older = {"device": "cpu (1 threads a rank)"}
     path.write_text(json.dumps(json.loads(path.read_text()) | of_older))
     report(sweep)
-    told = "The points do not compare in device: cpu; cpu (1 thread per rank)."
+    told = "The points are not comparable: device differs (cpu; cpu (1 thread per rank))."
     assert told in capsys.readouterr().out
     assert told in (sweep / "report/report.html").read_text()
 

@@ -193,7 +193,7 @@ def test_second_interrupt_presses_and_a_deaf_trial_is_killed(tmp_path, monkeypat
     stop_after(asked.is_set, signal.SIGINT)
     records, _ = run(tmp_path, lambda *_: [sys.executable, "-c", DEAF])
     assert records is None
-    assert states(tmp_path) == ["missing"]
+    assert states(tmp_path) == ["pending"]
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from bigbatch.experiments.launch_option import Launch
 from bigbatch.experiments.search import options
 from bigbatch.experiments.search.options import parse_search
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.doctor import consult
+from bigbatch.trainer.doctor import command as doctor_command
 
 WORDS = ("tune", "search", "--config", "quickstart", "--space", SPACE, "--trials", "4", "--epochs", "2", "--study")
 
@@ -56,7 +56,7 @@ def test_tune_search_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys)
     [
         (options.main, [*WORDS[2:], "runs/search"], (" 2: ", "--launch")),
         (recommend.main, ["runs/one"], ("one process, not 2",)),
-        (consult.main, ["--config", "quickstart"], ("bigbatch doctor ", "bigbatch launch")),
+        (doctor_command.main, ["--config", "quickstart"], ("bigbatch doctor ", "bigbatch launch")),
     ],
 )
 def test_command_that_starts_ranks_refuses_to_be_one(command, words, named, monkeypatch):

@@ -11,8 +11,8 @@ from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.launch.simulate.plan_search import (
     MIN_GAIN,
     exposed_seconds,
+    schedule_transfers,
     search_plan,
-    simulate,
 )
 
 
@@ -34,7 +34,7 @@ def one_each(tensors: list[TensorSpec]) -> PlanSizes:
 def test_plan_has_transfers_wait_for_gradients_and_each_other() -> None:
     tensors = specs(400, 400, 400)
     plan = one_each(tensors).plan(tensors)
-    transfers = simulate(plan, backward(1.0, 2.0, 9.0), lambda n: n / 100)
+    transfers = schedule_transfers(plan, backward(1.0, 2.0, 9.0), lambda n: n / 100)
     assert [(t.ready_seconds, t.start_seconds, t.end_seconds) for t in transfers] == [(1, 1, 5), (2, 5, 9), (9, 9, 13)]
     assert [t.num_bytes for t in transfers] == [400, 400, 400]
 

@@ -206,7 +206,7 @@ def interval(job: SimulatedJob, uncertainty: Uncertainty) -> tuple[float, float]
 
 
 def test_interval_is_each_cause_s_spread_in_squares_times_its_factor(monkeypatch):
-    monkeypatch.setattr("bigbatch.launch.simulate.interval.FACTORS", {"ladder": 2.0})
+    monkeypatch.setattr("bigbatch.launch.simulate.interval.FACTORS", {"same_system": 2.0})
     alone = SimulatedJob(FOUR, replace(PAIR, num_nodes=1), InGroups(1))
     assert interval(alone, Uncertainty(0.03)) == pytest.approx((0.06, 0.06))
     monkeypatch.setattr("bigbatch.launch.simulate.interval.UNCHECKED_REACH", (0.1, 0.5))
@@ -217,7 +217,7 @@ def test_interval_is_each_cause_s_spread_in_squares_times_its_factor(monkeypatch
         assert (interval(job, Uncertainty(0.0))[1] >= 0.499) == is_widened, carrier
     inside = replace(PAIR, num_nodes=1, devices_per_node=2)
     for carrier, is_widened in (("host", 1), ("servers", 1), ("sockets", 0), ("nccl", 0)):
-        assert replace(inside, carrier=carrier).is_hardly_checked == is_widened, carrier
+        assert replace(inside, carrier=carrier).has_few_measurements == is_widened, carrier
     # 0.1 s of images and 0.1 s of sums in one group, which the unknown link makes 3 times as long, or a third of it
     slow = SimulatedJob(FOUR, replace(PAIR, across_bytes_per_second=4e4), InGroups(1))
     assert interval(slow, Uncertainty(0.0, has_unknown_link=True)) == pytest.approx(

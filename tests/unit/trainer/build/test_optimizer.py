@@ -260,7 +260,7 @@ AVERAGE = {"ema_decay": 0.9, "ema_every_steps": 1}
         (SCHEDULE_FREE, {"options": {"momentum": 1.5}}, ("optimizer.options={'momentum': 1.5} ", ": 1.5")),
         ("torch.optim.Rprop", {}, ("optimizer.weight_decay=0.01 ", "torch.optim.Rprop", " 0")),
         (SCHEDULE_FREE, AVERAGE, ("optimizer.ema_decay=0.9 ", SCHEDULE_FREE, "optimizer.ema_every_steps", "null")),
-        ("sgd", {"lr_factors": {"fc.*": 2.0}}, ("optimizer.lr_factors: 'fc.*' ",)),  # which decides for nothing
+        ("sgd", {"lr_factors": {"fc.*": 2.0}}, ("optimizer.lr_factors: pattern 'fc.*' ",)),  # which decides for nothing
     ],
 )
 def test_make_optimizer_refuses_in_one_line_that_names_the_key(

@@ -30,8 +30,8 @@ from bigbatch.trainer.datasets.check import (
     imagenet_finding,
     list_folder,
 )
+from bigbatch.trainer.datasets.check_image import TRAITS, examine
 from bigbatch.trainer.datasets.check_report import finding_lines, print_report, write_json
-from bigbatch.trainer.datasets.examine import TRAITS, examine
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.order import eval_requests, read_index

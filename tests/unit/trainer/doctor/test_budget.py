@@ -15,7 +15,7 @@ from rich.console import Console
 from bigbatch.errors import DoctorError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.doctor import consult
+from bigbatch.trainer.doctor import command as doctor_command
 from bigbatch.trainer.doctor.budget import Budget
 from bigbatch.trainer.doctor.examine import IMAGES, Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import Probes
@@ -106,7 +106,7 @@ def run(machine: Machine, *, seconds: float = 60.0) -> ExaminationResults:
     findings = ExaminationResults()
     Examination(
         config=machine.config,
-        whole=machine.config,
+        full_config=machine.config,
         batches=IMAGES,
         seconds=0.5,
         turns=3,
@@ -156,13 +156,13 @@ def test_start_and_turns_of_what_only_names_may_take_longer_than_the_budget(monk
         machine.spend(machine.start_seconds, limit=start_seconds)
         return Process(machine, {})
 
-    monkeypatch.setattr(consult, "ProbeChild", start)
-    consult._examine(
-        consult._parser().parse_args(["--config", "quickstart", "--quick", "--only", "layout"]),
+    monkeypatch.setattr(doctor_command, "ProbeChild", start)
+    doctor_command._examine(
+        doctor_command._parser().parse_args(["--config", "quickstart", "--quick", "--only", "layout"]),
         findings,
         Console(file=io.StringIO()),
         config=machine.config,
-        whole=machine.config,
+        full_config=machine.config,
         budget=Budget(60.0, clock=lambda: machine.now, started=0.0),
     )
     assert [(row.candidate.name, row.failure) for row in findings.rows] == [("layout", "")]
@@ -179,7 +179,7 @@ def test_nothing_is_cut_or_left_out_without_a_budget() -> None:
 @pytest.mark.parametrize(
     ("used", "named"),
     [
-        (19.0, ("was ended; a step of 64 images took 9.0 s: 20 s are too few here", "--within")),
+        (19.0, ("was ended; a step of 64 images took 9.0 s", "--within 20 ")),
         (1.0, ("was ended$",)),  # another reason than the budget's end
     ],
 )
@@ -190,10 +190,10 @@ def test_config_that_no_budget_holds_says_what_one_step_takes(
         findings.steps = {"images": 64, "seconds": 9.0}
         raise DoctorError("took longer than 3 s, and was ended")
 
-    monkeypatch.setattr(consult, "_examine", slow)
-    monkeypatch.setattr(consult, "Budget", partial(Budget, clock=lambda: used, started=0.0))
+    monkeypatch.setattr(doctor_command, "_examine", slow)
+    monkeypatch.setattr(doctor_command, "Budget", partial(Budget, clock=lambda: used, started=0.0))
     with pytest.raises(DoctorError) as caught:
-        consult.main(["--config", "quickstart", "--within", "20"])
+        doctor_command.main(["--config", "quickstart", "--within", "20"])
     assert all(re.search(words, str(caught.value)) for words in named)
 
 

@@ -18,8 +18,10 @@ from rich.console import Console
 from bigbatch.errors import ConfigError, DoctorError, RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import KEYS, Config
-from bigbatch.trainer.doctor import consult, speedups, verdict
-from bigbatch.trainer.doctor.consult import introduction, main
+from bigbatch.trainer.doctor import command as doctor_command
+from bigbatch.trainer.doctor import limit as doctor_limit
+from bigbatch.trainer.doctor import speedups
+from bigbatch.trainer.doctor.command import introduction, main
 from bigbatch.trainer.doctor.examine import Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
@@ -31,7 +33,7 @@ CPU = Machine(device="cpu", device_type="cpu", capability=None, num_cores=4, wor
 GPU = Machine(device="a GPU", device_type="cuda", capability=(9, 0), num_cores=16, world_size=1)
 QUICKSTART = load_config(["--config", "quickstart"])
 RESNET = load_config(["--config", "imagenet/resnet50_8k"])
-RATES = verdict.DoctorRates(
+RATES = doctor_limit.DoctorRates(
     together=900.0,
     input_alone=4000.0,
     model_alone=1000.0,
@@ -59,23 +61,23 @@ RATES = verdict.DoctorRates(
     ],
 )
 def test_limit_is_the_longest_wait(changes: dict[str, float], limit: str) -> None:
-    assert verdict.find_limit(replace(RATES, **changes)) == limit
+    assert doctor_limit.find_limit(replace(RATES, **changes)) == limit
 
 
-def test_verdict_in_words() -> None:
+def test_limit_in_words() -> None:
     assert RATES.roofline_share == pytest.approx(0.25)  # 1,000 x 2e9 of 8e12
-    text = "\n".join(verdict.explain(RATES))
+    text = "\n".join(doctor_limit.explain(RATES))
     assert "limited by the model's own work: 1.0% of a step waits for images, 2.0% for sums" in text
     assert "the input alone 4,000, the model alone (on generated tensors) 1,000, together 900" in text
     assert "25.0% of the 8.0 TFLOP/s" in text
     assert "compete" not in text
-    assert "they reach 80% of the slower one" in verdict.explain(replace(RATES, together=800.0))[-1]
-    assert "50.0 GFLOP/s" in verdict.explain(replace(RATES, peak_flops=5e10))[2]
-    assert "4 times as fast as the model" in verdict.explain(replace(RATES, wait_share=0.06))[0]
-    assert "compute.cpu_threads" in verdict.explain(replace(RATES, wait_share=0.06))[0]
-    untold = verdict.explain(replace(RATES, exposed_share=None))[0]
+    assert "they reach 80% of the slower one" in doctor_limit.explain(replace(RATES, together=800.0))[-1]
+    assert "50.0 GFLOP/s" in doctor_limit.explain(replace(RATES, peak_flops=5e10))[2]
+    assert "4 times as fast as the model" in doctor_limit.explain(replace(RATES, wait_share=0.06))[0]
+    assert "compute.cpu_threads" in doctor_limit.explain(replace(RATES, wait_share=0.06))[0]
+    untold = doctor_limit.explain(replace(RATES, exposed_share=None))[0]
     assert "waits for images; a captured step does not show the waits for sums over ranks" in untold
-    assert "the GPU works 40% of the time" in verdict.explain(replace(RATES, busy_share=0.4))[0]
+    assert "the GPU works 40% of the time" in doctor_limit.explain(replace(RATES, busy_share=0.4))[0]
 
 
 def test_profile_intervals_count_overlaps_once() -> None:
@@ -236,7 +238,7 @@ def names(found: list[Candidate] | list[Unmeasured]) -> set[str]:
 
 def find(config: Config, machine: Machine, limit: str = "compute") -> tuple[list[Candidate], list[Unmeasured]]:
     measured = part_of_step(config, world_size=machine.world_size)
-    return find_candidates(measured, machine, whole=config, limit=limit)
+    return find_candidates(measured, machine, full_config=config, limit=limit)
 
 
 @pytest.mark.parametrize("config", [QUICKSTART, RESNET])
@@ -416,7 +418,7 @@ PART = {"batch.global_batch_size": 8, "batch.microbatch_size": 8, "batch.bn_span
 
 def test_microbatches_are_not_tried_on_a_part_of_one() -> None:
     part = of(RESNET, {"batch.global_batch_size": 8, "batch.microbatch_size": 8, "batch.bn_span": 8})
-    tried, reasons = find_candidates(part, CPU, whole=RESNET, limit="compute")
+    tried, reasons = find_candidates(part, CPU, full_config=RESNET, limit="compute")
     assert not any("batch.microbatch_size" in each.values for each in tried)
     assert {each.why for each in reasons if each.name == "microbatch"} == {speedups.MEASURED_IN_PART}
 
@@ -447,7 +449,7 @@ def test_doctor_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monkey
     def fails(*_: object, **__: object) -> int:
         raise DoctorError("nothing can be measured")
 
-    monkeypatch.setattr(consult, "_examine", fails)
+    monkeypatch.setattr(doctor_command, "_examine", fails)
     (tmp_path / "there.json").touch()
     for path in ("there.json", "made.json"):
         with pytest.raises(DoctorError):

@@ -22,7 +22,8 @@ from bigbatch.errors import DoctorError, RunFolderError
 from bigbatch.trainer.build import compute as build_compute
 from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor import budget, consult
+from bigbatch.trainer.doctor import budget
+from bigbatch.trainer.doctor import command as doctor_command
 from bigbatch.trainer.doctor import mode as doctor_mode
 from bigbatch.trainer.doctor.exchange import ProbeChild
 from bigbatch.trainer.doctor.mode import ChosenMode, choose_mode, graph_hint
@@ -164,7 +165,7 @@ def test_mode_agrees_within_the_bound_of_law_1(precision: str) -> None:
     assert disagreement(loss=loss, gradients=gradients, precision=precision) == ""
     for factor in (1.001, float("inf"), float("nan")):
         assert disagreement(loss=factor * loss, gradients=0.0, precision=precision).startswith("its loss ")
-        assert disagreement(loss=0.0, gradients=factor * gradients, precision=precision).startswith("its gradients ")
+        assert disagreement(loss=0.0, gradients=factor * gradients, precision=precision).startswith("its gradient ")
 
 
 def test_mode_distance_is_relative_to_the_eager_gradient() -> None:
@@ -565,8 +566,8 @@ def test_mode_trial_is_timed_once_all_ranks_are_warm(fails: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({**RIGHT, "gradients": 0.5}, "its gradients and the eager step's differ by 0.5, above 0.01"),
-        ({**RIGHT, "loss": float("nan")}, "its loss or the eager step's: not finite"),
+        ({**RIGHT, "gradients": 0.5}, "its gradient differs from the stated mode's by 0.5, above 0.01"),
+        ({**RIGHT, "loss": float("nan")}, "its loss or that of the stated mode is not finite"),
         ({**RIGHT, "free_share": MIN_FREE / 2}, "it leaves 5% of the memory free, less than 10%"),
         ({"failure": "out of memory"}, "out of memory"),
     ],
@@ -596,7 +597,7 @@ def test_run_folder_may_have_the_name_of_a_trial_command(
     monkeypatch.chdir(tmp_path)
     for words in ([name], [name, "--json"]):
         with pytest.raises(RunFolderError, match=naming(name)):
-            consult.main(words)
+            doctor_command.main(words)
 
 
 def test_mode_trial_is_cut_at_its_limit() -> None:
@@ -663,7 +664,7 @@ def test_mode_that_computes_another_update_is_refused(eager: TrialStep, monkeypa
     trials = trials_of(quickstart(), lambda mode: {**RIGHT, **(wrong if mode.compile else eager).distances(eager)})
     assert trials(Mode(8), limit_seconds=60.0, meet=list).images_per_second > 0
     refused = trials(Mode(8, "default"), limit_seconds=60.0, meet=list)
-    assert re.search(naming("differ by", "above 2e-05"), refused.refusal)
+    assert re.search(naming("differs from", "above 2e-05"), refused.refusal)
     assert wrong.distances(eager)["gradients"] > 100 * BOUNDS["fp32"]
     trials.close()
 

@@ -1,4 +1,4 @@
-"""`bigbatch doctor RUN`: the verdict follows from the run's own records."""
+"""`bigbatch doctor RUN`: the limit follows from the run's own records."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_times_are_those_of_the_last_start_without_its_first_report() -> None:
     assert times.other_seconds == pytest.approx(100 - times.step_seconds)
 
 
-def test_command_prints_the_verdict_or_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_limit_or_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(CONFIG))
     path = tmp_path / "metrics.jsonl"
     assert main(["doctor", str(tmp_path)]) == 1

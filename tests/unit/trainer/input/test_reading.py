@@ -256,7 +256,7 @@ def test_reading_a_read_that_does_not_return_is_named(make, clock):
         next(batches)
     assert clock.now < 2 * (0.2 + 1)
     found = re.fullmatch(
-        r"far/away/6.jpg: reading it has not returned for (.*) s \(data.patience_seconds=0.2\); check whether its "
+        r"far/away/6.jpg: a read has not returned for (.*) s \(data.patience_seconds=0.2\); check whether its "
         r"file system answers",
         str(caught.value),
     )
@@ -306,8 +306,8 @@ def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how, cloc
         list(loader.load([ask(*range(8))]))
     assert clock.now < 2 * (0.4 + 1)
     found = re.fullmatch(
-        r"far/away/(\d).jpg: storage too slow: (\d) of 8 images after (.*) s; a batch may take twice "
-        r"data.patience_seconds=0.4: raise that, or lower batch.microbatch_size",
+        r"far/away/(\d).jpg: storage is too slow: (\d) of 8 images were read in (.*) s, and the limit is 2 \* "
+        r"data.patience_seconds=0.4. Raise data.patience_seconds, or lower batch.microbatch_size",
         str(caught.value),
     )
     # 0.3 s each: the fourth comes after 1.2 s, later than 2 * 0.4 + GRACE_SECONDS

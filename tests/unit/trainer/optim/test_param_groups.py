@@ -30,12 +30,12 @@ class RenamedBatchNorm(nn.BatchNorm2d):
     ],
 )
 def test_param_groups_decay_nothing_of_a_normalisation_layer(norm):
-    verdicts = decays(nn.Sequential(nn.Linear(4, 4), norm))
-    assert {name: decay for name, decay in verdicts.items() if name.startswith("1.")} == {
+    has_decay = decays(nn.Sequential(nn.Linear(4, 4), norm))
+    assert {name: decay for name, decay in has_decay.items() if name.startswith("1.")} == {
         f"1.{name}": False for name, _ in norm.named_parameters()
     }
-    assert verdicts["0.weight"] is True
-    assert verdicts["0.bias"] is False
+    assert has_decay["0.weight"] is True
+    assert has_decay["0.bias"] is False
 
 
 class WithTokens(nn.Module):
@@ -55,8 +55,8 @@ def test_param_groups_leave_out_vectors_and_what_the_model_lists():
 
 
 def test_param_groups_know_biases_under_torchs_other_names():
-    verdicts = decays(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(3, 4)}))
-    assert verdicts == {
+    has_decay = decays(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(3, 4)}))
+    assert has_decay == {
         "attention.in_proj_weight": True,
         "attention.in_proj_bias": False,
         "attention.out_proj.weight": True,
@@ -136,7 +136,7 @@ def test_load_optimizer_state_brings_momentum_and_leaves_settings(optimizer_clas
 def test_load_optimizer_state_refuses_that_of_another():
     lars = stepped(LARS)
     for other in (stepped(torch.optim.SGD, momentum=0.9), stepped(LARS, momentum_form="lr_outside")):
-        with pytest.raises(ValueError, match=naming("momentum_form ", " lr_inside there")):
+        with pytest.raises(ValueError, match=naming("momentum_form ", " lr_inside in the checkpoint")):
             load_optimizer_state(other, lars.state_dict())
     with pytest.raises(ValueError, match=naming("0.bias ", "model.frozen")):
         load_optimizer_state(stepped(LARS, nn.Sequential(nn.Linear(2, 2))), lars.state_dict())

@@ -20,7 +20,8 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.machine.limits import Limits
 from bigbatch.trainer.machine.network import Port
-from bigbatch.trainer.preflight import examine, facts, links
+from bigbatch.trainer.preflight import command as preflight_command
+from bigbatch.trainer.preflight import facts, links
 from bigbatch.trainer.preflight.checks import Host
 from bigbatch.trainer.preflight.facts import RankGpu
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
@@ -131,7 +132,7 @@ def test_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
     for words, name in (([], "ib7"), (["--interface", "ib8"], "ib8")):
         with pytest.raises(CommError, match=f"^interface '{name}': "):
-            examine.main(words)
+            preflight_command.main(words)
 
 
 def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +144,10 @@ def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.
         raise CommError("far enough")
 
     monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
-    monkeypatch.setattr(examine, "connect", connect)
-    monkeypatch.setattr(examine, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
+    monkeypatch.setattr(preflight_command, "connect", connect)
+    monkeypatch.setattr(preflight_command, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
     with pytest.raises(CommError, match="far enough"):
-        examine.main(["--interface", "lo"])
+        preflight_command.main(["--interface", "lo"])
     assert asked == ["lo"]
 
 
@@ -156,10 +157,10 @@ def test_what_the_node_lacks_is_told_and_its_links_are_left(
     """NCCL would not connect where it may lock no memory."""
     port = Port("mlx5_0/1", "ACTIVE", "LinkUp", 400.0, "InfiniBand", has_routable_gid=False)
     host = Host(world_size=2, on_gpus=True, ports=(port,), limits=Limits(locked_bytes=65536, cores=0.5))
-    monkeypatch.setattr(examine, "query_host", lambda asked, *, gpus, address: lambda: host)
-    monkeypatch.setattr(examine, "connect", None)
-    monkeypatch.setattr(examine, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
-    assert examine.main(["--json", str(tmp_path / "facts.json")]) == 4
+    monkeypatch.setattr(preflight_command, "query_host", lambda asked, *, gpus, address: lambda: host)
+    monkeypatch.setattr(preflight_command, "connect", None)
+    monkeypatch.setattr(preflight_command, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
+    assert preflight_command.main(["--json", str(tmp_path / "facts.json")]) == 4
     lines = capsys.readouterr().out.splitlines()
     name = socket.gethostname()
     assert f"bigbatch: {name}: a rank may lock 64 KiB, below 1,048,576: have it unlimited (ulimit -l; " in lines[-4]
@@ -175,12 +176,14 @@ def test_nodes_of_one_machine_know_each_others_processes(
     beside: str, processes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(examine, "machine_id", lambda: "m0")
-    monkeypatch.setattr(examine, "query_host", lambda host, *, gpus, address: asked.append((host, gpus, address)))
+    monkeypatch.setattr(preflight_command, "machine_id", lambda: "m0")
+    monkeypatch.setattr(
+        preflight_command, "query_host", lambda host, *, gpus, address: asked.append((host, gpus, address))
+    )
     env = ProcessEnv("torchrun", 0, 2, 0, 1, "n0", None, interface="lo")
     places = [place(0), place(1, machine=beside)]
     gpus = [RankGpu("n0", 1, "GPU-a", "GPU-a"), RankGpu("n1", 2, "GPU-b", "GPU-b")]
-    examine._query_host(None, env, places, gpus, device=torch.device("cuda", 0), address="10.0.0.1")
+    preflight_command._query_host(None, env, places, gpus, device=torch.device("cuda", 0), address="10.0.0.1")
     ((host, known, address),) = asked
     assert host == Host(
         num_ranks=1,
@@ -206,10 +209,10 @@ def test_gpus_are_asked_for_where_the_job_wants_them(
     words: tuple[str, ...], keeps_to_cpu: bool, wants: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(examine, "query_host", lambda host, *, gpus, address: asked.append(host))
+    monkeypatch.setattr(preflight_command, "query_host", lambda host, *, gpus, address: asked.append(host))
     config = load_config(["--config", "quickstart", *words]) if words else None
     env = ProcessEnv("torchrun", 0, 1, 0, 1, "n0", None, keeps_to_cpu=keeps_to_cpu)
-    examine._query_host(config, env, [], [], device=torch.device("cpu"), address="10.0.0.1")
+    preflight_command._query_host(config, env, [], [], device=torch.device("cpu"), address="10.0.0.1")
     assert [host.wants_gpus for host in asked] == [wants]
 
 
@@ -220,7 +223,7 @@ def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyP
     others = {"meeting of every node": None, "comparison of GPUs": beside}
     control = SimpleNamespace(gather=lambda value, *, what: [value, others[what]])
     env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)
-    nodes, (found,) = examine.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]
+    nodes, (found,) = preflight_command.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]
     assert nodes == []
     for named in ("2 ranks on here", "1 GPU ", "GPU-f", "--device cpu"):
         assert named in found.text

@@ -14,7 +14,7 @@ from stream_order import require_every_wait
 from bigbatch.errors import StorageError
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.loaders import dali
-from bigbatch.trainer.input.reading import EncodedBatch, ahead
+from bigbatch.trainer.input.reading import EncodedBatch, prefetch
 
 pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 SIZE, DEPTH = 4, 2
@@ -68,12 +68,12 @@ class Bench:
 
         monkeypatch.setattr(dali, "_build_pipeline", built)
         monkeypatch.setattr(dali, "from_dlpack", lambda tensor: tensor)
-        monkeypatch.setattr(dali, "ahead", self._traced_ahead)
+        monkeypatch.setattr(dali, "prefetch", self._traced_prefetch)
         self.decoder = dali.DaliDecoder(
             microbatch_size=1, device_id=0, num_threads=1, prefetch_batches=DEPTH, hardware_share=0.0
         )
 
-    def _traced_ahead(self, items: Iterable[Any], *, depth: int) -> Iterator[Any]:
+    def _traced_prefetch(self, items: Iterable[Any], *, depth: int) -> Iterator[Any]:
         def recorded() -> Generator[Any, None, None]:
             source, end = iter(items), object()
             try:
@@ -87,7 +87,7 @@ class Bench:
             finally:
                 source.close()  # type: ignore[attr-defined]
 
-        stream = ahead(recorded(), depth=depth)
+        stream = prefetch(recorded(), depth=depth)
         try:
             for item, marker in stream:
                 self.gpu.trace.wait(self.gpu.thread, [marker])
@@ -154,7 +154,7 @@ def test_dali_stream_a_thread_feeds_while_the_step_computes(bench: Bench) -> Non
     batches.close()
     (pipeline,) = bench.pipelines
     # the rest is drained by the thread that closes
-    assert {name.split("_")[0] for name in pipeline.feeders[: DEPTH + 1]} == {"bigbatch-ahead"}
+    assert {name.split("_")[0] for name in pipeline.feeders[: DEPTH + 1]} == {"bigbatch-prefetch"}
     assert len(list(bench.decoder.decode(read(range(3))))) == 3
 
 

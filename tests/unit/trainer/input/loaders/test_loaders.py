@@ -24,7 +24,7 @@ from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index
-from bigbatch.trainer.input.reading import ahead
+from bigbatch.trainer.input.reading import prefetch
 
 SIZE = 64
 CROP = random_resized_crop(seed=7)
@@ -256,12 +256,12 @@ def test_loaders_webp_size_reads_the_header_of_whole_images(kind, monkeypatch):
 
 def test_loaders_ahead_keeps_order_and_bounds_its_lead():
     drawn = []
-    items = ahead((drawn.append(n) or n for n in range(20)), depth=3)
+    items = prefetch((drawn.append(n) or n for n in range(20)), depth=3)
     assert [next(items) for _ in range(5)] == list(range(5))
     items.close()
     assert drawn == list(range(len(drawn)))
     assert len(drawn) <= 5 + 3
-    assert list(ahead(iter(range(4)), depth=9)) == [0, 1, 2, 3]
+    assert list(prefetch(iter(range(4)), depth=9)) == [0, 1, 2, 3]
 
 
 def test_loaders_closing_ahead_ends_its_source():
@@ -274,7 +274,7 @@ def test_loaders_closing_ahead_ends_its_source():
             ended.append("source")
 
     held = source()
-    items = ahead(held, depth=2, on_close=lambda: ended.append("asked"))
+    items = prefetch(held, depth=2, on_close=lambda: ended.append("asked"))
     next(items)
     items.close()
     assert ended == ["asked", "source"]

@@ -8,8 +8,8 @@ import pytest
 from hand_made_nodes import GBIT, blamed, cluster, node, place, texts
 
 from bigbatch.trainer.machine.gpu_driver import Clock
+from bigbatch.trainer.preflight.findings import find_faults, find_minority, gbit, remarks
 from bigbatch.trainer.preflight.meeting import absence_findings, host_faults
-from bigbatch.trainer.preflight.verdict import find_faults, find_minority, gbit, remarks
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
@@ -71,7 +71,7 @@ def test_slow_links_of_two_nodes_have_none_to_compare_with() -> None:
         ({"free_gb": {"/dev/shm": 0.064}}, "n1: /dev/shm has 0.064 GB left, below 0.5: free some, or start the"),
         ({"free_gb": {}, "disk_trouble": {"runs": "no answer within 8 s"}}, "n1: runs: no answer within 8 s"),
         ({"complaint": "data/train: no such folder"}, "n1: data/train: no such folder"),
-        ({"images": {"classes": 1000, "training": 5, "validation": 6}}, "n1: sees other data, {'classes': 1000, 'tr"),
+        ({"images": {"classes": 1000, "training": 5, "validation": 6}}, "n1: has 1,000 classes, 5 training, 6 valid"),
         ({"address": "127.0.1.1"}, "n1: its address is 127.0.1.1, which other nodes cannot reach"),
         ({"hardware": {"RDMA ports": "7 of 400 Gbit/s"}}, "n1: RDMA ports 7 of 400 Gbit/s, elsewhere none"),
         ({"troubles": {"driver": ["nvidia-smi: no answer"]}}, "n1: nvidia-smi: no answer: see nvidia-smi there"),
@@ -105,10 +105,10 @@ def test_node_that_no_other_node_reaches_or_that_reaches_none_is_named_once() ->
     nodes = [replace(each, unreachable=("n1",)) for each in cluster()]
     nodes[1] = replace(nodes[1], unreachable=())
     (text,) = texts(nodes)
-    assert text.startswith("n1: 3 of 3 nodes cannot connect to 10.0.0.1, and it cannot connect to 0")
+    assert text.startswith("n1: 3 of 3 nodes cannot connect to 10.0.0.1; it cannot connect to 0 of them: ")
     assert blamed(nodes) == ["n1"]
     (text,) = texts(cluster(unreachable=("n0", "n2", "n3")))
-    assert text.startswith("n1: 0 of 3 nodes cannot connect to 10.0.0.1, and it cannot connect to 3")
+    assert text.startswith("n1: 0 of 3 nodes cannot connect to 10.0.0.1; it cannot connect to 3 of them: ")
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -119,8 +119,8 @@ def test_pair_that_does_not_meet_is_named(count: int) -> None:
 @pytest.mark.parametrize(
     ("clock", "told"),
     [
-        (Clock(900.0, ()), "n1: the GPU of rank 3 works at 900 MHz, the median one at 1,980: look at nvidia-smi -q"),
-        (Clock(1980.0, ("heat",)), "n1: the GPU of rank 3 works at 1,980 MHz, slowed by heat, the median one at 1,980"),
+        (Clock(900.0, ()), "n1: the GPU of rank 3 runs at 900 MHz; the median GPU runs at 1,980: look at "),
+        (Clock(1980.0, ("heat",)), "n1: the GPU of rank 3 runs at 1,980 MHz, slowed by heat; the median GPU runs at "),
     ],
 )
 def test_gpu_with_a_low_clock_is_named(clock: Clock, told: str) -> None:

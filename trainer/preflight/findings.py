@@ -13,7 +13,7 @@ from bigbatch.trainer.preflight.checks import CHECKS
 MIN_FREE_GB = 1.0
 MIN_SHM_GB = 0.5
 SLOW_SHARE = 0.7
-"""Share of the median node's rate below which a node is slow: below the noise between equal nodes."""
+"""Share of the median node's rate below which a node is slow. Equal nodes differ by less."""
 SLOW_LINK_SHARE = 0.6
 IMAGENET = {"classes": 1000, "training": IMAGENET_COUNTS["train"], "validation": IMAGENET_COUNTS["val"]}
 
@@ -87,7 +87,7 @@ def find_faults(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def clear_common(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Clear hosts in findings of one kind if they concern all of several nodes: then no single node is at fault."""
+    """Return findings of one kind, without hosts if they name all of several nodes: then no single node is at fault."""
     if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
     return found
@@ -135,9 +135,9 @@ def _reachability(nodes: Sequence[Node]) -> list[NodeFinding]:
         # with two nodes, either may be at fault
         if others > 1 and max(len(not_reached_by), len(node.unreachable)) > others / 2:
             blamed.add(node.host)
-            text = f"{len(not_reached_by)} of {others} nodes cannot connect to {node.address}, and it cannot connect to"
+            text = f"{len(not_reached_by)} of {others} nodes cannot connect to {node.address}; it cannot connect to"
             remedy = "look at its interface, cable and firewall"
-            found.append(NodeFinding.at(node.host, f"{text} {len(node.unreachable)}: {remedy}"))
+            found.append(NodeFinding.at(node.host, f"{text} {len(node.unreachable)} of them: {remedy}"))
     for node in nodes:
         for other in node.unreachable:
             if not blamed & {node.host, other}:
@@ -190,9 +190,10 @@ def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
     bad = [NodeFinding.at(node.host, node.complaint) for node in nodes if node.complaint]
     if len(bad) == len(nodes):  # no node's fault
         return [NodeFinding(str(nodes[0].complaint))]
-    counts = {node.host: dict(node.images) for node in nodes if not node.complaint}
+    named = ((node.host, node.images.items()) for node in nodes if not node.complaint)
+    counts = {host: ", ".join(f"{number:,} {name}" for name, number in images) for host, images in named}
     odd = find_minority(counts)
-    return bad + [NodeFinding.at(host, f"sees other data, {counts[host]} instead of {usual}") for host, usual in odd]
+    return bad + [NodeFinding.at(host, f"has {counts[host]} images; most nodes have {usual}") for host, usual in odd]
 
 
 def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -217,7 +218,7 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding
     for host, rank, clock in clocks:
         if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
             why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
-            text = f"the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at {usual:,.0f}"
+            text = f"the GPU of rank {rank} runs at {clock.mhz:,.0f} MHz{why}; the median GPU runs at {usual:,.0f}"
             remedy = "look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there"
             found.setdefault(clock.slowed_by, []).append(NodeFinding.at(host, f"{text}: {remedy}"))
     return found

@@ -41,12 +41,12 @@ from bigbatch.trainer.run.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
 
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
-"""Each of these: by default, and with --quick."""
+"""Values by default, and with --quick."""
 QUICK_SECONDS = 60.0
 LOAD_SECONDS, LARGE_LOAD = 0.5, 0.1
 """Seconds to measure the share of the cores that other processes use, and the share above which it is reported."""
 MIN_WITHIN = 20.0
-"""Least seconds of --within: torch takes some to start, several times."""
+"""Smallest --within, in seconds: probes start several times, and each imports torch, which takes seconds."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,16 +68,16 @@ def main(argv: Sequence[str]) -> int:
     arguments, overrides = _parser().parse_known_args(argv)
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
-    whole = load_config(["--config", arguments.config, *overrides], prog="bigbatch doctor")
-    if isinstance(why_not := try_values(whole, {}, world_size=arguments.ranks), str):
+    full_config = load_config(["--config", arguments.config, *overrides], prog="bigbatch doctor")
+    if isinstance(why_not := try_values(full_config, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
-    config = part_of_step(whole, world_size=arguments.ranks)
+    config = part_of_step(full_config, world_size=arguments.ranks)
     for path in (arguments.json, arguments.out):
         if path:
             with writing(path):
                 require_nameable(path)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    print_lines(introduction(config, whole, num_ranks=arguments.ranks))
+    print_lines(introduction(config, full_config, num_ranks=arguments.ranks))
     if budget.is_limited:
         print_line(f"time budget: {budget.seconds:g} s; measurements that do not fit are listed at the end")
     load = psutil.cpu_percent(interval=LOAD_SECONDS) / 100  # before anything is started here
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     findings, code = ExaminationResults(), 0
     try:
         with handling_stops(signal.default_int_handler):  # no probe and no folder outlives it either
-            _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
+            _examine(arguments, findings, console, config=config, full_config=full_config, budget=budget)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except DoctorError as error:
@@ -97,11 +97,11 @@ def main(argv: Sequence[str]) -> int:
             raise
         step = findings.steps
         slow = f"; a step of {step['images']} images took {step['seconds']:.1f} s" if step else ""
-        raise DoctorError(f"{error}{slow}: {budget.seconds:g} s are too few here: raise --within") from error
+        raise DoctorError(f"{error}{slow}. --within {budget.seconds:g} is too short here: raise it") from error
     print_report(
         findings, console, config=config, command=["bigbatch", "train", "--config", arguments.config, *overrides]
     )
-    _write(argv, arguments, findings, config=config, whole=whole, load=load)
+    _write(argv, arguments, findings, config=config, full_config=full_config, load=load)
     return code
 
 
@@ -111,7 +111,7 @@ def _write(
     findings: ExaminationResults,
     *,
     config: Config,
-    whole: Config,
+    full_config: Config,
     load: float,
 ) -> None:
     """Write --json and --out. Raises: RunFolderError."""
@@ -138,14 +138,14 @@ def _write(
         with writing(arguments.json):
             write_named(arguments.json, (json.dumps(record, indent=1) + "\n").encode())
     if arguments.out and findings.is_complete:
-        recommended = try_values(whole, findings.advice, world_size=arguments.ranks)
+        recommended = try_values(full_config, findings.advice, world_size=arguments.ranks)
         assert isinstance(recommended, Config), "candidates are legal"
         with writing(arguments.out):
             write_named(arguments.out, dump_config(recommended).encode())
         print_line(f"written: {arguments.out}")
 
 
-def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
+def introduction(config: Config, full_config: Config, *, num_ranks: int) -> str:
     batch = config.batch
     division = divide_batch(batch, world_size=num_ranks)
     text = (
@@ -153,9 +153,9 @@ def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
         f"{config.data.loader}; a step of {batch.global_batch_size} images = {shares(division, batch.microbatch_size)}"
     )
     text = "\n".join((text, *uneven(division)))
-    if batch.global_batch_size == whole.batch.global_batch_size:
+    if batch.global_batch_size == full_config.batch.global_batch_size:
         return text
-    return f"{text}\n(a part of the global batch of {whole.batch.global_batch_size}, too large for so few ranks)"
+    return f"{text}\n(a part of the global batch of {full_config.batch.global_batch_size}, too large for so few ranks)"
 
 
 def _examine(
@@ -164,7 +164,7 @@ def _examine(
     console: Console,
     *,
     config: Config,
-    whole: Config,
+    full_config: Config,
     budget: Budget,
 ) -> None:
     limit, numbers = arguments.limit or LIMIT[arguments.quick], count()
@@ -183,7 +183,7 @@ def _examine(
         try:
             Examination(
                 config=config,
-                whole=whole,
+                full_config=full_config,
                 batches=TENSORS if arguments.generated or config.data.loader == "synthetic" else IMAGES,
                 seconds=arguments.seconds or SECONDS[arguments.quick],
                 turns=TURNS[arguments.quick],

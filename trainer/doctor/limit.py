@@ -42,9 +42,9 @@ class DoctorRates:
 def limiting_wait(
     wait_share: float, exposed_share: float, *, input_alone: float | None, model_alone: float | None
 ) -> str | None:
-    """Return input, cores or network, by the longer wait of a step; None if both are short.
+    """Return what the longer wait of a step is for: "input", "cores" or "network"; None if both are below LARGE_SHARE.
 
-    input_alone, model_alone: their rates in images/s, None if unknown: an input that is fast alone lacks cores.
+    input_alone, model_alone: rates in images/s, None if unknown; a wait for an input that is fast alone is for cores.
     """
     if max(wait_share, exposed_share) < LARGE_SHARE:
         return None
@@ -54,7 +54,7 @@ def limiting_wait(
 
 
 def find_limit(rates: DoctorRates) -> str:
-    """Return input, cores, network, launch or compute: the longest wait above the limit, else the work itself."""
+    """Return what limits the rate: the longer wait, as limiting_wait; else "launch" or "compute"."""
     rates_alone = {"input_alone": rates.input_alone, "model_alone": rates.model_alone}
     if wait := limiting_wait(rates.wait_share, rates.exposed_share or 0.0, **rates_alone):
         return wait
@@ -62,7 +62,7 @@ def find_limit(rates: DoctorRates) -> str:
 
 
 def explain(rates: DoctorRates) -> list[str]:
-    """Return the verdict as text: the limit, each part's rate alone, and the distance from the roofline."""
+    """Return the limit as text: its cause, each part's rate alone, and the distance from the roofline."""
     sums = "; a captured step does not show the waits for sums over ranks"
     if rates.exposed_share is not None:
         sums = f", {rates.exposed_share:.1%} for sums over ranks"

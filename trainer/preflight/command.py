@@ -29,6 +29,7 @@ from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.checks import Host, links_are_broken
 from bigbatch.trainer.preflight.facts import RankGpu, gather_facts, host_fields, machine_id, query_host
+from bigbatch.trainer.preflight.findings import Node, NodeFinding, find_faults, gbit, remarks
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.meeting import (
     MEET_SECONDS,
@@ -39,7 +40,6 @@ from bigbatch.trainer.preflight.meeting import (
     wait_for_report,
 )
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
-from bigbatch.trainer.preflight.verdict import Node, NodeFinding, find_faults, gbit, remarks
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
         wait_for_report(control)
         return UNFIT
     # no rank exits before rank 0 has reported: a launcher that sees code 4 ends the others
-    verdicts = control.gather_text("unfit" if findings else "", what="verdict of the preflight")
-    return UNFIT if verdicts[0] else 0
+    outcomes = control.gather_text("unfit" if findings else "", what="outcome of the preflight")
+    return UNFIT if outcomes[0] else 0
 
 
 def _parser() -> argparse.ArgumentParser:

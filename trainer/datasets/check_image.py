@@ -40,12 +40,11 @@ TRAITS = {
 }
 
 IMAGE = np.dtype(
-    [("digest", "u8", 2), ("num_bytes", "i8"), ("sides", "i4", 2), ("form", "S12"), ("traits", "u2"), ("fit", "?")]
+    [("digest", "u8", 2), ("num_bytes", "i8"), ("sides", "i4", 2), ("format", "S12"), ("traits", "u2"), ("is_ok", "?")]
 )
-"""One row per image; sides are (height, width), traits a bit for each of TRAITS in order, form such as JPEG RGB.
+"""One row per image; sides are (height, width), traits a bit for each of TRAITS in order, format such as JPEG RGB.
 
-sides, form and traits are zero unless fit. 47 bytes, so that a million images take 47 MB."""
-
+sides, format and traits are zero unless is_ok. 47 bytes, so that a million images take 47 MB."""
 
 Part = tuple[str, np.ndarray, list[tuple[str, str]]]
 """A split, a row of dtype IMAGE for each of some of its images, in order, and (kind, reason) of each bad one.
@@ -72,7 +71,7 @@ def kind_of_fault(data: bytes, error: Exception) -> str:
 
 
 def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[tuple[int, int], str, int]:
-    """Return (height, width), form and traits of a stored image; with decode False from its headers alone.
+    """Return (height, width), format and traits of a stored image; with decode False from its headers alone.
 
     Raises: DataError naming path.
     """
