@@ -461,7 +461,8 @@ def leaving(**told: object) -> tuple[communicator.Communicator, list[str]]:
     """An open connection, and notes of how it is left. told: of its backend and failure detector."""
     noted = list[str]()
     played: Any = Played(name="single", timeout_seconds=60.0, verdict=None, has_failed=False, oldest=lambda: None)
-    for name, word in {"close": "closed", "leave": "left", "end_well": "ended", "crash": "reported"}.items():
+    calls = {"publish_departure": "left", "close": "closed", "publish_success": "ended", "publish_crash": "reported"}
+    for name, word in calls.items():
         setattr(played, name, lambda *_, word=word, **__: noted.append(word))
     vars(played).update(told, detector=played)
     met = connect(env=ALONE, device=CPU)
