@@ -19,7 +19,7 @@ from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.joined_rank import JoinedRank
 from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.owner import Owner, own_claim, take_over, take
+from bigbatch.trainer.run.owner import Owner, own_claim, take, take_over
 from bigbatch.words import count
 
 Connected = tuple[Communicator, dict[str, Any] | None]

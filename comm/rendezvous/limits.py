@@ -8,8 +8,7 @@ STORE_LOOK_SECONDS = 0.05
 LOOK_SECONDS = 1.0
 """Longest pause between two checks of the operation under way, and limit of one wait for news."""
 POLL_SECONDS = 0.05
-"""Pause between two checks of a waiting rank for failed ranks. Under a Watch a check costs no request. A job that
-regroups waits for it each time."""
+"""Pause of a waiting rank between checks for failed ranks; no requests under a Watch. Each regrouping waits for it."""
 PEER_CHECK_SECONDS = 1.0
 """Time limit of a check for failed ranks during another wait; also the longest pause between two checks."""
 MAX_PEER_CHECKS_PER_SECOND = 1000

@@ -390,7 +390,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
         connect(backend="nccl", env=TWO, device=torch.device("cuda", 0), timeout_seconds=0.6, warn_seconds=0.2)
     assert set(codes) == {LOST}
     first, *_, last = capfd.readouterr().err.splitlines()
-    assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "rank 1 on node1 has not come"), first)
+    assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "rank 1 on node1 has not started"), first)
     assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "no answer from rank 1 on node1"), last)
 
 

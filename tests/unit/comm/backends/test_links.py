@@ -44,7 +44,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def give_up(seconds: float) -> None:
-    raise TimeoutError("timed out")
+    raise TimeoutError("a rank timed out")
 
 
 def join(

@@ -37,7 +37,7 @@ def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPat
             look(first, second)
         with second.watch.during(label):
             pass
-        assert re.search(naming(label, "rank 1 on node1 has not come"), first.said[-1])
+        assert re.search(naming(label, "rank 1 on node1 has not started"), first.said[-1])
     assert len(first.said) == 2
 
 

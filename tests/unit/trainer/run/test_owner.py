@@ -19,7 +19,7 @@ from owned_folder import owning
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.run import owner as module
-from bigbatch.trainer.run.owner import Claim, has_failed, newest_claim, own_claim, take_over, take
+from bigbatch.trainer.run.owner import Claim, has_failed, newest_claim, own_claim, take, take_over
 
 HERE = own_claim()
 ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")
