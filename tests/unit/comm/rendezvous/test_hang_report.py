@@ -81,7 +81,9 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     assert end_of(first, monkeypatch) == [LOST]
     if hangs:
         lost.goes_on.set()  # type: ignore[attr-defined]
-    assert re.search(naming("rank 0", "buffer 3", "rank 7", "key-value store", "rank 1 on node1 has not"), first.said[-1])
+    assert re.search(
+        naming("rank 0", "buffer 3", "rank 7", "key-value store", "rank 1 on node1 has not"), first.said[-1]
+    )
 
 
 @pytest.mark.parametrize(("crashed", "code"), [('["crashed", 1, null]', LOST), (f'["crashed", 1, {FAILED}]', FAILED)])
