@@ -61,7 +61,7 @@ class Communicator:
     calibration: str = ""
     """Measurements of this cluster, for the run folder; empty if none were requested."""
     endpoints: Endpoints | None = None
-    """Where the ranks can form a new group after a loss; None if they cannot."""
+    """Where the ranks can form a new group after a rank is lost; None if they cannot."""
 
     @property
     def rank(self) -> int:

@@ -139,8 +139,8 @@ def connect(
     buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
     interface: the network interface on hosts with several; the launcher's choice takes precedence.
     device: None selects choose_device(), and refuses ranks that share a GPU.
-    heals: after a loss the remaining ranks can form a new group by regroup(), except with registered or symmetric
-    buffers. group: the result of regroup().
+    heals: if a rank is lost, the remaining ranks can form a new group by regroup(), except with registered or
+    symmetric buffers. group: the result of regroup().
     If one sum or the meeting takes warn_seconds (10, or timeout_seconds if that is shorter), the late ranks are logged;
     after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer.
     Close it by `with connect() as communicator:`, which also ends the other ranks after an exception, or by close().
@@ -165,7 +165,7 @@ def connect(
     can_heal = backend in HEALING and buffers == "torch" and isinstance(control.store, JobStore)
     if heals and endpoints is None and can_heal:
         endpoints = exchange_endpoints(env, control, interface=interface)
-    heals = control.detector.continues_after_loss = endpoints is not None
+    heals = control.detector.heals = endpoints is not None
     watch = Watch(control, ends_job=backend == "nccl") if env.world_size > 1 else None
     transport = _connect_watched(env, control, backend, watch, device=device, interface=interface, heals=heals)
     met = _make_communicator(env, control, transport, topology, wire=wire, device=device)

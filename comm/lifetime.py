@@ -41,13 +41,13 @@ class Connection:
             self.abort()
             return
         with suppress(RuntimeError):  # if the store is lost, the last barrier reports it
-            detector.leave()
+            detector.publish_departure()
         if self.registered is not None:
             self.registered.close()
         self.backend.close()
         # closed last: only the watch can end a wait in NCCL's last barrier
         self._unregister()
-        detector.end_well(within_seconds=self.control.timeout_seconds)
+        detector.publish_success(within_seconds=self.control.timeout_seconds)
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
         if self.env.launcher in MPI_LAUNCHERS and self.env.world_size > 1 and uses_mpi and not open_connections:
@@ -60,7 +60,7 @@ class Connection:
         _aborted.append(self.backend)
         self._unregister()  # a watch would still answer when the others ask which ranks are alive
         with suppress(RuntimeError):  # if the store is lost, the others have noticed already
-            self.control.detector.crash(exit_code)
+            self.control.detector.publish_crash(exit_code)
 
     def abandon(self) -> None:
         """Release a connection that is not used, such as one whose algorithm was refused. All ranks call it."""
@@ -82,7 +82,7 @@ def close_at_exit(connection: Connection) -> None:
 
 
 def abort_connection(control: Control) -> None:
-    """After the loss of a rank, abort the operations of its connection, if one is open, and release it."""
+    """After a rank is lost, abort the operations of its connection, if one is open, and release it."""
     if connection := open_connections.get(control):
         connection._unregister()
         connection.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING

@@ -22,7 +22,7 @@ from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
-from bigbatch.trainer.run.resume import Start, find_start, restore_, start_in_memory
+from bigbatch.trainer.run.resume import ResumePoint, find_start, restore_, start_in_memory
 from bigbatch.trainer.run.saving import CheckpointSaver, copy_to_host
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.stop_request import StopRequest
@@ -101,12 +101,12 @@ def build_run(
             owner.confirm()
         failure.pop_all()
     # the state is not kept: it is as large as the model and its momentum
-    return TrainingRun(config, loop, splits=splits, start=start, place=place, is_healed=inherited.state is not None)
+    return TrainingRun(config, loop, splits=splits, start=start, log=place, is_healed=inherited.state is not None)
 
 
 def _find_start(
     config: Config, communicator: Communicator, splits: Splits, inherited: Inherited
-) -> tuple[Start, dict[str, Any]]:
+) -> tuple[ResumePoint, dict[str, Any]]:
     """Return where all ranks start, and the state to restore. Collective. Raises: CheckpointError."""
     train, kept = splits.train, inherited.state
     if kept is None:

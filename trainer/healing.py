@@ -1,4 +1,4 @@
-"""Healing in place: after a loss the other ranks continue from the last step in the same processes; others may join."""
+"""Healing in place: if a rank is lost, the others continue from the last step in the same processes; ranks may join."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.joined_rank import JoinedRank
 from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.owner import Owner, own_claim, succeed, take
+from bigbatch.trainer.run.owner import Owner, own_claim, take, take_over
 from bigbatch.words import count
 
 Connected = tuple[Communicator, dict[str, Any] | None]
@@ -41,10 +41,10 @@ class Ownership:
         """Take the folder on the first rank, while the other ranks wait. Collective. Raises: RunFolderError."""
         self._hold(control, lambda: take(self._folder, own_claim(store=control.master)))
 
-    def succeed(self, control: Control, *, lost: Sequence[Endpoint] = ()) -> None:
+    def take_over(self, control: Control, *, lost: Sequence[Endpoint] = ()) -> None:
         """Take the folder over from the former group, or from a lost rank. Collective. Raises: RunFolderError."""
         ids = [(each.kernel, each.pid, f"{each.born or ''}") for each in lost]
-        self._hold(control, lambda: succeed(self._folder, number=self.number, store=control.master, lost=ids))
+        self._hold(control, lambda: take_over(self._folder, number=self.number, store=control.master, lost=ids))
 
     def _hold(self, control: Control, make: Callable[[], Owner]) -> None:
         def hold() -> str:
@@ -70,7 +70,7 @@ class Ownership:
 
 @dataclass(frozen=True)
 class Healed:
-    """A job after a loss, or after a rank has joined."""
+    """A job after a rank is lost, or after one has joined."""
 
     job: JoinedRank
     state: dict[str, Any] | None
@@ -109,20 +109,20 @@ def heal(
     message: str = "",
     since: float | None = None,
 ) -> Healed:
-    """Connect a group (after a loss, of the remaining ranks) and agree on the state to continue from. Collective.
+    """Connect a group (after a failure, of the remaining ranks) and agree on the state to continue from. Collective.
 
-    error: the loss, if this rank has noticed one. kept: its copy of the state after its last step; None if it lacks
+    error: the failure, if this rank has noticed one. kept: its copy of the state after its last step; None if it lacks
     a part. group: None for the job's. connected: result of connect_group() for the group, if it was called already.
     message: beginning of the line for the log. since: as for Healed.
     Raises: PeerLostError if this rank is not in the group, or the group cannot share the batch; CommError; ConfigError;
     RunFolderError.
     """
-    group, losses = group or group_of(job.communicator), list[Endpoint]()
+    group, lost_endpoints = group or group_of(job.communicator), list[Endpoint]()
     while True:
         if error:
             abort_connection(group.control)
             before, group = group.endpoints.all, regroup(group, error.lost_ranks)
-            losses += [each for each in before if each not in group.endpoints.all]
+            lost_endpoints += [each for each in before if each not in group.endpoints.all]
             try:
                 divide_batch(config.batch, world_size=group.env.world_size)
             except ConfigError as misfit:
@@ -130,15 +130,15 @@ def heal(
         try:
             communicator, kept = connected or connect_group(config, group, kept=kept, device=job.communicator.device)
             connected = None
-            ownership.succeed(communicator.control, lost=losses)
-        except PeerLostError as again:  # another loss meanwhile
+            ownership.take_over(communicator.control, lost=lost_endpoints)
+        except PeerLostError as again:  # another rank was lost meanwhile
             if not can_regroup(again):
                 raise
             error = again
         else:
             where = f"from step {kept['step']}" if kept else "from the newest checkpoint"
             ranks = count(group.env.world_size, "rank")
-            names = ", ".join(f"rank {each.rank} on {each.host}" for each in losses)
+            names = ", ".join(f"rank {each.rank} on {each.host}" for each in lost_endpoints)
             lost = f"lost: {names or 'a connection'}; " if error and (names or not message) else ""
             line = f"{message}{lost}continuing {where} with {ranks}"
             return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), kept, line, since)

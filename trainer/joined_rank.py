@@ -10,7 +10,7 @@ from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.machine.host import describe_load
-from bigbatch.trainer.run.resume import Start
+from bigbatch.trainer.run.resume import ResumePoint
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class JoinedRank:
     mode_record: str = ""
     """Record of that choice, for the run folder."""
 
-    def describe_place(self, config: Config, splits: Splits, start: Start) -> list[str]:
+    def describe_place(self, config: Config, splits: Splits, start: ResumePoint) -> list[str]:
         """Return lines for the log: how this process is placed, and where its data lies."""
         communicator, root = self.communicator, config.data.root
         left_out = describe_left_out(root, *(split.index for split in splits))
@@ -51,4 +51,4 @@ def why_not_healing(config: Config, backend: str) -> str:
         why, remedy = f"NCCL cannot abort sums in {config.comm.buffers} buffers", "comm.buffers=torch can"
     else:
         why, remedy = "the ranks met in a process group of the script's own", "without one they can"
-    return f"run.heal=in_place: {why}, so a loss ends the job, as with restart; {remedy}"
+    return f"run.heal=in_place: {why}, so a lost rank ends the job, as with restart; {remedy}"

@@ -165,7 +165,7 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
             train_step(number, stream)
             if stream.failure:
                 raise DataError(stream.failure.reason)
-        parts.precision.settle()
+        parts.precision.wait_for_weights()
 
     make_steps(replace(training.plan, num_steps=step - 1))
     layers = chosen_layers(parts.model, config.run.digest_layers or ())

@@ -1,4 +1,4 @@
-"""A job's training: one run or, after a loss, a join or a difference of weights, several."""
+"""A job's training: one run; several after a lost rank, a join or a difference of weights."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -128,7 +128,7 @@ class TrainingLoop:
             joining = parts.stop.joining
             if not (is_stop or joining or plan.is_report(done)):
                 continue
-            parts.precision.settle()  # needed unless a step comes next: all code below may read the weights
+            parts.precision.wait_for_weights()  # needed unless a step comes next: all code below may read the weights
             self._report(steps, done)
             if joining:  # the next group evaluates or saves, if due
                 raise joining
@@ -144,13 +144,13 @@ class TrainingLoop:
             if plan.is_evaluation(done) and self.evaluator.reason_to_end():
                 break
             steps.start_over()
-        self.settle(wait=True)
-        self.output.record_timeline(sys.maxsize, settle=parts.precision.settle)  # write what is still being recorded
+        self.collect_checkpoint(wait=True)
+        self.output.record_timeline(sys.maxsize, wait=parts.precision.wait_for_weights)  # write what is still recorded
         return totals
 
     def _train_step(self, steps: Steps, step: int) -> None:
         """Run one step, and write the records that are due for it."""
-        self.output.record_timeline(step, settle=self.parts.precision.settle)
+        self.output.record_timeline(step, wait=self.parts.precision.wait_for_weights)
         self.digests.before_step(step)
         self.is_audited = self.audit.before_step(step)
         self.noise.probe.before_step(step)
@@ -211,15 +211,15 @@ class TrainingLoop:
 
     def save(self, done: int, top1: float | None) -> None:
         """Start to write a checkpoint of this state, once the previous one is on disk. Raises: as saver.start()."""
-        self.settle(wait=True)
+        self.collect_checkpoint(wait=True)
         # of the checkpoint's own step, like everything else in it: a run that starts after that step has not set it
         self.parts.set_lr_(step=max(done - 1, 0))
         self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
         self.saved_step = done
 
-    def settle(self, *, wait: bool) -> None:
-        """Report the checkpoint that was being written, once it is on disk. Raises: as saver.settle()."""
-        if saved := self.saver.settle(wait=wait):
+    def collect_checkpoint(self, *, wait: bool) -> None:
+        """Report the started checkpoint if it is on disk. Raises: as saver.collect()."""
+        if saved := self.saver.collect(wait=wait):
             self._watch_notice("checkpoint", saved.seconds, done=saved.step)
             self.hooks.on_checkpoint(saved.path)
 
@@ -230,7 +230,7 @@ class TrainingLoop:
             with self._saving_on_failure(lost.done):
                 self._skip(lost.done, lost.replaced, split="train")
                 raise
-        self.settle(wait=False)
+        self.collect_checkpoint(wait=False)
         for measured in self.noise.take():
             self.output.log(measured.pop("kind"), measured)
         record = {**record, **self.noise.figures()}
@@ -274,7 +274,7 @@ class TrainingLoop:
             # a second checkpoint of a step would lack the accuracy of the first
             if done > self.saved_step:
                 self.save(done, None)
-            self.settle(wait=True)
+            self.collect_checkpoint(wait=True)
             # the first rank writes, and tells the others what to raise: this barrier keeps all ranks until they know
             self.parts.communicator.gather_text("saved")
             raise

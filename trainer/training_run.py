@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.resume import Start
+from bigbatch.trainer.run.resume import ResumePoint
 from bigbatch.trainer.run.summary import describe_job, dry_run_lines, introduction
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import Joining, Stopped
@@ -27,15 +27,15 @@ from bigbatch.trainer.training_loop import TrainingLoop
 class TrainingRun:
     """Controls one run from start to end: files on the first rank, collectives on all.
 
-    place: lines for the log on this process and its data. is_healed: the run continues from a state in memory.
+    log: lines for the log on this process and its data. is_healed: the run continues from a state in memory.
     """
 
     def __init__(
-        self, config: Config, loop: TrainingLoop, *, splits: Splits, start: Start, place: Sequence[str], is_healed: bool
+        self, config: Config, loop: TrainingLoop, *, splits: Splits, start: ResumePoint, log: list[str], is_healed: bool
     ) -> None:
         self.config, self.loop, self.splits, self.start = config, loop, splits, start
         self.parts, self.communicator = loop.parts, loop.parts.communicator
-        self._place, self._is_healed = place, is_healed
+        self._place, self._is_healed = log, is_healed
         self._rundir, self._output = RunDir(Path(config.run.directory)), loop.output
         self._measured: MeasuredInput | None = None
 
@@ -130,7 +130,7 @@ class TrainingRun:
         except Stopped:  # in an evaluation outside the training loop: nothing new to save
             return Totals(stopped_by=self.parts.stop.asked_by), 0.0
         except (ReplicasDiffer, Joining):  # the run may resume from what is being written
-            loop.settle(wait=True)
+            loop.collect_checkpoint(wait=True)
             raise
 
     def _acknowledge(self, asked_by: str) -> None:
@@ -146,7 +146,7 @@ class TrainingRun:
             return {}
         record = self.loop.evaluate(done)
         self.loop.save(done, record["top1"])
-        self.loop.settle(wait=True)  # otherwise it would disturb the next measurement
+        self.loop.collect_checkpoint(wait=True)  # otherwise it would disturb the next measurement
         return record
 
     def _save_if_overdue(self) -> None:

@@ -139,7 +139,7 @@ def strike_all(
 def judge(strikes: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], expected: Any) -> list[dict[str, Any]]:
     """Return the trials: what each strike cost, and whether the steps up to the next one are those of expected.
 
-    The record of the step under way at a loss may be missing; the weights after the next step prove that it was done.
+    The record of the step with the kill may be missing; the weights after the next step prove that it was done.
     """
     digests, trials = by_step(records), []
     for strike, later in pairwise([*strikes, {"time": float("inf"), "step": max(expected)}]):

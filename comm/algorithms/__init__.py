@@ -11,7 +11,7 @@ from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.hierarchical import hierarchical_allreduce_, sharded_allreduce_
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.ring import Announce, ring_allreduce_, ring_order
-from bigbatch.comm.algorithms.shared import Across, Owners, shared_allreduce_
+from bigbatch.comm.algorithms.shared import Across, ShardAssignment, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import HALF, Backend, Group
 from bigbatch.comm.backends.node_memory import NodeMemory
@@ -123,7 +123,7 @@ def _make_hierarchical(
         ranks = columns[place] if place < count else (topology.rank,)
         across = _make_across(ring_allreduce_, ranks, backend=backend, wire=wire)
     if memory is not None:
-        owners = Owners(count, across, ring_order(topology.num_nodes, topology.node_rank))
+        owners = ShardAssignment(count, across, ring_order(topology.num_nodes, topology.node_rank))
         here = topology.node
         return lambda buffer_N: shared_allreduce_(buffer_N, backend=backend, memory=memory, node=here, owners=owners)
     node = backend.new_group(topology.groups)

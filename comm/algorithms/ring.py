@@ -35,10 +35,10 @@ def ring_allreduce_(
 ) -> None:
     """Sum own_N over ranks (in ring order), in place, in two passes around the ring.
 
-    Collective over ranks. Sends 2 * nbytes * (n - 1) / n per rank in 2 * (n - 1) hops. With sums in fp32 (see Wire), in
-    the first pass each rank sends directly to the rank that sums a part; bytes and messages are as many. others: more
-    tensors of this rank's node to add to the sum. Each part is summed along one path and then copied, so all ranks end
-    with identical bits.
+    Collective over ranks. Sends 2 * nbytes * (n - 1) / n per rank in 2 * (n - 1) hops. If the wire sums in fp32 (see
+    Wire), the first pass is a direct reduce-scatter: each rank sends every part to the rank that sums it. The number of
+    bytes and messages is the same. others: more tensors of this rank's node to add to the sum. Each part is summed by
+    one path and then copied, so all ranks end with identical bits.
     Raises: ValueError if own_N is not flat and contiguous.
     Source: Patarasuk and Yuan 2009.
     """

@@ -19,11 +19,12 @@ _READY = struct.Struct("!qqqq")
 _DTYPES = ALL_DTYPES
 
 Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
-"""(own_N, others, announce): sums own_N and this node's others over the ranks with the same place in their nodes."""
+"""(own_N, others, announce): all-reduces one shard across nodes, in place: adds `others` (the shard's copies from the
+other ranks of this node) to own_N, and sums the result with the owners of the same shard on other nodes."""
 
 
 @dataclass(frozen=True)
-class Owners:
+class ShardAssignment:
     """Assignment of shards: owner i of each node sums shard i of count, together with owner i of every other node.
 
     count 1 is the hierarchical form with leaders (Jia et al. 2018); the size of the smallest node is the 2D torus.
@@ -36,7 +37,7 @@ class Owners:
 
 
 def shared_allreduce_(
-    buffer_N: Tensor, *, backend: Backend, memory: NodeMemory, node: Sequence[int], owners: Owners
+    buffer_N: Tensor, *, backend: Backend, memory: NodeMemory, node: Sequence[int], owners: ShardAssignment
 ) -> None:
     """Sum buffer_N over all ranks, in place; it lies in memory that the ranks of a node share.
 
@@ -60,18 +61,18 @@ class _SharedSum:
         backend: Backend,
         memory: NodeMemory,
         node: tuple[int, ...],
-        owners: Owners,
+        owners: ShardAssignment,
     ) -> None:
         self._backend, self._node, self._owners = backend, node, owners
         self._place = node.index(backend.rank)
         self._shards = [view_N.tensor_split(owners.count) for view_N in views]
-        self._name = _READY.pack(*memory.name_of(buffer_N), _DTYPES.index(buffer_N.dtype))
+        self._tensor_id = _READY.pack(*memory.name_of(buffer_N), _DTYPES.index(buffer_N.dtype))
         self._is_long = self._shards[0][0].nbytes > WHOLE_BYTES
 
     def run(self) -> None:
         """Tell the owners that this rank's values are in place; sum this rank's shard, if any; copy the others'."""
         owners = [place for place in range(self._owners.count) if place != self._place]
-        sent: list[InFlight] = [self._send(place, self._name) for place in owners]
+        sent: list[InFlight] = [self._send(place, self._tensor_id) for place in owners]
         if self._place < self._owners.count:
             # sum before copying: if every owner first waited for another owner's shard, all would deadlock
             sent += self._sum_own_shard()
@@ -117,15 +118,15 @@ class _SharedSum:
         AllOf(tuple(works)).wait()
         return [received_B.numpy().tobytes() for received_B in received]
 
-    def _check(self, names: Sequence[bytes]) -> None:
-        for place, name in zip(self._other_places(), names, strict=True):
-            if name != self._name:
+    def _check(self, tensor_ids: Sequence[bytes]) -> None:
+        for place, tensor_id in zip(self._other_places(), tensor_ids, strict=True):
+            if tensor_id != self._tensor_id:
                 raise CommError(
-                    f"rank {self._node[place]} sums {_describe(name)} while rank {self._backend.rank} on the same host "
-                    f"sums {_describe(self._name)}: all ranks must sum the same tensors in the same order"
+                    f"rank {self._node[place]} sums {_describe(tensor_id)} while rank {self._backend.rank} on the same "
+                    f"host sums {_describe(self._tensor_id)}: all ranks must sum the same tensors in the same order"
                 )
 
 
-def _describe(name: bytes) -> str:
-    region, offset, num_bytes, dtype = _READY.unpack(name)
+def _describe(tensor_id: bytes) -> str:
+    region, offset, num_bytes, dtype = _READY.unpack(tensor_id)
     return f"{num_bytes} bytes of {_DTYPES[dtype]} at {offset} in allocation {region}"

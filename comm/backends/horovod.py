@@ -75,7 +75,8 @@ class HorovodBackend:
         if self._hvd.is_initialized():  # by the script or another communicator: one would end it for both
             raise CommError("Horovod is initialized already: call connect() once, instead of hvd.init()")
         mpi_world(env)  # starts MPI: if Horovod started it, Horovod would also end it, before bigbatch does
-        self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)
+        detector = control.detector
+        self._queue = ThreadQueue(detector.make_error_and_disconnect, while_waiting=detector.raise_if_failed)
         self.oldest = self._queue.oldest
         on_queue(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
         self.rank: int = self._hvd.rank()

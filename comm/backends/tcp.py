@@ -36,7 +36,7 @@ class TcpBackend:
 
     def _give_up(self, seconds: float) -> None:
         pending = self.oldest()
-        self._control.detector.give_up(pending.label if pending else "connection", seconds)
+        self._control.detector.raise_if_failed(pending.label if pending else "connection", seconds)
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -64,7 +64,7 @@ class TcpBackend:
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         if isinstance(error, ConnectionError):
             self._links.shut_down()  # so that the waits of other ranks end at once, too
-        return self._control.detector.explain(label, seconds, error)
+        return self._control.detector.make_error_and_disconnect(label, seconds, error)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Return this rank's group; it needs no set-up."""

@@ -28,8 +28,8 @@ class TorchDistributedBackend:
     """Runs collectives and messages of torch.distributed over groups of NCCL or gloo (see ProcessGroups).
 
     Collective: every rank constructs it. library: "nccl" or "gloo". The control's timeout_seconds bounds every wait.
-    heals: the run continues after a loss, so NCCL must not block the calling thread or end the process: another thread
-    waits for the GPU, and abort() ends that wait. It costs a wait of the host in each step.
+    heals: the run continues after a rank is lost, so NCCL must not block the calling thread or end the process: another
+    thread waits for the GPU, and abort() ends that wait. It costs a wait of the host in each step.
     Raises: CommError if the library cannot connect the ranks.
     """
 
@@ -60,13 +60,14 @@ class TorchDistributedBackend:
             if is_nccl:
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
-            if not is_nccl:  # a group formed after a loss makes its own groups
+            if not is_nccl:  # a group formed after a rank failure makes its own groups
                 self._groups.destroy()
             if isinstance(error, PeerLostError):
                 raise
             # gloo's error comes before the store counts a rank as gone
             if not is_nccl and wait_until(lambda: bool(self._vanished()), 2 * GONE_SECONDS):
-                raise detector.explain(f"connection by {library}", awake_seconds() - start, error) from error
+                seconds = awake_seconds() - start
+                raise detector.make_error_and_disconnect(f"connection by {library}", seconds, error) from error
             raise CommError(
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
                 f"{first_line(error)}; {_remedy(error)}"
@@ -80,7 +81,7 @@ class TorchDistributedBackend:
         elif is_nccl:
             self._queue = StreamQueue(device)
         else:
-            self._queue = ThreadQueue(detector.explain, while_waiting=detector.check_peers)
+            self._queue = ThreadQueue(detector.make_error_and_disconnect, while_waiting=detector.check_peers)
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -88,13 +89,13 @@ class TorchDistributedBackend:
     def _abort_if_lost(self, label: str, seconds: float) -> None:
         """End NCCL's operations if a rank is lost or late: until then any wait for the GPU may hang."""
         try:
-            self._control.detector.give_up_without_store(label, seconds)
+            self._control.detector.raise_if_failed_or_store_lost(label, seconds)
         except PeerLostError as error:
             self._queue.give_up(error, end=self._groups.abort)
             raise
 
     def _explain_and_abort(self, label: str, seconds: float, error: Exception) -> CommError:
-        failure = self._control.detector.explain(label, seconds, error)
+        failure = self._control.detector.make_error_and_disconnect(label, seconds, error)
         self._groups.abort()
         return failure
 
@@ -182,7 +183,7 @@ class TorchDistributedBackend:
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)
         except dist.DistError as error:  # NCCL's operations are started here, on the calling thread
-            raise self._control.detector.explain(label, awake_seconds() - start, error) from error
+            raise self._control.detector.make_error_and_disconnect(label, awake_seconds() - start, error) from error
 
     def close(self) -> None:
         """Wait for all ranks, then destroy the groups, so that no rank closes a connection that another still uses.

@@ -1,4 +1,4 @@
-"""Sums of a reducer's fusion buffers over the ranks: in place, or on a grid that also adds up the microbatches."""
+"""Sums of a reducer's fusion buffers over the ranks: in place, or on a fixed-point grid, with those of microbatches."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ class PlainSums:
 
 
 class GridSums:
-    """Sums each fusion buffer on a grid, in int64 (twice the bytes of fp32), and counts numbers beyond the grid.
+    """Sums each fusion buffer on a fixed-point grid (see Grid), in int64; counts numbers out of its range.
 
     Sums have the same bits in any order, for any algorithm, fusion plan and number of ranks and microbatches, if
     fold_() follows each microbatch but the last: then only the grid adds gradients of two microbatches. The grid's
@@ -140,7 +140,7 @@ class GridSums:
         """Start to sum over ranks the counts that do not travel with the sums, if any. Collective."""
         if not self._halves:
             return None
-        return self._communicator.start(self._counts_B, label="all-reduce of counts of what is beyond the grid")
+        return self._communicator.start(self._counts_B, label="all-reduce of counts of numbers out of range")
 
     def read_(self, buffers: Sequence[Tensor]) -> None:
         """Write all sums not yet read into the buffers (with scatter, only this rank's parts), and zero the sums."""
@@ -159,7 +159,7 @@ class GridSums:
         self._counts_B.zero_()
 
     def take_beyond(self) -> int:
-        """Return the count of numbers beyond the grid since the last call, over all ranks. Waits for the device."""
+        """Return the count of numbers out of range since the last call, over all ranks. Waits for the device."""
         count = int(self._num_beyond_1)
         self._num_beyond_1.zero_()
         return count

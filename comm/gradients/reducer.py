@@ -25,26 +25,27 @@ class GradientReducer:
     """Sums the gradients of parameters over all ranks, each fusion buffer as soon as backward has filled it.
 
     The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Every rank starts the
-    buffers in the order of the plan. Gradients are summed: divide the loss by the global batch size. average=True
-    averages them over the ranks instead, as DistributedDataParallel does. Use:
+    buffers in the order of the plan. Gradients are summed: divide the loss by the global batch size. Use:
 
         reducer = GradientReducer(model.named_parameters(), communicator)
         loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
 
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
-    threshold_bytes, buffer_bytes and first_buffer_bytes: see PlanSizes. The order in which gradients become ready is
-    guessed (last parameter first) and learned in the first step; afterwards all ranks use rank 0's order. Keep
-    references to gradients or buffers, as a CUDA graph does, only after it. The order determines the rounding of sums:
-    a resumed run that must end with the same bits passes `order` of the earlier reducer. grid: see GridSums. scatter:
-    each rank gets only its own part of each sum (own_part of each of `buffers`), see ScatterGather.
-    All ranks must start from the same weights: by default the reducer raises an error that names ranks that differ from
-    most; weights="broadcast" copies rank 0's weights to all, "unchecked" does neither.
-    A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. exposed: adds up the time of
-    waits; other code may add to it.
-    Do not freeze, unfreeze, cast, move, resize or replace trained parameters while the reducer is open: wait(), or
-    backward if it reaches one first, raises an error that names it. If an optimizer updates summed parameters, its
-    step() refuses parameters that no reducer sums. After such a change, close() this reducer and make another one.
-    Pass the frozen parameters, too: the reducer drops their gradients.
+    threshold_bytes, buffer_bytes, first_buffer_bytes: see PlanSizes.
+    order: the order in which gradients become ready, which determines the rounding of sums. A resumed run that must end
+    with the same bits passes `order` of the earlier reducer. None: last parameter first.
+    learn_order: without order, all ranks use rank 0's order of the first step from the second step on. Gradient buffers
+    may move at the end of the first step; capture a CUDA graph only after that.
+    unused: "zero": a parameter without a gradient counts as zero; "error": wait() refuses it.
+    scatter: each rank gets only its own part of each sum (own_part of each of `buffers`), see ScatterGather.
+    grid: a fixed-point grid on which the sums are exact, see GridSums.
+    weights: "equal": an error names ranks whose weights differ; "broadcast": all get rank 0's; "unchecked": neither.
+    average: average the gradients over the ranks, as DistributedDataParallel does.
+    exposed: adds up the time of waits; other code may add to it.
+    Pass frozen parameters, too: the reducer drops their gradients. Do not freeze, unfreeze, cast, move, resize or
+    replace trained parameters while the reducer is open: wait(), or a backward that reaches one first, raises an error
+    that names it. After such a change, close() the reducer and make another one.
+    Side effect: step() of any optimizer that updates summed parameters refuses parameters that no reducer sums.
     All ranks must call the same methods. After a failed backward, wait() and zero_grad() prepare the next one.
     Raises: TypeError for an argument of a wrong type; ValueError if two parameters have one name, if one is on another
     device or in another open reducer, or if there is nothing to reduce; CommError if ranks differ in parameters,
@@ -73,8 +74,7 @@ class GradientReducer:
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
         self._sums = GridSums(grid, communicator, scatter=scatter) if grid else PlainSums(communicator, scatter=scatter)
-        # a reduce-scatter needs equal parts
-        self._multiple = communicator.world_size * self._sums.align if scatter else 1
+        self._multiple = communicator.world_size * self._sums.align if scatter else 1  # a reduce-scatter: equal parts
         self._exactly = communicator
         if communicator.wire.dtype is not None:
             exact = replace(communicator.wire, dtype=None, predivide=1.0)
@@ -93,7 +93,8 @@ class GradientReducer:
         # None: there is nothing to learn, or it is learned already
         self._learned: list[str] | None = [] if learn_order and order is None else None
         self._places, self.plan = _Places(self._trained, communicator), FusionPlan(())
-        self._repeats = average and not scatter  # an average of equal gradients is the same again
+        # averaging twice changes nothing (all ranks hold the same average), so a second wait() is harmless
+        self._repeats = average and not scatter
         self._summed: list[int] | None = None
         """Versions of the buffers after wait(), while backward has brought no gradient since."""
         self._lay_out(_first_order(self._parameters, order))
@@ -150,16 +151,16 @@ class GradientReducer:
         self._num_started += 1
 
     def fold(self) -> None:
-        """Add a microbatch's gradients to the sums on the grid, and set them to zero; without a grid, do nothing."""
+        """Add a microbatch's gradients to the exact sums, and set them to zero; without a grid, do nothing."""
         self._sums.fold_(self.buffers)
 
-    def count_underflow(self, is_wanted: bool) -> None:
+    def set_underflow_counting(self, enabled: bool) -> None:
         """Start or stop counting the numbers that the grid rounds to 0; without a grid, do nothing."""
-        self._sums.counts_underflow = is_wanted
+        self._sums.counts_underflow = enabled
 
     @property
     def grid_sums(self) -> GridSums:
-        """Return the sums on the grid, with their counts; a term beyond the grid makes a buffer infinite."""
+        """Return the exact sums, with their counts; a term out of the grid's range makes a buffer infinite."""
         assert isinstance(self._sums, GridSums), "only of a reducer with a grid"
         return self._sums
 
@@ -179,7 +180,7 @@ class GradientReducer:
         """
         if not self._hooks:
             raise RuntimeError("this GradientReducer or DistributedOptimizer is closed: make a new one, on all ranks")
-        # by the host's count of writes: a rank without images has no backward, but zeroes its gradients
+        # detected by version counters of tensors, not by hooks: a rank without images has no backward, but zeroes them
         if not self._repeats and self._summed == self._versions() and all(map(self._places.hold, self._parameters)):
             raise RuntimeError(
                 "the gradients are sums over ranks already: a second wait() or synchronize() without backward or "
@@ -201,7 +202,7 @@ class GradientReducer:
                 buffer_N.div_(self._divisor)
         unreached = set().union(*self._missing)
         self._start_over()
-        # after the sums, so that no other rank waits: the optimizer would not read what was summed
+        # after the all-reduces, so that other ranks do not hang; a replaced parameter would not get the summed gradient
         self._trained.require_unchanged()
         self._trained.require_in_model(unreached)
         if lost := next((name for name in self._parameters if not self._places.hold(name)), None):

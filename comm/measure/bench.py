@@ -17,7 +17,7 @@ from bigbatch.comm.measure import figures
 from bigbatch.comm.measure.exactness import PRECISIONS, SumPrecision
 from bigbatch.comm.measure.hangs import HungError, limited
 from bigbatch.comm.measure.report import BenchReport
-from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
+from bigbatch.comm.measure.timing import TimeBudget, measure_links, time_sums
 from bigbatch.comm.measure.verify import WORKING_COPIES, make_sums, verify_sizes
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import gather_cluster, gather_conditions
@@ -109,7 +109,7 @@ def _time_sizes(
         figures.explain_limit(limit, num_nodes=communicator.topology.num_nodes, shares=shares),
     )
     report.open({"limit": limit and asdict(limit)}, lines, columns=figures.COLUMNS)
-    effort = Effort(arguments.repetitions, arguments.seconds_per_size)
+    budget = TimeBudget(arguments.repetitions, arguments.seconds_per_size)
     rows: list[figures.BenchRow] = []
     left = list(arguments.counts)
     while left:
@@ -118,7 +118,7 @@ def _time_sizes(
         report.working_on(f"{size} by {', '.join(contestants)}")
         try:
             with limited(communicator):
-                sums = time_sums(part_N, contestants, effort=effort, label=f"{size} all-reduce")
+                sums = time_sums(part_N, contestants, budget=budget, label=f"{size} all-reduce")
         except HungError as hung:
             report.print(f"# {hung}")
             contestants = hung.reconnect(contestants)

@@ -18,7 +18,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable, Times
 from bigbatch.comm.backends.mpi import mpi_library
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
-from bigbatch.comm.measure.sizes import measure_sums, sizes_below
+from bigbatch.comm.measure.sizes import measure_sums, sizes_up_to
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
 from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
@@ -71,7 +71,7 @@ def calibrate(
         record, note = find_record([each for each in (kept, path) if each], form=FORMAT, check=check)
     record, note = from_first(communicator, [record, note])
     if record is None:
-        sizes = sizes_below(buffer_bytes)
+        sizes = sizes_up_to(buffer_bytes)
         sums = measure_sums(communicator, sizes, dtype=torch.float32, start=start, seconds=seconds)
         if is_first:
             took = time.perf_counter() - start

@@ -16,7 +16,7 @@ from bigbatch.comm.measure.hangs import exchange, sum_label
 from bigbatch.comm.rendezvous.late_ranks import name_ranks
 
 SCALES, SPREAD = 24, 8
-"""Number of powers of two from which an element's magnitude is drawn, and each rank's factor below it."""
+"""An element's magnitude is one of SCALES powers of two; each rank divides it by one of SPREAD powers of two."""
 PORTION = 1 << 20
 """Elements that are drawn or compared at a time."""
 WORD = (1 << 32) - 1
@@ -28,7 +28,7 @@ SHOWN_RANKS = 4
 
 @dataclass(frozen=True)
 class SumPrecision:
-    """How fp32 numbers are summed: in fp32, over a narrower wire, or as whole numbers on Grid."""
+    """How fp32 numbers are summed: in fp32, over a narrower wire, or as integers on a fixed-point grid (Grid)."""
 
     name: str
     wire_dtype: str | None = None
@@ -57,8 +57,8 @@ PRECISIONS = {
 }
 
 
-def draw(start: int, stop: int, *, rank: int, seed: int, device: torch.device) -> Tensor:
-    """Draw a rank's numbers for elements start to stop: fp32 of either sign, from 2**-31 to 1 in size.
+def random_terms(start: int, stop: int, *, rank: int, seed: int, device: torch.device) -> Tensor:
+    """Return a rank's random numbers for elements start to stop: fp32 of either sign, from 2**-31 to 1 in size.
 
     They depend only on seed, rank and element. An element has one magnitude on all ranks, from 2**-23 to 1, as a
     weight's gradients do; each rank's number is smaller by a factor down to 2**-8. So float64 adds the numbers of
@@ -105,14 +105,14 @@ class ExactSums:
 def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: torch.device) -> ExactSums:
     """Return the exact sums of all ranks' numbers for elements start to stop."""
     exact_S, magnitude_S = torch.zeros(2, stop - start, dtype=torch.float64, device=device)
-    steps_S = torch.zeros(stop - start, dtype=torch.int64, device=device)
-    steps = 2.0 ** grid_for(num_ranks).fraction_bits
+    integers_S = torch.zeros(stop - start, dtype=torch.int64, device=device)
+    scale = 2.0 ** grid_for(num_ranks).fraction_bits
     for rank in range(num_ranks):
-        numbers_S = draw(start, stop, rank=rank, seed=seed, device=device).double()
+        numbers_S = random_terms(start, stop, rank=rank, seed=seed, device=device).double()
         exact_S += numbers_S
         magnitude_S += numbers_S.abs()
-        steps_S += (numbers_S * steps).round().to(torch.int64)
-    return ExactSums(start, num_ranks, exact_S, magnitude_S, steps_S.float() / steps)
+        integers_S += (numbers_S * scale).round().to(torch.int64)
+    return ExactSums(start, num_ranks, exact_S, magnitude_S, integers_S.float() / scale)
 
 
 def bound(reference: ExactSums, precision: SumPrecision) -> Tensor:
@@ -120,13 +120,13 @@ def bound(reference: ExactSums, precision: SumPrecision) -> Tensor:
 
     fp32: one rounding per rank, each at most 2**-24 of the rounded value, which is at most the sum of magnitudes plus
     earlier roundings. A narrower wire rounds once more per rank, by half its eps, or half its smallest number, and its
-    packing takes three roundings in fp32. On the grid: half a step per rank, and one rounding of the sum.
+    packing takes three roundings in fp32. On the grid: half the grid spacing per rank, and one rounding of the sum.
     """
     num_ranks = reference.num_ranks
     own = torch.finfo(torch.float32).eps / 2
     if precision.on_grid:
-        steps = num_ranks / 2 * 2.0 ** -grid_for(num_ranks).fraction_bits
-        return steps + (reference.exact_S.abs() + steps) * own
+        spacings = num_ranks / 2 * 2.0 ** -grid_for(num_ranks).fraction_bits
+        return spacings + (reference.exact_S.abs() + spacings) * own
     roundings, least = num_ranks * math.log1p(own), 0.0
     if precision.wire_dtype:
         wire = torch.finfo(precision.travels_as)
@@ -226,10 +226,8 @@ class DrawnSums:
     def __init__(self, communicator: Communicator, *, count: int, seed: int) -> None:
         device, num_ranks, rank = communicator.device, communicator.world_size, communicator.rank
         self._grid = grid_for(num_ranks)
-        parts = [
-            draw(at, min(at + PORTION, count), rank=rank, seed=seed, device=device) for at in range(0, count, PORTION)
-        ]
-        self._own_N = torch.cat(parts)
+        spans = [(at, min(at + PORTION, count)) for at in range(0, count, PORTION)]
+        self._own_N = torch.cat([random_terms(*span, rank=rank, seed=seed, device=device) for span in spans])
         start, stop = rank * count // num_ranks, (rank + 1) * count // num_ranks
         self._references = [
             make_reference(at, min(at + PORTION, stop), num_ranks=num_ranks, seed=seed, device=device)
@@ -289,7 +287,7 @@ class DrawnSums:
         )
 
     def _sum(self, communicator: Communicator, memory_N: Tensor, *, precision: SumPrecision, pieces: int) -> None:
-        """Sum into the result, as gradients are summed; on the grid one more element counts numbers beyond it."""
+        """Sum into the result, as gradients are summed; with a grid one more element counts numbers out of range."""
         sums_N = memory_N if precision.on_grid else memory_N[:-1]
         if precision.on_grid:
             self._grid.add_(sums_N.zero_(), self._own_N)

@@ -13,7 +13,7 @@ from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.cost_model import lower_bound_seconds
 from bigbatch.comm.measure.report import Columns
-from bigbatch.comm.measure.timing import Sums
+from bigbatch.comm.measure.timing import AllReduceTimes
 from bigbatch.errors import CommError
 from bigbatch.files import replacing_named
 from bigbatch.numbers import NumberError
@@ -116,7 +116,7 @@ class BenchRow:
     """Each repetition, in the order of measuring."""
 
 
-def make_row(sums: Sums, tensor_N: Tensor, communicator: Communicator, *, limit: Limit | None) -> BenchRow:
+def make_row(sums: AllReduceTimes, tensor_N: Tensor, communicator: Communicator, *, limit: Limit | None) -> BenchRow:
     """Return the figures of the timed sums of a tensor by the communicator's algorithm.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md (algbw, busbw).

@@ -12,7 +12,7 @@ from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.hangs import HungError, limited, sum_label
-from bigbatch.comm.measure.timing import Effort, loops_of, slowest, time_sums, wait_for
+from bigbatch.comm.measure.timing import TimeBudget, loops_of, slowest, time_sums, wait_for
 from bigbatch.errors import CommError
 
 SMALLEST_BYTES = 1024
@@ -30,8 +30,8 @@ MAX_SIZE_RATIO = 1.5
 MIN_REFINEMENT = 5
 """Fewest repetitions for which a second measurement is worth its check."""
 LARGEST_BYTES = 256 << 20
-MIN_BYTES = 1_000_000
-"""From this size on bandwidth counts, not latency, so larger sums choose alike."""
+BANDWIDTH_BOUND_BYTES = 1_000_000
+"""Above this size bandwidth dominates latency, so the best algorithm for this size is used for all larger ones."""
 EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
 the next check, one at the end."""
@@ -44,7 +44,7 @@ SUMS_PER_SIZE = 3
 """Least number of sums to measure a size: a check and two repetitions."""
 
 
-def sizes_below(num_bytes: int) -> tuple[int, ...]:
+def sizes_up_to(num_bytes: int) -> tuple[int, ...]:
     """Return the sizes to measure: num_bytes (at most 256 MiB), a quarter of it, and so on to a KiB; ascending."""
     sizes = [min(max(num_bytes, SMALLEST_BYTES), LARGEST_BYTES) // 8 * 8]
     while sizes[-1] // FACTOR >= SMALLEST_BYTES:
@@ -55,13 +55,13 @@ def sizes_below(num_bytes: int) -> tuple[int, ...]:
 def make_table(times: Times, *, beyond: str) -> HybridTable:
     """Return the hybrid table; if only short sums were measured, algorithm `beyond` sums larger buffers.
 
-    That happens if slow links or many ranks left no time for sums of MIN_BYTES, or for any sum.
+    That happens if slow links or many ranks left no time for sums of BANDWIDTH_BOUND_BYTES, or for any sum.
     """
     if not times:
         return HybridTable((HybridRow(None, beyond),))
     table, largest = make_hybrid(times), max(times)
     last = table.rows[-1].algorithm
-    if largest >= MIN_BYTES or last == beyond:
+    if largest >= BANDWIDTH_BOUND_BYTES or last == beyond:
         return table
     return HybridTable((*table.rows[:-1], HybridRow(largest, last), HybridRow(None, beyond)))
 
@@ -87,12 +87,12 @@ def measure_sums(
 ) -> SumTimes:
     """Time every algorithm at these ascending sizes, beginning with the largest that fits into the time. Collective.
 
-    Single sums show which size fits. If time runs out, short sizes are missing, which matter least to gradients; if no
-    size fits, nothing is measured. If time is short, algorithms far from the best are timed only once. Then it measures
-    sizes between two that choose differently, and repeats sizes with an uncertain choice. It ends seconds after start
-    (of time.perf_counter), with time for one more exchange of texts between the ranks; seconds must be equal on all
-    ranks. If an algorithm hangs, it leaves it out and begins again; the time until then does not count. say: called
-    with each line of results.
+    - Single sums show which size fits; if none fits, nothing is measured. If time runs out, short sizes are missing.
+    - If time is short, algorithms far from the best are timed only once.
+    - Then sizes between two with different choices are measured, and sizes with an uncertain choice are repeated.
+    - If an algorithm hangs, it is left out and all begins again; the time until then does not count.
+    It ends `seconds` (equal on all ranks) after start (of time.perf_counter), with time for one more exchange of texts
+    between the ranks. say: called with each line of results.
     Raises: CommError if a sum was wrong, or if all algorithms hang; PeerLostError.
     """
     sweep = _Sweep(communicator, start=start, seconds=seconds, say=say)
@@ -152,8 +152,8 @@ class _Sweep:
                     break
             # an equal share of the remaining time, so that time which short sums do not need goes to longer ones
             share = FIRST_SHARE * self.left / (len(reached) - number)
-            effort = Effort(REPETITIONS, max(0.0, share - self.size_exchange_seconds), CONTENDER_RATIO)
-            self.measure(size, self.contestants, effort)
+            budget = TimeBudget(REPETITIONS, max(0.0, share - self.size_exchange_seconds), CONTENDER_RATIO)
+            self.measure(size, self.contestants, budget)
         if self.times:
             self.refine()
 
@@ -201,12 +201,12 @@ class _Sweep:
             seconds.append(time.perf_counter() - start)
         return self._exchange(*seconds)
 
-    def measure(self, size: int, names: Iterable[str], effort: Effort) -> None:
+    def measure(self, size: int, names: Iterable[str], budget: TimeBudget) -> None:
         """Time these algorithms at a size, merge with earlier times, and check the clock."""
         part_N = self.tensor_N[: size // self.tensor_N.itemsize]
         contestants = {name: self.contestants[name] for name in names}
         before = self.times.setdefault(size, {})
-        for name, each in time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes").items():
+        for name, each in time_sums(part_N, contestants, budget=budget, label=f"tuning at {size} bytes").items():
             if each.num_wrong:
                 raise CommError(
                     f"{name} summed {each.num_wrong} elements of {size} bytes wrongly: run bigbatch comm bench, and do "
@@ -224,11 +224,11 @@ class _Sweep:
             left = self.left - self.size_exchange_seconds
             expected = [_expected_seconds(self.times, size, name) for name in names]
             each = sum(expected) * loops_of(min(expected))
-            # twice: the check of the sum, and pilots, come first
+            # twice: the check of the sum, and first timings, come before
             if 2 * MIN_REFINEMENT * each > left:
                 break
             # a quarter, so that several open choices get a turn, but enough for a useful measurement
-            self.measure(size, names, Effort(REPETITIONS, max(left / 4, MIN_REFINEMENT * each)))
+            self.measure(size, names, TimeBudget(REPETITIONS, max(left / 4, MIN_REFINEMENT * each)))
 
 
 def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:

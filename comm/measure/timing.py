@@ -25,8 +25,8 @@ LARGEST_NUMBER = 63
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How long to measure: at most that many repetitions, and that many seconds (but always two repetitions)."""
+class TimeBudget:
+    """Limits of a measurement: repetitions and seconds, whichever is reached first; at least two repetitions."""
 
     repetitions: int
     seconds: float
@@ -39,7 +39,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Sums:
+class AllReduceTimes:
     """For one algorithm and size: the slowest rank's time of each repetition, and the count of wrong elements."""
 
     measured: MeasuredTimes
@@ -47,14 +47,14 @@ class Sums:
 
 
 def time_sums(
-    tensor_N: Tensor, communicators: Mapping[str, Communicator], *, effort: Effort, label: str = "measurement"
-) -> dict[str, Sums]:
+    tensor_N: Tensor, communicators: Mapping[str, Communicator], *, budget: TimeBudget, label: str = "measurement"
+) -> dict[str, AllReduceTimes]:
     """Time the all-reduce of tensor_N by each algorithm, in place; its content is lost.
 
-    As in training, there is no barrier before a repetition: each rank times its own, and the slowest rank's counts.
+    As in training, no barrier precedes a repetition. The recorded time of a repetition is that of the slowest rank.
     Short sums are repeated in a row, as in nccl-tests: a single one would measure the scheduling of its ranks. Each
     algorithm first sums whole numbers, and every rank compares every element with the closed form. The timed
-    repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms. Call it inside limited().
+    repetitions sum zeros, which must stay zeros. The budget is shared between the algorithms. Call it inside limited().
     Raises: HungError; PeerLostError.
     """
     any_communicator = next(iter(communicators.values()))
@@ -83,17 +83,17 @@ def time_sums(
 
     for name, communicator in communicators.items():
         wrong[name] = _count_wrong_sums(tensor_N, communicator, label=sum_label(f"check of {label}", name))
-    pilots = first_times()
+    first_seconds = first_times()
     # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
-    affordable = int(effort.seconds / MIN_REPETITIONS / max(sum(pilots.values()), 1e-9))
-    loops = max(1, min(loops_of(min(pilots.values())), affordable))
+    affordable = int(budget.seconds / MIN_REPETITIONS / max(sum(first_seconds.values()), 1e-9))
+    loops = max(1, min(loops_of(min(first_seconds.values())), affordable))
     if loops > 1:  # a single short sum is no repetition, and does not show which algorithm is fast
-        pilots = first_times()
-    # the pilots are seconds of one sum, but a repetition makes loops of them
-    is_short = effort.repetitions * loops * sum(pilots.values()) > effort.seconds
-    limit = effort.contender_ratio * min(pilots.values())
-    chosen = [name for name, pilot in pilots.items() if pilot <= limit or not is_short]
-    left = effort.repetitions_of(loops * sum(pilots[name] for name in chosen)) - 1
+        first_seconds = first_times()
+    # first_seconds are of one sum, but a repetition makes loops of them
+    is_short = budget.repetitions * loops * sum(first_seconds.values()) > budget.seconds
+    limit = budget.contender_ratio * min(first_seconds.values())
+    chosen = [name for name, each in first_seconds.items() if each <= limit or not is_short]
+    left = budget.repetitions_of(loops * sum(first_seconds[name] for name in chosen)) - 1
     while left > 0:
         for name in chosen:
             repeat(name, min(left, REPETITIONS_IN_A_ROW))
@@ -104,7 +104,7 @@ def time_sums(
     found = {}
     for name in communicators:
         counts, *repetitions = zip(*(each[name] for each in everyone), strict=True)
-        found[name] = Sums(MeasuredTimes(tuple(map(max, repetitions))), sum(counts))
+        found[name] = AllReduceTimes(MeasuredTimes(tuple(map(max, repetitions))), sum(counts))
     return found
 
 
@@ -176,7 +176,7 @@ def _in_periods(tensor_N: Tensor, pattern_P: Tensor) -> Iterator[tuple[Tensor, T
 
 
 @dataclass(frozen=True)
-class Hops:
+class MessageTimes:
     """Repeated times of messages by their bytes, from the shortest to the longest."""
 
     times: tuple[tuple[int, MeasuredTimes], ...]
@@ -200,8 +200,8 @@ class Hops:
 class MeasuredLinks:
     """Times of messages inside nodes (None: one rank per node) and across (None: one node). No messages: both None."""
 
-    inside: Hops | None
-    across: Hops | None
+    inside: MessageTimes | None
+    across: MessageTimes | None
 
 
 def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLinks:
@@ -220,17 +220,17 @@ def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLink
     )
 
 
-def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: float) -> Hops:
+def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: float) -> MessageTimes:
     """Time hops around a ring by size; half of the time is for the longest messages."""
     times = []
     for num_bytes in MESSAGE_BYTES:
         share = 0.5 if num_bytes == MESSAGE_BYTES[-1] else 0.5 / (len(MESSAGE_BYTES) - 1)
-        effort = Effort(repetitions=30, seconds=seconds * share)
+        budget = TimeBudget(repetitions=30, seconds=seconds * share)
         time_hops(communicator, ring, num_bytes, count=1)  # connections open
-        pilot = time_hops(communicator, ring, num_bytes, count=2)
-        count = effort.repetitions_of(min(pilot))
+        first_times = time_hops(communicator, ring, num_bytes, count=2)
+        count = budget.repetitions_of(min(first_times))
         times.append((num_bytes, MeasuredTimes(tuple(time_hops(communicator, ring, num_bytes, count=count)))))
-    return Hops(tuple(times))
+    return MessageTimes(tuple(times))
 
 
 def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, count: int) -> list[float]:

@@ -13,7 +13,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable, Times
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import TensorSpec
 from bigbatch.comm.measure.cost_model import Backward
-from bigbatch.comm.measure.sizes import elapsed_seconds, measure_sums, sizes_below
+from bigbatch.comm.measure.sizes import elapsed_seconds, measure_sums, sizes_up_to
 from bigbatch.comm.measure.timing import MeasuredLinks, measure_links
 from bigbatch.comm.measure.whole_steps import (
     StepCandidate,
@@ -87,7 +87,7 @@ def tune(
     say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in communicator.algorithms))
     sums = measure_sums(
         communicator,
-        sizes_below(num_bytes),
+        sizes_up_to(num_bytes),
         dtype=getattr(torch, dtype),
         start=start,
         seconds=(1 - STEPS_SHARE) * seconds,

@@ -35,7 +35,7 @@ class Control:
     Collective: every rank constructs its Controls in the same order. Independent of the backend, so it still works
     when that fails. timeout_seconds: limit of every wait and of each request to the store. meeting_seconds (None: the
     same): limit of the wait for all ranks to start; late ones are named after warn_seconds. joined: the store of a
-    group that has formed after a loss, and the rank that holds it.
+    group that has formed after a rank failure, and the rank that holds it.
     Raises: CommError if the ranks cannot meet.
     """
 
@@ -73,7 +73,7 @@ class Control:
         self._texts = 0
         self._hosts: dict[int, str] = {}
         self.detector = FailureDetector(self)
-        # in a group formed after a loss the next operation reports a lost store: only then can another group form
+        # in a group formed after a failure the next operation reports a lost store: only then can another group form
         with self.detector.explained("meeting of all ranks") if joined is None else suppress(RuntimeError):
             self.store.set(f"{HOST}/{self.rank}", env.host)
 

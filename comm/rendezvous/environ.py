@@ -96,7 +96,7 @@ class ProcessEnv:
     joins_file: Path | None = None
     """File that this process removes once it has joined a running job; None if it does not replace a lost rank."""
     former_rank: int | None = None
-    """Rank that the launcher gave this process; None unless ranks were renumbered after a loss."""
+    """Rank that the launcher gave this process; None unless ranks were renumbered after a rank was lost."""
 
     @property
     def joins(self) -> bool:

@@ -32,8 +32,8 @@ class FailureDetector:
         """Verdict of this rank alone, after it has failed on its own or has lost the store."""
         self.has_lost_store = False
         """Whether the thread that reads the log (see Watch) gets no answer from the store."""
-        self.continues_after_loss = False
-        """Whether this process, with any store that it holds, continues after a loss."""
+        self.heals = False
+        """Whether this process, with any store that it runs, continues after a rank is lost."""
         self._num_begun = 0
         self._verdict_lock, self._stop_lock = Lock(), Lock()
         self._waiting = set[int]()
@@ -46,8 +46,8 @@ class FailureDetector:
 
     @property
     def no_answer(self) -> str:
-        """Return the message that the store's holder does not answer."""
-        return f"no answer from {self._job.holder}, which holds the rendezvous"
+        """Return the message that the store does not answer."""
+        return f"no answer from the job's key-value store, which runs beside {self._job.holder}"
 
     @property
     def is_waiting(self) -> bool:
@@ -73,31 +73,31 @@ class FailureDetector:
         if not self.is_watched:
             with suppress(RuntimeError):  # the operation itself is about to fail with a better message
                 self.log.read(self._job.store.within(limits.PEER_CHECK_SECONDS))
-        if cause := self.cause():
-            error = RuntimeError(cause)
-            raise self.explain(label, seconds, error) from error
+        if reason := self.why_hopeless():
+            error = RuntimeError(reason)
+            raise self.make_error_and_disconnect(label, seconds, error) from error
 
-    def cause(self) -> str:
-        """Return why a wait cannot succeed, by the log as it was last read; "" if nothing prevents it."""
+    def why_hopeless(self) -> str:
+        """Return why this rank's wait cannot succeed, from the log as last read; "" if nothing prevents it."""
         state = self.log.state
         if self.verdict or state.cause:
             ended = f"the process of {self.log.name(state.vanished)} has ended"
             return ended if state.vanished else "another rank reports a failure"
         if early := state.left_before(self._num_begun):
-            return f"{self.log.name(early)} ended, or closed its connection, before it"
+            return f"{self.log.name(early)} ended or disconnected before this operation"
         return ""
 
-    def give_up(self, label: str, seconds: float) -> None:
-        """Like check_peers, but also raise after the timeout: for libraries without a time limit."""
+    def raise_if_failed(self, label: str, seconds: float) -> None:
+        """Raise PeerLostError if another rank has failed, or after timeout_seconds: for libraries without a limit."""
         self.check_peers(label, seconds)
         if seconds > self._job.timeout_seconds:
-            raise self.explain(label, seconds, late_error())
+            raise self.make_error_and_disconnect(label, seconds, late_error())
 
-    def give_up_without_store(self, label: str, seconds: float) -> None:
-        """Like give_up, but also raise if the store is lost: for libraries that do not notice that its holder died."""
-        self.give_up(label, seconds)
+    def raise_if_failed_or_store_lost(self, label: str, seconds: float) -> None:
+        """Like raise_if_failed, but also raise if the store is lost: for libraries that do not notice it."""
+        self.raise_if_failed(label, seconds)
         if self.has_lost_store and seconds > limits.STORE_LOST_SECONDS and not self.has_failed:
-            raise self.explain(label, seconds, RuntimeError(self.no_answer))
+            raise self.make_error_and_disconnect(label, seconds, RuntimeError(self.no_answer))
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -108,7 +108,7 @@ class FailureDetector:
         except CommError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            raise self.explain(what, awake_seconds() - start, error) from error
+            raise self.make_error_and_disconnect(what, awake_seconds() - start, error) from error
 
     def bounded(self, label: str, operation: Callable[[], T]) -> T:
         """Run an operation on torch's store on a new thread: the store's own timeouts work only while it answers.
@@ -119,24 +119,21 @@ class FailureDetector:
         try:
             return answer_within(self._job.timeout_seconds + limits.GRACE_SECONDS, operation)
         except NoAnswerError:
-            raise self.explain(label, awake_seconds() - start, late_error()) from None
+            raise self.make_error_and_disconnect(label, awake_seconds() - start, late_error()) from None
 
-    def explain(self, label: str, seconds: float, error: Exception) -> PeerLostError:
-        """Return an error that says what failed, after how long, and which ranks are lost. Takes a few seconds.
-
-        Afterwards this rank sends no requests to the store; its holder waits until the other ranks send none.
-        """
-        failure = self.describe(label, seconds, error)
+    def make_error_and_disconnect(self, label: str, seconds: float, error: Exception) -> PeerLostError:
+        """Find the lost ranks (takes seconds), stop this rank's requests to the store, and return the PeerLostError."""
+        failure = self.make_error(label, seconds, error)
         self.stop_requests()
         return failure
 
-    def describe(self, label: str, seconds: float, error: Exception) -> PeerLostError:
-        """Return the same error, for a caller that still uses the store and calls stop_requests() itself."""
+    def make_error(self, label: str, seconds: float, error: Exception) -> PeerLostError:
+        """Like make_error_and_disconnect, but keeps the store connection: the caller must call stop_requests()."""
         self.has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         # a store that has not answered for so long is not asked again
-        is_silent = isinstance(error, NoAnswerError)
-        verdict = self._lose_store() if is_silent else self.roll_call(LATE if is_late else LOST)
+        is_store_lost = isinstance(error, NoAnswerError)
+        verdict = self._lose_store() if is_store_lost else self.roll_call(LATE if is_late else LOST)
         text = f"{self.failed(label, seconds)}; {verdict.reason} ({self._job.library}: {first_line(error)})"
         failure = PeerLostError(text)
         failure.lost_ranks = verdict.lost
@@ -147,14 +144,14 @@ class FailureDetector:
         """Return what failed on this rank, and after how long."""
         return f"rank {self._job.rank}: {label} failed after {seconds:.1f} s"
 
-    def roll_call(self, cause: str) -> Verdict:
-        """Return the verdict after a failure on this rank. cause: LATE or LOST. The first one takes seconds."""
+    def roll_call(self, kind: str) -> Verdict:
+        """Return the verdict after a failure on this rank. kind: LATE or LOST. The first one takes seconds."""
         with self._verdict_lock:
             if not self.verdict:
                 with suppress(RuntimeError):
                     self.log.look()
                     if not self.verdict and self.log.state.caller is None:
-                        self.log.write("failed", cause)
+                        self.log.write("failed", kind)
                     limit = limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS + limits.REQUESTS_SECONDS
                     self.log.look_until(lambda: self.verdict is not None, limit)
             return self.verdict or self._lose_store()
@@ -172,7 +169,7 @@ class FailureDetector:
         assert self.verdict is not None
         return self.verdict
 
-    def crash(self, exit_code: int = CRASHED) -> None:
+    def publish_crash(self, exit_code: int = CRASHED) -> None:
         """Publish that this rank has failed on its own: the waits of other ranks end, and the verdict names it.
 
         After an earlier failure, that verdict stays. Calls stop_requests(). If exit_code means that the same command
@@ -194,7 +191,7 @@ class FailureDetector:
                 return
             self._has_stopped_requests = True
             begin, seconds = awake_seconds(), limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
-            if self.continues_after_loss:  # missing ranks can read the verdict later
+            if self.heals:  # missing ranks can read the verdict later
                 begin -= limits.LINGER_SECONDS
             with suppress(RuntimeError):
                 self.log.write("heard", within=seconds)
@@ -202,11 +199,11 @@ class FailureDetector:
                     rank = self._job.rank
                     self.log.look_until(lambda: self.log.state.may_leave(rank, awake_seconds() - begin), seconds)
 
-    def leave(self) -> None:
+    def publish_departure(self) -> None:
         """Publish that this rank begins no more operations, so that waits for it end. Raises: RuntimeError."""
         self.log.write("left", self._num_begun)
 
-    def end_well(self, *, within_seconds: float) -> None:
+    def publish_success(self, *, within_seconds: float) -> None:
         """Publish that this rank has passed the last barrier; the store's holder waits until all ranks have.
 
         If some cannot, it waits until they know the verdict. The wait takes within_seconds at most.
@@ -221,4 +218,4 @@ class FailureDetector:
 
 
 def late_error() -> TimeoutError:
-    return TimeoutError("some rank has not come to it")
+    return TimeoutError("timed out: at least one rank did not start this operation")

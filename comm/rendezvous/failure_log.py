@@ -18,7 +18,7 @@ LOG = "bigbatch/failures"
 
 
 class Job(Protocol):
-    """This rank and its job. holder: what holds the store, such as "rank 0"; library: name of the transport."""
+    """This rank and its job. holder: what the store runs beside, such as "rank 0"; library: name of the transport."""
 
     rank: int
     world_size: int

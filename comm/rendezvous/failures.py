@@ -8,7 +8,7 @@ and the same verdict. An event is (name, rank, ...):
 | failed, cause | its wait failed: LATE after a time limit, LOST otherwise | ranks answer; the first such rank counts |
 | crashed, exit code | its own code failed | it is missing; the first failure sets the cause and the exit code |
 | alive | it answers | it is not missing |
-| verdict, ranks, text | the outcome of a count | the first one holds |
+| verdict, ranks, text | the outcome of a roll call | the first one holds |
 | heard | it asks the store for nothing more | the store's holder need not wait for it |
 | left, number | it begins no operation after that number | waits of others for it end |
 | ended | it has passed the last barrier | it is not missing |
@@ -89,7 +89,7 @@ class JobState:
 
     @property
     def late(self) -> frozenset[int]:
-        """Return the ranks that have not come to the newest operation in which the caller waits; none after a loss."""
+        """Return the ranks that have not started the newest operation of the caller's wait; none after a failure."""
         stalls = [each for each in self.stalls if self.caller in each.waiting and self.cause == LATE]
         newest = max(stalls, key=lambda each: each.number, default=None)
         return newest.ranks - newest.waiting if newest else NONE
@@ -120,7 +120,7 @@ def after(state: JobState, event: Sequence[Any], *, now: float) -> JobState:
 def answer(state: JobState, rank: int, *, now: float, is_waiting: bool, is_watching: bool = False) -> Event | None:
     """Return the event that a rank must append now, or None.
 
-    is_waiting: it waits for others in an operation. After the loss of a rank all ranks answer. After a time limit only
+    is_waiting: it waits for others in an operation. After a rank failure all ranks answer. After a time limit only
     waiting ranks do, because a rank that does not wait is the missing one. is_watching: it also reports processes that
     have ended.
     """

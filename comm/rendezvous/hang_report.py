@@ -130,7 +130,7 @@ class HangReport:
     def _explain(self, label: str, seconds: float, cause: str, flight: Flight | None) -> str:
         with suppress(RuntimeError):  # if the store is lost, the detector says so
             self._publish(flight)
-        error = self._detector.describe(label, seconds, RuntimeError(cause) if cause else late_error())
+        error = self._detector.make_error(label, seconds, RuntimeError(cause) if cause else late_error())
         compared = ""
         if flight is not None:
             compared = compare(flight, self._detector.log.state.flights)

@@ -109,7 +109,7 @@ def find_requests(
     """
     requests = _requests(group)
     found: list[Request] = []
-    taken = {endpoint.rank for endpoint in group.endpoints.all}  # the loss of its former process may not be known yet
+    taken = {endpoint.rank for endpoint in group.endpoints.all}  # its former process may not be known as lost yet
     for number, asked in reversed(_read_requests(requests)):  # a rank's newest request counts
         if requests.check([f"answer/{number}"]):
             continue

@@ -2,14 +2,13 @@
 
 GONE_SECONDS = 0.1
 """Time after the end of a rank's last connection until it counts as gone. A live rank keeps one open, so this only
-spans the moment in which one connection follows another. Each regrouping after a loss waits for it."""
+spans the moment in which one connection follows another. Each regrouping waits for it."""
 STORE_LOOK_SECONDS = 0.05
 """Period in which the store checks for ranks that are gone: half of GONE_SECONDS."""
 LOOK_SECONDS = 1.0
 """Longest pause between two checks of the operation under way, and limit of one wait for news."""
 POLL_SECONDS = 0.05
-"""Pause between two checks of a waiting rank for failed ranks. Under a Watch a check costs no request. A job that
-regroups after a loss waits for it each time."""
+"""Pause of a waiting rank between checks for failed ranks; no requests under a Watch. Each regrouping waits for it."""
 PEER_CHECK_SECONDS = 1.0
 """Time limit of a check for failed ranks during another wait; also the longest pause between two checks."""
 MAX_PEER_CHECKS_PER_SECOND = 1000
@@ -42,6 +41,6 @@ EXPLAIN_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 2 * REQUESTS_SECONDS
 VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + 2 * EXPLAIN_SECONDS
 """Time after the time limit for the verdict and the requests of others; a library's own limit must be longer."""
 LEAVE_SECONDS = 10.0
-"""Time after a loss in which a rank may finish the checkpoint that it is writing."""
+"""Time after a rank failure in which a rank may finish the checkpoint that it is writing."""
 STACK_DUMP_SECONDS = 1.0
 """Time between the stack dump and SIGALRM for a process whose shutdown hangs."""

@@ -20,7 +20,7 @@ from bigbatch.comm.rendezvous.limits import GRACE_SECONDS
 from bigbatch.comm.rendezvous.secret import AuthenticationError
 from bigbatch.errors import CommError, first_line, tell
 
-_TOKENS = "bigbatch/words"
+_TOKENS = "bigbatch/tokens"
 PROBE_SECONDS = 5.0
 """Time for the first connection to torchrun's store, which only checks that something listens."""
 
@@ -41,16 +41,16 @@ def open_store(
     warn_seconds: float,
     interface: str | None,
 ) -> tuple[KeyValue, str, ProcessEnv]:
-    """Open the store; return it, its holder, and env with address and secret, which mpirun's ranks learn only here.
+    """Run the rendezvous. Return the job's store, its holder's name, and env completed with address and secret.
 
-    meeting_seconds: the longest time between the first and the last rank's start; timeout_seconds limits later waits.
-    warn_seconds: when each host names the ranks that it waits for.
+    Under mpirun, address and secret are unknown before. meeting_seconds: the longest time between the first and the
+    last rank's start; timeout_seconds limits later waits. warn_seconds: when each host names the ranks that it awaits.
     """
     if env.world_size == 1:
         return BoundedStore(HashStore(), seconds=timeout_seconds), "rank 0", env
     if dist.is_initialized():  # a user's script has made a process group already
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        return BoundedStore(store, seconds=timeout_seconds), "the default process group's store", env
+        return BoundedStore(store, seconds=timeout_seconds), "the default process group", env
     if env.master not in _met:
         met = env
         with reporting_late(warn_seconds, lambda: _describe_wait(met)):
@@ -92,8 +92,8 @@ def rendezvous(
     address, port = env.master
     if env.local_rank == 0 and not addresses_of(address):
         tell(
-            f"rank {env.rank} on {env.host}: MASTER_ADDR={address} is not a known host here: the rank tries again "
-            f"for meeting_seconds={timeout_seconds:g}; if the name is wrong, stop the job and set another"
+            f"rank {env.rank} on {env.host}: cannot resolve MASTER_ADDR={address}; retrying for up to "
+            f"{timeout_seconds:g} s (comm.meeting_seconds). If the name is wrong, stop the job and correct MASTER_ADDR"
         )
     try:
         if env.master_runs:

@@ -252,7 +252,7 @@ def load_plain(data: bytes) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def _check(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A new group after a loss: the remaining ranks agree on its members, and on the process that holds its store.
+"""A new group after a rank failure: the remaining ranks agree on its members, and on the process that holds its store.
 
 Each rank keeps a bound socket, which does not listen. If the store is lost, the first remaining rank opens the next
 store on its socket. The member list is one value of one store, so no two lists exist. If two groups cannot reach each
@@ -63,7 +63,7 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks: this process's rank in it, its control channel, and the endpoints to meet at after a loss."""
+    """A group of ranks: this process's rank in it, its control channel, and the endpoints to meet at if one is lost."""
 
     env: ProcessEnv
     control: Control
@@ -110,6 +110,7 @@ def _bind(address: str, port: int) -> socket.socket:
 
 
 def holder_of(control: Control) -> int:
+    """Return the rank beside which the process of the store runs."""
     return int(control.holder.removeprefix("rank "))
 
 
@@ -121,11 +122,11 @@ def regroup(group: Group, lost: frozenset[int]) -> Group:
     """
     env, control, endpoints = group.env, group.control, group.endpoints
     store, rank, holder = group.store, env.rank, holder_of(control)
-    left = [each for each in range(env.world_size) if each not in lost]
-    if rank not in left and rank != holder:
+    remaining = [each for each in range(env.world_size) if each not in lost]
+    if rank not in remaining and rank != holder:
         raise excluded_error(env, lost)
-    if holder in left:  # the store lives: its verdict is the same on all ranks
-        members, connections, first = left, store.connections, holder
+    if holder in remaining:  # the store lives: its verdict is the same on all ranks
+        members, connections, first = remaining, store.connections, holder
         master = control.master  # the holder's own connection may be over another address
         numbers = [store.numbers[each] if store.numbers else each for each in members]
         if not has_quorum(members, _silent_ranks(group, members, lost)):
@@ -254,7 +255,7 @@ def _connect_to(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConn
             return StoreConnections(
                 endpoint.address, endpoint.port, control.secret, rank=rank, timeout_seconds=CONNECT_SECONDS
             )
-        except OSError:  # that rank may be in a long step, and may not have noticed the loss yet
+        except OSError:  # that rank may be in a long step, and may not have noticed the failure yet
             if awake_seconds() > deadline:
                 raise
     raise ConnectionError("its process has ended")
@@ -263,13 +264,13 @@ def _connect_to(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConn
 def _open_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], StoreConnections]:
     """Open the next store, and publish the ranks that connect to it as members; none if they have no quorum.
 
-    It waits for each rank until its process has ended, comm.timeout_seconds at most: the rank may be in a long step.
-    It waits only HOLDER_SECONDS for ranks on the lost store's host that this host cannot see, and for lost ranks. A
-    holder that lives and has lost only its store gets the full time.
+    Waits for each rank to connect, until its process is known to have ended, or for comm.timeout_seconds: the rank may
+    be in a long step. Waits only HOLDER_SECONDS for lost ranks, and for ranks on the lost store's host whose processes
+    this host cannot see. If only the store of a holder is lost, the holder gets the full time.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
     listener, started, own = endpoints.socket, awake_seconds(), endpoints.all[env.rank]
-    if listener.fileno() < 0:  # this rank has held a store there, which has ended
+    if listener.fileno() < 0:  # this rank has run a store there, which has ended
         listener = _bind(own.address, own.port)
     listener.listen(4096)
     limit = control.timeout_seconds

@@ -42,7 +42,7 @@ class Watch:
     runs prints that others wait for it.
     ends_job: also end this process after the control's timeout. For transports that only enqueue (NCCL), where no
     thread of ours waits. A second thread then watches the clock without the store, so a store that is lost or hangs
-    delays the end only by the time of the verdict. After the loss of a rank this process ends earlier. Before the end
+    delays the end only by the time of the verdict. After a rank is lost this process ends earlier. Before the end
     the flight recorder is written to a file, and the ranks' collectives are compared. If the job continues after a
     loss, the waiting thread gets time to abort first.
     """
@@ -68,7 +68,7 @@ class Watch:
         self._late_texts: dict[int, str] = {}
         """Operation number -> the printed line about its late ranks, for the time after the store is lost."""
         self._report, self._ends_job = HangReport(control), ends_job
-        abort_seconds = 2 * limits.VERDICT_SECONDS if self._detector.continues_after_loss else 0.0
+        abort_seconds = 2 * limits.VERDICT_SECONDS if self._detector.heals else 0.0
         self._end_seconds = control.timeout_seconds + abort_seconds
         self._lost_at: float | None = None
         self._closed = Event()
@@ -125,11 +125,11 @@ class Watch:
             self.check_clock()
 
     def check_clock(self) -> None:
-        """Check the clock once; end this process after the time limit, or after a loss. Does not need the store."""
+        """Check the clock once; end this process after the time limit or a rank failure. Does not need the store."""
         pending = self._oldest()
         if pending is None:
             return
-        cause = "" if self._detector.continues_after_loss else self._detector.cause()
+        cause = "" if self._detector.heals else self._detector.why_hopeless()
         if cause and self._lost_at is None:
             self._lost_at = awake_seconds()
             ends = f"this process ends in {limits.LEAVE_SECONDS:g} s"
@@ -177,7 +177,7 @@ class Watch:
                 late = [rank for rank in ranks if rank not in stall.waiting]
                 named = self._log.name(late)
                 verb = "has" if len(late) == 1 else "have"
-                self._late_texts[stall.number] = f"{named} {verb} not come to it" if late else "all ranks are in it"
+                self._late_texts[stall.number] = f"{named} {verb} not started it" if late else "all ranks are in it"
                 self._say(self._waits(pending, self._late_texts[stall.number]))
             return
         is_behind = pending is None or pending.number < stall.number

@@ -54,8 +54,8 @@ def run_processes(
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
     heals: called when a process is lost (signal, CRASHED or LOST); if true, the others continue. The result is then 0
-    if any succeeds and all failures are losses. If one exits with LOST and all others stay stopped (SIGSTOP) for the
-    next GRACE_SECONDS, none can continue, and all are ended.
+    if any succeeds and all failures are such lost processes. If one exits with LOST and all others stay stopped
+    (SIGSTOP) for the next GRACE_SECONDS, none can continue, and all are ended.
     joins: number of restarts in all, if the others continue. A process that a signal or CRASHED ended starts again to
     join them, unless it was restarted before and has not joined yet, one has finished, or no others run.
     is_part: processes of the job run elsewhere, too: a single one that a signal ended may restart to join those.

@@ -37,7 +37,7 @@ def describe_restarts(job: JobSpec, *, joins: int = 0) -> str:
     if job.spans_nodes:  # each node's launcher restarts single ranks only
         return single
     limit = "in all" if find_run_folder(job) is None else "in a row without a newer checkpoint"
-    what = "a loss that ends all ranks" if joins else "a lost rank"
+    what = "a failure that ends all ranks" if joins else "a lost rank"
     return f"{single if joins else ''}# after {what} all start again, up to {job.restarts} time(s) {limit}\n"
 
 

@@ -138,7 +138,7 @@ def exit_wait_seconds(timeout_seconds: float, *, heals: bool) -> float:
 
 
 def refuse_healing(job: JobSpec, *, launcher: str) -> None:
-    """Raise LaunchOptionError if the job heals in place, for a launcher that ends all ranks after a loss."""
+    """Raise LaunchOptionError if the job heals in place, for a launcher that ends all ranks after one is lost."""
     if heals_in_place(job):
         raise LaunchOptionError(
             f"--run.heal in_place: {launcher} ends all ranks when one is lost: leave it out, or use bigbatch launch "
@@ -179,7 +179,7 @@ class FirstRankWatch:
     def _check(self) -> None:
         record = Path(self._start)
         has_ended = isinstance(read_record(record), int) if self._counts_good_end else has_recorded_failure(record)
-        is_over = has_ended or (self._folder is not None and has_failed(Path(self._folder), start=self._start))
+        is_over = has_ended or (self._folder is not None and has_failed(Path(self._folder), launch_id=self._start))
         self._num_checks = self._num_checks + 1 if is_over else 0
 
 

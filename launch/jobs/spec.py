@@ -75,7 +75,7 @@ class JobSpec:
     preflight: str | None = None
     """Action for unfit nodes before the start: warn, stop or exclude; None: no preflight."""
     restarts: int | None = None
-    """Restarts in a row without a newer checkpoint after a lost rank; None: none."""
+    """Maximum number of consecutive restarts after a lost rank without a newer checkpoint. None: no restarts."""
     namespace: str | None = None
     queue: str | None = None
     """LocalQueue of Kueue."""
@@ -216,9 +216,9 @@ def make_job(
     default_ranks: int = 1,
     **others: Any,
 ) -> JobSpec:
-    """Check the numbers, and make the job; others: further fields of JobSpec.
+    """Return the JobSpec. Derives the number of ranks from hosts, nodes or GPUs; refuses combinations that contradict.
 
-    default_ranks: ranks of a node if none are stated. Raises: LaunchOptionError.
+    default_ranks: ranks of a node if none are stated. others: further fields. Raises: LaunchOptionError.
     """
     if not command:
         raise LaunchOptionError(
@@ -228,7 +228,7 @@ def make_job(
         raise LaunchOptionError("--hosts already states nodes and ranks: leave out --nodes and --ranks-per-node")
     for name, value in (("--nodes", num_nodes), ("--ranks-per-node", ranks_per_node)):
         if value is not None and value < 1:
-            raise LaunchOptionError(f"{name} {value} is not a number from 1 on")
+            raise LaunchOptionError(f"{name} {value} must be at least 1")
     slots = sum(count for _, count in hosts)
     nodes = num_nodes or 1
     given = others.get("gpus_per_node") if ranks_per_node is None else ranks_per_node

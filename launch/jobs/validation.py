@@ -30,42 +30,40 @@ KEY = rf"(?:{SUBDOMAIN}/)?{QUALIFIED}"
 """Key of a Kubernetes label, taint or resource."""
 
 PATTERNS = {
-    # field: (pattern, meaning, example); Slurm reads #SBATCH lines without a shell's quotes
-    "name": (NAME, "letters, digits and . _ + @ -", "resnet50-32k"),
-    "partition": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -", "gpu"),
-    "account": (NAME, "letters, digits and . _ + @ -", "vision"),
-    "qos": (NAME, "letters, digits and . _ + @ -", "high"),
-    "reservation": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -", "maintenance"),
-    "constraint": (r"[A-Za-z0-9\[(][A-Za-z0-9._&|()*,:\[\]-]*", "names with & and | between", "'a100&nvlink'"),
-    "memory": (r"0|[1-9][0-9]*[KMGTkmgt]?", "a number and K, M, G or T", "200G"),
-    "interface": (f"{INTERFACE}(?:,{INTERFACE})*", "names of interfaces with , between", "eth0"),
-    "gpu_type": (r"[A-Za-z0-9][A-Za-z0-9._-]*", "a type and a number", "a100:8"),
-    "mpi": (r"[a-z][a-z0-9_]*", "one that srun --mpi=list names", "pmix"),
-    "logs": (r"(?!-)[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
-    "array": (rf"{SPAN}(?:,{SPAN})*(?:%[0-9]+)?", "numbers and ranges", "0-7"),
-    "device": (r"cpu", "the only one to name", "cpu"),
-    "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
-    "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
-    "namespace": (LABEL, "a name of Kubernetes", "vision"),
-    "queue": (SUBDOMAIN, "the name of a LocalQueue", "research"),
-    "priority": (SUBDOMAIN, "the name of a PriorityClass", "high"),
-    "rdma": (f"{KEY}(?:=[1-9][0-9]{{0,3}})?", "a resource, and a number", "rdma/hca_shared_devices_a"),
-    "user": (r"[1-9][0-9]{0,9}(?::[1-9][0-9]{0,9})?", "numbers from 1 on: UID or UID:GID", "1000:1000"),
-    "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks", "bigbatch.sqsh"),
+    # field: (pattern, what to use); Slurm reads #SBATCH lines without a shell's quotes
+    "name": (NAME, "letters, digits and . _ + @ -, such as resnet50-32k"),
+    "partition": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -, such as gpu"),
+    "account": (NAME, "letters, digits and . _ + @ -, such as vision"),
+    "qos": (NAME, "letters, digits and . _ + @ -, such as high"),
+    "reservation": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -, such as maintenance"),
+    "constraint": (r"[A-Za-z0-9\[(][A-Za-z0-9._&|()*,:\[\]-]*", "names separated by & or |, such as 'a100&nvlink'"),
+    "memory": (r"0|[1-9][0-9]*[KMGTkmgt]?", "a number and K, M, G or T, such as 200G"),
+    "interface": (f"{INTERFACE}(?:,{INTERFACE})*", "names of interfaces separated by commas, such as eth0"),
+    "gpu_type": (r"[A-Za-z0-9][A-Za-z0-9._-]*", "a type and a number, such as a100:8"),
+    "mpi": (r"[a-z][a-z0-9_]*", "one that srun --mpi=list names, such as pmix"),
+    "logs": (r"(?!-)[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -, such as logs"),
+    "array": (rf"{SPAN}(?:,{SPAN})*(?:%[0-9]+)?", "numbers and ranges, such as 0-7"),
+    "device": (r"cpu", "cpu, or leave it out to use GPUs"),
+    "preflight": (r"warn|stop|exclude", "warn, stop or exclude"),
+    "container": (r"pyxis|apptainer", "pyxis or apptainer"),
+    "namespace": (LABEL, "a namespace of Kubernetes, such as vision"),
+    "queue": (SUBDOMAIN, "the name of a LocalQueue, such as research"),
+    "priority": (SUBDOMAIN, "the name of a PriorityClass, such as high"),
+    "rdma": (f"{KEY}(?:=[1-9][0-9]{{0,3}})?", "a resource, and a number, such as rdma/hca_shared_devices_a"),
+    "user": (r"[1-9][0-9]{0,9}(?::[1-9][0-9]{0,9})?", "UID or UID:GID, each at least 1, such as 1000:1000"),
+    "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks, such as bigbatch.sqsh"),
     # each value of these
-    "modules": (r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", "the name of a module", "cuda/13.0"),
+    "modules": (r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", "the name of a module, such as cuda/13.0"),
     "mounts": (
         r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?",
-        "SOURCE:TARGET without blanks, TARGET an absolute path",
-        "/data:/data",
+        "SOURCE:TARGET without blanks, TARGET an absolute path, such as /data:/data",
     ),
-    "node_selector": (f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE", "gpu=h200"),
+    "node_selector": (f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE, such as gpu=h200"),
     "tolerations": (
         f"{KEY}(?:=(?:{QUALIFIED})?)?(?::(?:NoSchedule|PreferNoSchedule|NoExecute))?",
-        "KEY[=VALUE][:EFFECT]",
-        "nvidia.com/gpu:NoSchedule",
+        "KEY[=VALUE][:EFFECT], such as nvidia.com/gpu:NoSchedule",
     ),
-    "pull_secrets": (SUBDOMAIN, "the name of a Secret", "registry"),
+    "pull_secrets": (SUBDOMAIN, "the name of a Secret, such as registry"),
 }
 
 MIN_VALUES = {
@@ -126,12 +124,12 @@ def check_field(field: str, value: Any) -> Any:
     if value is None:
         return None
     if field in PATTERNS:
-        pattern, meaning, example = PATTERNS[field]
+        pattern, use = PATTERNS[field]
         for word in value if isinstance(value, tuple) else (value,):
             if not re.fullmatch(pattern, word):
-                raise LaunchOptionError(f"{option(field)} {word!r} must be {meaning}, such as {example}")
+                raise LaunchOptionError(f"{option(field)} {word!r} is not valid. Use {use}")
     if field in MIN_VALUES and value < MIN_VALUES[field]:
-        raise LaunchOptionError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
+        raise LaunchOptionError(f"{option(field)} {value} must be at least {MIN_VALUES[field]}")
     if field in CHECKS:
         CHECKS[field](value)
     return value
@@ -144,7 +142,7 @@ def _check_array(value: str) -> None:
         if last and int(last) < int(first):
             raise LaunchOptionError(f"--array {value!r}: the range {part} holds no number; write {last}-{first}")
         if step and not int(step):
-            raise LaunchOptionError(f"--array {value!r}: the range {part} never ends; state a step from 1 on")
+            raise LaunchOptionError(f"--array {value!r}: the range {part} never ends; state a step of at least 1")
     if re.search("%0+$", value):
         raise LaunchOptionError(f"--array {value!r} lets no job run: state at least %1, or leave it out")
 
@@ -195,7 +193,7 @@ def _check_characters(text: str, *, what: str) -> None:
 
 
 def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
-    """Raise LaunchOptionError if a key is no option's name, is set by our scripts, or has a value that is misread.
+    """Raise LaunchOptionError if a key is no sbatch option, if our scripts set it, or if Slurm could misread its value.
 
     sbatch accepts abbreviated names, so abbreviations of our options are refused, too.
     """

@@ -40,7 +40,7 @@ def job_script(job: JobSpec, *, folder: str | None) -> str:
 def submit_job(
     job: JobSpec, *, wait: bool = False, environ: Mapping[str, str] | None = None
 ) -> "tuple[str, subprocess.Popen[bytes]]":
-    """Submit a job; return its number, and the sbatch process, which with wait ends with the job's exit code.
+    """Submit a job; return its ID, and the sbatch process, which with wait ends with the job's exit code.
 
     environ: environment of sbatch, and so of the job; None: this process's.
     Raises: SchedulerError with Slurm's message; LaunchOptionError.
@@ -57,9 +57,9 @@ def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
 
     Raises: SchedulerError; LaunchOptionError.
     """
-    number, sbatch = submit_job(job, wait=True, environ=environ)
-    log = Path(log_path(job, job_id=number))
-    print_line(f"job {number} tests the nodes; its output: {log}")
+    job_id, sbatch = submit_job(job, wait=True, environ=environ)
+    log = Path(log_path(job, job_id=job_id))
+    print_line(f"job {job_id} tests the nodes; its output: {log}")
     code = sbatch.wait()
     print(log.read_text(errors="replace") if log.exists() else f"{log} does not exist", end="")
     return code
@@ -81,9 +81,9 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
         _write_script(options.output, job_script(job, folder=find_run_folder(job)), force=options.force)
         print_line(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
         return 0
-    number, sbatch = submit_job(job, wait=options.wait, environ=environ)
-    print_line(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
-    print_lines(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}")
+    job_id, sbatch = submit_job(job, wait=options.wait, environ=environ)
+    print_line(f"job {job_id}; its output: {log_path(job, job_id=job_id if job.array is None else job_id + '_*')}")
+    print_lines(f"  bigbatch launch status {job_id}\n  bigbatch launch cancel {job_id}")
     return sbatch.wait()  # without --wait it returns at once
 
 
@@ -110,32 +110,32 @@ def _write_script(path: Path, script: str, *, force: bool) -> None:
             file.write(data)
 
 
-def _status(numbers: Sequence[str]) -> None:
-    def show(number: str) -> None:
-        for job in slurm_queue.find_jobs(number):
+def _status(job_ids: Sequence[str]) -> None:
+    def show(job_id: str) -> None:
+        for job in slurm_queue.find_jobs(job_id):
             print_lines(slurm_queue.describe(job))
 
-    found = numbers or slurm_queue.run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
+    found = job_ids or slurm_queue.run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
     _for_each(found, show)
     if not found:
         print_line("no job of yours waits or runs")
 
 
-def _cancel(numbers: Sequence[str], now: bool) -> None:
-    def cancel(number: str) -> None:
-        jobs = slurm_queue.find_jobs(number)
+def _cancel(job_ids: Sequence[str], now: bool) -> None:
+    def cancel(job_id: str) -> None:
+        jobs = slurm_queue.find_jobs(job_id)
         for job in [job for job in jobs if not job.has_ended] or jobs:  # some jobs of an array may have ended
             print_lines(slurm_queue.cancel(job, now=now))
 
-    _for_each(numbers, cancel)
+    _for_each(job_ids, cancel)
 
 
-def _for_each(numbers: Sequence[str], act: Callable[[str], None]) -> None:
+def _for_each(job_ids: Sequence[str], act: Callable[[str], None]) -> None:
     """Call act for each job, also after one that Slurm refuses. Raises: SchedulerError, at the end."""
     refused: dict[str, None] = {}
-    for number in numbers:
+    for job_id in job_ids:
         try:
-            act(number)
+            act(job_id)
         except SchedulerError as error:
             refused[str(error)] = None
     if refused:

@@ -22,7 +22,6 @@ from bigbatch.launch.launchers.slurm_script import RUN_FOLDER_MARK
 EMPTY_VALUES = ("", "(null)", "None", "N/A", "Unknown")
 """Slurm's words for an empty value."""
 
-
 NO_TASK = str(2**32 - 2)
 """ArrayTaskId of the entry that remains of an array's jobs that were cancelled before they started."""
 
@@ -42,8 +41,8 @@ class QueuedJob:
     script: str
 
     @property
-    def number(self) -> str:
-        """Return its number: 12, or 12_3 in an array, or 12_[4-7] for the jobs of an array that have not started."""
+    def job_id(self) -> str:
+        """Return its ID: 12, or 12_3 in an array, or 12_[4-7] for the jobs of an array that have not started."""
         # 4-7%2: two of them may run at once
         task = self.facts.get("ArrayTaskId", "").partition("%")[0]
         if task in ("", NO_TASK):
@@ -83,7 +82,7 @@ class QueuedJob:
 def submit(
     script: str, *, wait: bool = False, environ: Mapping[str, str] | None
 ) -> tuple[str, subprocess.Popen[bytes]]:
-    """Submit a script by sbatch; return the job's number, and the sbatch process, which with wait ends with the job.
+    """Submit a script by sbatch; return the job ID, and the sbatch process, which with wait ends with the job.
 
     environ: environment of sbatch, without an enclosing job's variables; None: this process's. Output of sbatch, its
     plug-ins and a site's wrapper goes to stderr or into the error.
@@ -104,7 +103,7 @@ def submit(
     with suppress(BrokenPipeError), sbatch.stdin as stdin:  # it ended before it read all, and its output says why
         stdin.write(script.encode(errors="surrogateescape"))
     output: list[bytes] = []
-    # line by line: with --wait it prints the number and runs until the job ends
+    # line by line: with --wait it prints the ID and runs until the job ends
     for line in sbatch.stdout:
         if found := re.fullmatch(r"(\d+)(?:;\S*)?\s*", line.decode(errors="replace"), re.ASCII):
             _show(output)
@@ -131,29 +130,29 @@ def _not_installed(program: str) -> SchedulerError:
     )
 
 
-def find_jobs(number: str) -> list[QueuedJob]:
-    """Return the job of that number, or all jobs of an array.
+def find_jobs(job_id: str) -> list[QueuedJob]:
+    """Return the job of that ID, or all jobs of an array.
 
-    Raises: SchedulerError if Slurm does not know it (any more); LaunchOptionError if it is not a number.
+    Raises: SchedulerError if Slurm does not know it (any more); LaunchOptionError if it is not a job ID.
     """
-    if not re.fullmatch(r"\d+(?:_\d+)?", number, re.ASCII):
+    if not re.fullmatch(r"\d+(?:_\d+)?", job_id, re.ASCII):
         raise LaunchOptionError(
-            f"{number!r} is not the number of a Slurm job: bigbatch launch slurm prints it, such as 1234"
+            f"{job_id!r} is not a Slurm job ID: use the one that bigbatch launch slurm printed, such as 1234"
         )
     try:
-        shown = run_slurm(["scontrol", "show", "job", "--oneliner", number])
+        shown = run_slurm(["scontrol", "show", "job", "--oneliner", job_id])
     except SchedulerError as error:
         raise SchedulerError(
-            f"job {number}: {error}; Slurm forgets a job minutes after its end, its log remains"
+            f"job {job_id}: {error}; Slurm forgets a job minutes after its end, its log remains"
         ) from error
     # the first piece precedes the first JobId=
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
     return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
 
 
-def _script_of(number: str) -> str:
+def _script_of(job_id: str) -> str:
     try:
-        return run_slurm(["scontrol", "write", "batch_script", number, "-"])
+        return run_slurm(["scontrol", "write", "batch_script", job_id, "-"])
     except SchedulerError:  # another user's, or not a batch job
         return ""
 
@@ -170,7 +169,7 @@ def parse_facts(line: str) -> dict[str, str]:
 
 def describe(job: QueuedJob) -> str:
     facts = {name: value for name, value in job.facts.items() if value not in EMPTY_VALUES}
-    lines = [f"job {job.number} ({facts.get('JobName', '')}): {job.state}"]
+    lines = [f"job {job.job_id} ({facts.get('JobName', '')}): {job.state}"]
     if reason := facts.get("Reason"):
         lines[0] += f", {reason}"
     rows = {
@@ -178,7 +177,7 @@ def describe(job: QueuedJob) -> str:
         "nodes": facts.get("NodeList"),
         "restarts": facts.get("Restarts"),
         "exit code": _exit_code(facts.get("ExitCode", "")) if job.has_ended else None,
-        "log": None if job.number.endswith("]") else facts.get("StdOut"),  # jobs that have not started have none
+        "log": None if job.job_id.endswith("]") else facts.get("StdOut"),  # jobs that have not started have none
         "last report": last_report(job.run_folder) if job.run_folder else None,
     }
     return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value)])
@@ -186,30 +185,30 @@ def describe(job: QueuedJob) -> str:
 
 def _resume(job: QueuedJob) -> None:
     try:
-        run_slurm(["scontrol", "resume", job.number])
+        run_slurm(["scontrol", "resume", job.job_id])
     except SchedulerError as error:
         raise SchedulerError(
-            f"job {job.number} is suspended and cannot save before it continues ({error}): ask an operator "
-            f"for `scontrol resume {job.number}`, or add --now to end it; its newest checkpoint stays"
+            f"job {job.job_id} is suspended and cannot save before it continues ({error}): ask an operator "
+            f"for `scontrol resume {job.job_id}`, or add --now to end it; its newest checkpoint stays"
         ) from error
 
 
 def cancel(job: QueuedJob, *, now: bool) -> str:
-    """Ask the ranks to save a checkpoint and stop; with now, or before its start, end the job. Return what was done.
+    """Ask a running job's ranks to save a checkpoint and stop; end a pending job, or any with now=True, at once.
 
-    Continues a suspended job first: Slurm would kill it without a signal to its ranks.
+    Returns a line that says what was done. Continues a suspended job first: Slurm would kill it without a signal.
     Raises: SchedulerError for a job that has ended or does not handle the request.
     """
     if job.has_ended:
-        raise SchedulerError(f"job {job.number} has ended already: {job.state}")
+        raise SchedulerError(f"job {job.job_id} has ended already: {job.state}")
     # before its start there is no script to handle a request
     if now or job.state not in ("RUNNING", "SUSPENDED"):
-        run_slurm(["scancel", job.number])
-        return f"job {job.number} is cancelled"
+        run_slurm(["scancel", job.job_id])
+        return f"job {job.job_id} is cancelled"
     if not job.is_ours:
-        raise SchedulerError(f"job {job.number} was not made by bigbatch launch slurm; to end it at once, add --now")
+        raise SchedulerError(f"job {job.job_id} was not made by bigbatch launch slurm; to end it at once, add --now")
     # only the batch shell: its trap sends USR1 to the ranks
-    ask = ["scancel", "--batch", "--signal=USR2", job.number]
+    ask = ["scancel", "--batch", "--signal=USR2", job.job_id]
     if job.state == "SUSPENDED":
         _resume(job)
     run_slurm(ask)
@@ -218,8 +217,8 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
         with suppress(SchedulerError):  # the job has ended by then
             run_slurm(ask)
     return (
-        f"job {job.number} was asked to save a checkpoint and stop; "
-        f"bigbatch launch status {job.number} tells when it has, and bigbatch launch cancel {job.number} --now ends it"
+        f"job {job.job_id} was asked to save a checkpoint and stop; "
+        f"bigbatch launch status {job.job_id} tells when it has, and bigbatch launch cancel {job.job_id} --now ends it"
     )
 
 

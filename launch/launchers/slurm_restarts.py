@@ -1,4 +1,4 @@
-"""Bash of a job's script for --restarts: start the ranks again after a loss."""
+"""Bash of a job's script for --restarts: start the ranks again after one is lost."""
 
 from collections.abc import Sequence
 from textwrap import indent
@@ -71,7 +71,7 @@ echo "bigbatch: $(date '+%F %T') exit code $code: restarting; nodes that answer:
 
 
 def restart_loop(text: str, *, node_counts: Sequence[int], is_python: bool) -> str:
-    """Return bash that runs text, which starts the ranks and waits for their end, again and again after losses.
+    """Return bash that runs text, which starts the ranks and waits for their end, again after each failure.
 
     node_counts: numbers of nodes that divide the batch, in falling order; without any, only all nodes will do.
     """

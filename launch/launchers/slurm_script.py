@@ -45,7 +45,9 @@ SRUN_VARIABLES = "${!SRUN_@}"
 
 REQUIRE_FORWARDED = """\
 for name in {names}; do   # --export above passes those of the submitting shell
-  [ "${{!name+x}}" ] || {{ echo "bigbatch: --env $name: it is not set: export it, and submit this again" >&2; exit 2; }}
+  [ "${{!name+x}}" ] && continue
+  echo "bigbatch: --env $name: the variable is not set in the submitting shell. Export it and submit the job again" >&2
+  exit 2
 done"""
 
 TRAP_SIGNALS = f"""\
@@ -69,8 +71,8 @@ newest() { local all=("$run"/checkpoints/step-*); echo "at ${all[-1]}"; }
 end_if_stuck() {
   [ "$(grep -cxF "$(newest)" "$starts")" -lt "$most" ] && return
   rm "$starts"
-  echo "bigbatch: $(date '+%F %T') $most starts saved no newer checkpoint${run:+ in $run}: not restarted;" \\
-    "find the cause in $logs, then submit the job again"
+  echo "bigbatch: $(date '+%F %T') the last $most starts saved no new checkpoint${run:+ in $run}," \\
+    "so the job is not restarted; find the cause in $logs, then submit the job again"
   exit "$1"
 }
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$starts"
@@ -78,7 +80,6 @@ touch "$starts" || exit 1
 end_if_stuck 1
 newest >> "$starts"
 """
-
 
 MAX_STARTS = 5
 """Limit of starts from the queue for a job that states no restarts."""
@@ -95,7 +96,8 @@ wait "$shown"
 """
 
 HEALING_SETUP = f"""\
-# After a lost rank the others continue. The first of them records the job's exit code; srun has that of the lost rank.
+# After a rank is lost the others continue, but srun returns the lost rank's exit code. So the first remaining rank
+# writes the job's exit code to $ended.
 ended=$(realpath "$logs")/ended
 : > "$ended" || exit 1
 export {STOPPED_VARIABLE}=$ended
@@ -147,11 +149,9 @@ def sbatch_script(
 ) -> str:
     """Return the script. folder: run folder, if any. timeout_seconds: the run's comm.timeout_seconds.
 
-    heals: the remaining ranks continue in place after a loss, so srun must not end them.
-
+    heals: the remaining ranks continue in place after a rank is lost, so srun must not end them.
     python: interpreter on the nodes; None: bigbatch and python3 on PATH there or in the image.
     node_counts: numbers of nodes that divide the batch, in falling order; restarts use them after a lost node.
-
     Raises: JobRefused for unsupported options, and for an array whose jobs would share their files.
     """
     with Problems() as findings:

@@ -62,7 +62,7 @@ def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_
         wait_for(lambda: re.search(r"step +5 ", said.read_text()) is not None, job, said)
         cut(cluster, 3)
         since = time.monotonic()
-        wait_for(lambda: "rank 3 on n3 has not come to it" in said.read_text(), job, said)
+        wait_for(lambda: "rank 3 on n3 has not started it" in said.read_text(), job, said)
         named_seconds = time.monotonic() - since
         wait_for(lambda: "restarting with 3 of 4 ranks, from " in said.read_text(), job, said)
         wait_for(lambda: re.search(r"resumed after step \d+\n.*step +\d+ ", said.read_text()) is not None, job, said)

@@ -17,7 +17,7 @@ def main(at: str, times: str, *command: str) -> int:
         healthy(train_step, step, stream)
         if step + 1 == int(at) and left:
             left -= 1
-            train_step.parts.precision.settle()  # or weights that are on their way would come over it
+            train_step.parts.precision.wait_for_weights()  # or weights that are on their way would come over it
             with torch.no_grad():
                 weight = next(train_step.parts.model.parameters())
                 weight.view(torch.int32)[(0,) * weight.dim()] ^= 1 << 10

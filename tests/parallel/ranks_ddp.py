@@ -176,7 +176,7 @@ def lose_a_rank(backend: str, victim: str) -> int:
             ddp(torch.ones(4, 16)).sum().backward()
         except RuntimeError as error:
             print(f"noticed after {time.monotonic() - start:.1f} s: {str(error).splitlines()[0]}", flush=True)
-            # rank 0 holds the rendezvous that the others read
+            # rank 0 runs the store that the others read
             while communicator.rank == 0 and any(Path(f"/proc/{pid}").exists() for pid in others):
                 time.sleep(0.05)
             return SURVIVED

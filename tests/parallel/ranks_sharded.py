@@ -295,10 +295,10 @@ def check_finite(communicator: Communicator) -> None:
         master[0] = float("nan")
     assert not run.precision.is_finite()
     state = [{"kept": torch.ones(3), "step": torch.tensor(1.0), "rate": 0.1}, {}]
-    assert run.precision.has_finite(state)
+    assert run.precision.all_finite(state)
     if communicator.rank == 0:
         state[0]["kept"][1] = float("inf")
-    assert not run.precision.has_finite(state)
+    assert not run.precision.all_finite(state)
 
 
 def check_replicas(communicator: Communicator) -> None:
@@ -374,7 +374,7 @@ def check_behind_forward(communicator: Communicator) -> None:
                 assert num_buffers > 1
                 assert len(labels) == 2 * 3 * num_buffers
                 assert len(set(communicator.gather_text(str(labels)))) == 1, "all ranks start the same gathers"
-                ways[1].precision.settle()
+                ways[1].precision.wait_for_weights()
                 assert torch.equal(ways[0].weights(), ways[1].weights())
                 assert same(ways[0].state(), ways[1].state())
 
@@ -385,7 +385,7 @@ def lose_in_a_gather(backend: str, timeout_seconds: str) -> int:
     run = start("sgd", "fp32", communicator, sharded=True, behind_forward=True)
     run.steps(0)
     if communicator.rank == 1:
-        run.precision.settle()
+        run.precision.wait_for_weights()
         scatter_gather_ = run.precision.weights.layout.scatter_gather  # type: ignore[attr-defined]
         scatter_gather_._all_gather_ = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()

@@ -64,7 +64,7 @@ def finish(ranks: Ranks, *, timeout_seconds: float, victim: int) -> list[tuple[i
     return list(zip(codes, outputs, strict=True))
 
 
-HOLDER = "rank 0, which holds the rendezvous"
+HOLDER = "the job's key-value store, which runs beside rank 0"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ HOLDER = "rank 0, which holds the rendezvous"
         # rank 3 has no connection to rank 1 in a ring: it must neither wait for its own timeout nor be taken for lost
         pytest.param(4, "gloo", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
         (3, "gloo", "native", 0, "kill", 60, HOLDER),
-        # the process beside rank 0, which holds the rendezvous, still answers
+        # the process beside rank 0, which runs the store, still answers
         pytest.param(3, "tcp", "ring", 0, "stop", 10, "rank 0 on node0", marks=pytest.mark.long),
         # the stall is inside a group of its own, whose timeout must be the job's
         pytest.param(3, "gloo", "doubling", 1, "stop", 10, "rank 1 on node0", marks=pytest.mark.long),

@@ -14,7 +14,7 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 
 WARNED = (
     r"rank {rank} on node{node} has waited [\d.]+ s in all-reduce of buffer 0 \(1\.bias and 3 .*\): "
-    r"(.*) ha(?:s|ve) not come to it \(the job"
+    r"(.*) ha(?:s|ve) not started it \(the job"
 )
 LATE = "rank 1 on node0"
 OTHERS = {0: "rank 0 on node0", 2: "rank 2 on node1"}

@@ -64,7 +64,7 @@ def train(communicator: Communicator, data: Path, *settings: str) -> list[Tensor
     step, stream = TrainStep(plan, parts), InputStream(handed_over())
     for number in range(NUM_STEPS):
         step(number, stream)
-    parts.precision.settle()
+    parts.precision.wait_for_weights()
     assert parts.reducer.exposed.take_seconds() > 0
     loader.close()
     return [weight.detach().cpu() for weight in parts.model.parameters()]

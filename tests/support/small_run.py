@@ -179,7 +179,7 @@ class Recorder:
         self.events.append(("save", done, top1))
         self.called("save")
 
-    def settle(self, *, wait: bool) -> None:
+    def collect(self, *, wait: bool) -> None:
         if wait:
             self.being_saved = None
 

@@ -487,7 +487,7 @@ def test_page_of_faults_shows_the_recorded_campaign() -> None:
     seen = []
     for line in table.splitlines()[2:]:
         names, *shown = [cell.strip() for cell in line.strip("|").split("|")]
-        kinds = names.partition(":")[0].split(", ")
+        kinds = re.findall("`([^`]+)`", names)
         some = [each for each in records if each["kind"] in kinds]
         longest = [max(each[key] or 0.0 for each in some) for key in ("detected_seconds", "ended_seconds")]
         lost = max(each["steps_lost"] or 0 for each in some)

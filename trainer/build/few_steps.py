@@ -49,7 +49,7 @@ def few_steps(
             for step in range(num_steps):
                 steps(step)
                 after_step(step + 1)
-                parts.precision.settle()  # now the optimizer's state may be read
+                parts.precision.wait_for_weights()  # now the optimizer's state may be read
                 record, _ = steps.report(step + 1)
                 on_report(record)
                 parts.precision.require_progress(step + 1, is_last=step + 1 == num_steps)

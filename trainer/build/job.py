@@ -36,7 +36,7 @@ def join_job(
     """Meet the other ranks, check that all run the same experiment, and read comm.table. Collective.
 
     kept_calibration: the table of a resumed run, which overrides the user's table for this cluster. group: the ranks
-    that are left after a loss; env is then that group's, and device the one that this rank has.
+    that are left after a rank failure; env is then that group's, and device the one that this rank has.
     Raises: ConfigError; CommError; TunedError.
     """
     # both raise ConfigError before this rank connects to any other

@@ -137,7 +137,7 @@ def regroup_parts(
     parts.model.zero_grad()  # the former reducer's buffers may be in memory that ranks shared
     parts.statistics.start_over()
     grid, exposed = _make_grid(config, plan), ExposedTime()
-    with ExitStack() as failure:  # after a loss meanwhile, the model must be without their hooks
+    with ExitStack() as failure:  # if a rank is lost meanwhile, the model must be without their hooks
         accumulation = _make_accumulation(parts.model, plan, grid)  # before the reducer, as in make_parts
         failure.callback(accumulation.close)
         reducer = _make_reducer(

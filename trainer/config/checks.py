@@ -62,7 +62,7 @@ def check_loader(data: DataConfig) -> Iterator[str]:
 
 
 def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
-    """Yield an error if twice the patience (input/retry.py) is longer than other ranks wait."""
+    """Yield an error if other ranks wait less than twice the patience, a batch's longest delay (input/retry.py)."""
     patience, timeout = data.patience_seconds, comm.timeout_seconds
     if data.loader == "synthetic" or 2 * (patience + 1) <= timeout:
         return
@@ -93,7 +93,7 @@ def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
 
 def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
     if (augment.randaugment_ops == 0) != (augment.randaugment_magnitude is None):
-        remedy = "give one, 9 is usual" if augment.randaugment_ops else "set it to null"
+        remedy = "set it to a number from 0 to 30 (usually 9)" if augment.randaugment_ops else "set it to null"
         yield (
             f"augment.randaugment_magnitude={augment.randaugment_magnitude} conflicts with "
             f"augment.randaugment_ops={augment.randaugment_ops}: {remedy}"
@@ -101,9 +101,12 @@ def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
     if (augment.randaugment_magnitude or 0) > 30:
         yield f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30"
     if augment.cutout_size % 2:
-        yield f"augment.cutout_size={augment.cutout_size} must be even: {augment.cutout_size + 1} is"
+        yield f"augment.cutout_size={augment.cutout_size} is odd. Use an even number, such as {augment.cutout_size + 1}"
     if (augment.mixup_alpha or augment.cutmix_alpha) and batch.bn_span < 2:
-        yield "augment.mixup_alpha and augment.cutmix_alpha mix within a ghost batch: batch.bn_span=1 leaves none"
+        yield (
+            "augment.mixup_alpha and augment.cutmix_alpha mix images within a ghost batch, but batch.bn_span=1 has one "
+            "image only. Set both to 0, or bn_span to at least 2"
+        )
     if (augment.mixup_alpha or augment.cutmix_alpha) and ranks_per_ghost(batch) > 1:
         yield (
             f"augment.mixup_alpha={augment.mixup_alpha} and augment.cutmix_alpha={augment.cutmix_alpha} mix within a "
@@ -157,7 +160,7 @@ def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: C
     if comm.timeline_steps is not None:
         yield (
             f"comm.timeline_steps={list(comm.timeline_steps)} cannot record the steps of compute.cuda_graph=True: "
-            "set one of them to null or false"
+            "set comm.timeline_steps to null, or compute.cuda_graph to false"
         )
     if comm.buffers == "symmetric":
         yield (
@@ -187,8 +190,8 @@ def check_run(run: RunConfig, data: DataConfig) -> Iterator[str]:
         )
     if run.divergence_steps is not None and data.num_classes < 2:
         yield (
-            f"run.divergence_steps={run.divergence_steps} has no meaning with data.num_classes={data.num_classes}, "
-            "so a guess is always right: set it to null"
+            f"run.divergence_steps={run.divergence_steps} has no meaning with data.num_classes={data.num_classes}: "
+            "with one class every prediction is correct; set run.divergence_steps to null"
         )
     for name in sorted({name for name in run.loggers if run.loggers.count(name) > 1}):
         yield f"run.loggers={list(run.loggers)} names {name} twice: name it once"
@@ -281,7 +284,7 @@ def check_comm(comm: CommConfig) -> Iterator[str]:
     if comm.table is None:
         for key, value in (("threshold_bytes", comm.threshold_bytes), ("buffer_bytes", comm.buffer_bytes)):
             if value is None:
-                yield f"comm.{key} is null, so comm.table must give it, but comm.table is null: set one of them"
+                yield f"comm.{key} is null, so comm.table must give it, but comm.table is null: set one of both"
         if comm.algorithm == "hybrid":
             yield "comm.algorithm=hybrid needs comm.table, which is null: make one with bigbatch comm tune"
     if comm.wire_dtype is None and comm.predivide != 1:

@@ -53,9 +53,9 @@ class RunConfig:
     keep_checkpoints: Annotated[int, COUNT] = 2
     """How many of the newest checkpoints to keep, in addition to the best."""
     heal: Literal["in_place", "restart"] = "restart"
-    """After the loss of a rank: restart ends all processes, which their launcher may start again; in_place lets the
-    others continue in the same processes and from the same step, if they can share the batch, but not over MPI or
-    Horovod."""
+    """After a rank is lost. restart: all processes end, and the launcher may start them again. in_place: the remaining
+    ranks continue in the same processes from the same step, if the global batch can be divided among them. Not
+    supported with MPI and Horovod."""
     compare_every_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps, rounded up to the next report, between two comparisons of all ranks' weights and optimizer state; 0 for
     none. The start and each checkpoint compare them too. If they differ, the run goes back to the newest checkpoint on
@@ -140,7 +140,7 @@ class DataConfig:
     std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True)] = None
-    """Most bad images to replace by others; the summary counts and lists them. null: end at the first one."""
+    """Largest number of unreadable images to replace by others; the summary lists them. null: stop at the first one."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
     """Images with more million pixels, by their header, are bad: a megapixel takes 4 MB per decoding thread."""
     num_threads: Annotated[int, UP_TO_4096] = 4
@@ -237,13 +237,13 @@ class ComputeConfig:
     """How forward and backward are computed: these keys change speed and memory, not what is learned."""
 
     mode: Literal["auto", "eager"] = "auto"
-    """auto: on a GPU, the first start times larger microbatches, a CUDA graph and compilation, and trains by the
-    fastest that gives the loss and gradients of the eager step; later starts take what it found. Trials take at most a
-    tenth of the run's time, and 240 seconds; a run of few images has none. On a CPU, and with run.reproducible, the
+    """auto: on a GPU, the first launch measures larger microbatches, CUDA graphs and torch.compile, and uses the
+    fastest variant whose loss and gradients match those of eager. Later launches reuse the result. Trials take at most
+    a tenth of the run's time, and 240 seconds; a run of few images has none. On a CPU, and with run.reproducible, the
     same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
     mode_keeps: tuple[ModeKey, ...] = ()
-    """Keys that mode auto leaves as they are. Unless a file states this list, it holds those of the three that the
-    command line or your own file states; a packaged recipe's do not count."""
+    """Keys that mode=auto must not change. Default: those of the three keys that you set on the command line or in your
+    own config. Values from packaged recipes may be changed."""
     compile: Literal["default", "max-autotune"] | None = None
     """torch.compile mode of the model's forward; max-autotune also tries several kernels for each operation, which
     takes minutes longer. null for no compilation."""
@@ -350,14 +350,14 @@ class CommConfig:
     """Network interface between the nodes, such as eth0, or several, such as ib0,ib1: NCCL and gloo use all of them,
     bigbatch itself the first. null for that of the route to rank 0."""
     algorithm: Literal["auto", "native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "auto"
-    """auto: the table's choice, or without table native with NCCL and hierarchical otherwise; native: the backend's
-    own; hierarchical: reduce to a leader per node, ring of leaders, broadcast; sharded: reduce-scatter in the node,
-    all-reduce across, all-gather in the node (in both, NCCL's own sum across nodes where there is NCCL); doubling:
-    leaders sum by recursive doubling; hybrid: chosen by buffer size from table."""
+    """auto: the table's choice; without a table, native with NCCL, else hierarchical. native: the backend's own.
+    hierarchical: reduce to a leader per node, ring of leaders, broadcast. sharded: reduce-scatter in the node,
+    all-reduce between nodes, all-gather in the node. In both, NCCL's own sum between nodes if the backend is NCCL.
+    doubling: leaders sum by recursive doubling. hybrid: chosen by buffer size from table."""
     calibrate: Literal["auto", "never", "always"] = "auto"
-    """For algorithm auto. auto: without table and NCCL, the first start on a cluster of several nodes measures one for
-    up to 10 seconds, and later starts use it; always: every start with several ranks measures, with NCCL as well;
-    never: neither measure nor use one. Tables change how sums are rounded."""
+    """For algorithm=auto. auto: without table and NCCL, the first launch on a cluster of several nodes measures a table
+    for up to 10 seconds, and later launches use it. always: every launch with several ranks measures, with NCCL as
+    well. never: neither measure nor use a measured table. Tables change how sums are rounded."""
     table: Annotated[str | None, PATH] = None
     """File that `bigbatch comm tune` wrote for this cluster and model; null for none."""
     group_size: Annotated[int | None, COUNT] = None
@@ -383,7 +383,7 @@ class CommConfig:
     timeout_seconds: Annotated[float, COUNT] = 300.0
     """End the job if a peer does not answer for this long."""
     meeting_seconds: Annotated[float, COUNT] = 900.0
-    """How long ranks wait for the last one at the start, if longer than timeout_seconds: a node may still pull a
-    container image or read a cold file system."""
+    """Time limit of the rendezvous, from the first rank's start to the last one's: a node may still pull a container
+    image or read a cold file system. comm.timeout_seconds applies if it is longer."""
     timeline_steps: Annotated[tuple[int, int] | None, NOT_NEGATIVE] = None
     """First and last step to record into timeline.json in the run folder; null for none."""

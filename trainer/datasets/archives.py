@@ -116,7 +116,7 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
             if done < total:
                 raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
             if digest.hexdigest() != archive.md5:
-                raise OSError(f"what came has MD5 {digest.hexdigest()}, not {archive.md5}")
+                raise OSError(f"the download has MD5 {digest.hexdigest()}, not {archive.md5}")
     except (OSError, HTTPException) as error:
         advice = "try again, or fetch it elsewhere and name its folder with --archives"
         raise DataError(f"{url}: cannot be downloaded to {path} ({first_line(error)}); {advice}") from error

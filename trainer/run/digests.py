@@ -97,7 +97,7 @@ class DigestRecorder:
         if not self._is_due(done):
             return None
         parts = self._parts
-        parts.precision.settle()
+        parts.precision.wait_for_weights()
         rows, images = self.single.take(), torch.cat(self._images).tolist()
         if self._kept:
             values: dict[str, Any] = dict(self.single.values)

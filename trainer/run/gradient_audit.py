@@ -53,7 +53,7 @@ NamedDigests = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Draw:
+class AuditChoice:
     """The microbatches that an audit compares, and the ranks that recompute them: equal on all ranks."""
 
     microbatches_P: Sequence[int]
@@ -79,22 +79,22 @@ class Draw:
         return next((other for other in others if other != rank), None)
 
 
-def draw(plan: Plan, *, step: int, num_ranks: int) -> Draw:
-    """Draw the microbatches to audit in a step, from the seed and the step alone."""
+def choose_audit(plan: Plan, *, step: int, num_ranks: int) -> AuditChoice:
+    """Choose the microbatches to audit in a step, from the seed and the step alone."""
     bits = int.from_bytes(hashlib.sha256(f"audit of step {step} with seed {plan.seed}".encode()).digest(), "big")
     shift = 1 + bits % (num_ranks - 1) if num_ranks > 1 else 0
     found = []
     for rank in range(num_ranks):
         numbers = plan.division.of(rank)
         found.append(numbers[(bits >> 64) % len(numbers)])
-    return Draw(found, shift)
+    return AuditChoice(found, shift)
 
 
 class GradientAudit:
     """Audits gradients before their sum every run.audit_every_steps, and before each checkpoint and evaluation.
 
-    All ranks audit in the same step, since all would wait for one rank anyway: so the first audit finds a device that
-    always computes wrongly. read: (step, number of a microbatch) -> its batch; it may end the run's own reading.
+    All ranks audit in the same step: if only one did, the others would wait for it anyway. So the first audit finds a
+    device that always computes wrongly. read: (step, number of a microbatch) -> its batch; may end the run's reading.
     """
 
     def __init__(self, config: Config, plan: Plan, parts: Parts, *, read: Callable[[int, int], Batch]) -> None:
@@ -119,18 +119,18 @@ class GradientAudit:
         """Return the microbatch that this rank recomputes in a step, to be read after its own; empty if none."""
         if not self.is_due(step):
             return ()
-        drawn = self._draw(step)
-        return (drawn.microbatches_P[drawn.audited_by(self._parts.communicator.rank)],)
+        choice = self._choose(step)
+        return (choice.microbatches_P[choice.audited_by(self._parts.communicator.rank)],)
 
-    def _draw(self, step: int) -> Draw:
-        return draw(self._plan, step=step, num_ranks=self._parts.communicator.world_size)
+    def _choose(self, step: int) -> AuditChoice:
+        return choose_audit(self._plan, step=step, num_ranks=self._parts.communicator.world_size)
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield this rank's own batches; register hooks for the audited microbatch of an audited step."""
         self._batches, plan = batches, self._plan
         rank = self._parts.communicator.rank
         for step in range(plan.first_step, plan.num_steps):
-            audited = self._draw(step).microbatches_P[rank] if self.is_due(step) else None
+            audited = self._choose(step).microbatches_P[rank] if self.is_due(step) else None
             for number in plan.microbatches:
                 if self._failure:
                     raise self._failure
@@ -159,20 +159,20 @@ class GradientAudit:
         Collective. Waits for the device. Raises: ReplicasDiffer naming the device, on all ranks alike.
         """
         started = time.perf_counter()
-        communicator, drawn = self._parts.communicator, self._draw(self._step)
+        communicator, choice = self._parts.communicator, self._choose(self._step)
         rank, num_ranks = communicator.rank, communicator.world_size
         rows = self._single.take()
-        own = None if self._images is None else _words(self._images.tolist(), rows)
-        audited = drawn.audited_by(rank)
+        own = None if self._images is None else _digests_by_name(self._images.tolist(), rows)
+        audited = choice.audited_by(rank)
         # rows is empty if this rank had no batch of its own: then no batch follows it
-        again = self._compute(lambda: next(self._batches), drawn.microbatches_P[audited]) if rows else None
+        again = self._compute(lambda: next(self._batches), choice.microbatches_P[audited]) if rows else None
         numbers_2P = torch.zeros(2 * num_ranks, dtype=torch.float64)
         numbers_2P[rank], numbers_2P[num_ranks + audited] = _number(own), _number(again)
         done = self._step + 1
         summed = communicator.sum_(numbers_2P.to(communicator.device), label=f"audit of step {done}").tolist()
         pairs = [(summed[each], summed[num_ranks + each]) for each in range(num_ranks)]
         if odd := [each for each, (one, other) in enumerate(pairs) if one and other and one != other]:
-            raise self._name_faulty(odd, drawn, own=own, again=again)
+            raise self._name_faulty(odd, choice, own=own, again=again)
         compared = sum(bool(one and other) for one, other in pairs)
         return {"step": done, "compared": compared, "seconds": time.perf_counter() - started}
 
@@ -184,40 +184,40 @@ class GradientAudit:
             self._failure = error
             return None
         found = recompute(self._parts, self._plan, batch, step=self._step, microbatch=microbatch)
-        return None if batch.replaced else _words(*found)
+        return None if batch.replaced else _digests_by_name(*found)
 
     def _name_faulty(
-        self, odd: Sequence[int], drawn: Draw, *, own: NamedDigests | None, again: NamedDigests | None
+        self, odd: Sequence[int], choice: AuditChoice, *, own: NamedDigests | None, again: NamedDigests | None
     ) -> ReplicasDiffer:
         """Let third ranks recompute these ranks' microbatches; return an error naming the wrong ones. Collective."""
         communicator = self._parts.communicator
         rank, host_of, uuid = communicator.rank, communicator.control.host_of, gpu_uuid(communicator.device)
         thirds = {}
         for each in odd:
-            if drawn.third_of(each) == rank:
-                number = drawn.microbatches_P[each]
+            if choice.third_of(each) == rank:
+                number = choice.microbatches_P[each]
                 thirds[each] = self._compute(partial(self._read, self._step, number), number)
         mine = {
             "device": f"rank {rank} on {host_of(rank)}{f' ({communicator.device}, {uuid})' if uuid else ''}",
             "own": own if rank in odd else None,
-            "again": again if drawn.audited_by(rank) in odd else None,
+            "again": again if choice.audited_by(rank) in odd else None,
             "thirds": thirds,
         }
         gathered_P = communicator.gather(mine)
-        found = [verdict(gathered_P, drawn, each) for each in odd]
-        sentences = dict(reversed(found))  # of several on the same ranks the first
+        found = [blame(gathered_P, choice, each) for each in odd]
+        sentences = dict(reversed(found))  # one for each set of ranks: the first
         return ReplicasDiffer(
             f"in step {self._step + 1} {'; '.join(reversed(sentences.values()))} (a bit has flipped, or that processor "
             "or its memory is faulty)"
         )
 
 
-def verdict(gathered_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tuple[frozenset[int], str]:
-    """Return the ranks that may have computed the given rank's microbatch wrongly, and the sentence on them.
+def blame(gathered_P: Sequence[Mapping[str, Any]], choice: AuditChoice, rank: int) -> tuple[frozenset[int], str]:
+    """Return the ranks that may have computed the given rank's microbatch wrongly, and a sentence about them.
 
     gathered_P: from each rank its device and digests: own, again (as an auditor), thirds (as a third rank, by rank).
     """
-    auditor, third, number = drawn.auditor_of(rank), drawn.third_of(rank), drawn.microbatches_P[rank]
+    auditor, third, number = choice.auditor_of(rank), choice.third_of(rank), choice.microbatches_P[rank]
     one, other = gathered_P[rank]["own"], gathered_P[auditor]["again"]
     decisive = None if third is None else gathered_P[third]["thirds"].get(str(rank))
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
@@ -238,13 +238,13 @@ def verdict(gathered_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> 
     return frozenset([wrong]), f"{device_of[wrong]} computed other bits than ranks {first} and {second}: {what}"
 
 
-def _words(images: Sequence[int], rows: Sequence[Row]) -> NamedDigests:
+def _digests_by_name(images: Sequence[int], rows: Sequence[Row]) -> NamedDigests:
     return {IMAGES: digest_in_order(images), **{name: found for phase, name, _, found in rows if phase == BEFORE_SUM}}
 
 
-def _number(words: NamedDigests | None) -> float:
-    """Return one digest of all words, above 0 and of about 48 bits, which fp64 holds exactly; 0 for None."""
-    if words is None:
+def _number(digests: NamedDigests | None) -> float:
+    """Return one digest of all, above 0 and of about 48 bits, which fp64 holds exactly; 0 for None."""
+    if digests is None:
         return 0.0
-    text = json.dumps(words, sort_keys=True)
+    text = json.dumps(digests, sort_keys=True)
     return float(1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))

@@ -239,7 +239,7 @@ class GuardedLogger:
 
     def __init__(self, name: str, make: Callable[[Say], BackgroundLogger], *, say: Say) -> None:
         self._name, self.say = name, say
-        """Prints a line; after a loss the run that takes over the logger replaces it."""
+        """Prints a line; after a rank failure the run that takes over the logger replaces it."""
         self._logger: BackgroundLogger | None = None
         self._try(lambda: setattr(self, "_logger", make(lambda news: self.say(news))))
 

@@ -26,7 +26,7 @@ WRITTEN_AGAIN = ("start", "input")
 class MetricsLog:
     """Appends records to metrics.jsonl, and passes their numbers to the loggers, between begin() and close().
 
-    One per process: after a loss the next run of the process continues with it.
+    One per process: after a rank failure the next run of the process continues with it.
     """
 
     def __init__(self, rundir: RunDir) -> None:

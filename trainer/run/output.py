@@ -28,7 +28,7 @@ from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, describe_evaluation, make_reporter
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes
-from bigbatch.trainer.run.resume import Start, changes
+from bigbatch.trainer.run.resume import ResumePoint, changes
 from bigbatch.trainer.run.summary import make_hints, make_summary
 from bigbatch.trainer.run.sums import describe_sums, sums_notes
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -71,7 +71,7 @@ class RunOutput:
                     num_steps=plan.num_steps,
                 )
 
-    def open_folder(self, parts: Parts, start: Start) -> None:
+    def open_folder(self, parts: Parts, start: ResumePoint) -> None:
         """Write the files that precede the first step. Raises: CheckpointError; RunFolderError."""
         config, rundir = self._config, self._rundir
         one_checkpoint = checkpoint_bytes(config, parts)
@@ -186,10 +186,10 @@ class RunOutput:
         self.say(f"plot: {rundir.plot}")
         return dict(summary)
 
-    def record_timeline(self, step: int, *, settle: Callable[[], None]) -> None:
+    def record_timeline(self, step: int, *, wait: Callable[[], None]) -> None:
         """Start the trace of comm.timeline_steps at the first of them, write it after the last. Collective.
 
-        settle: waits for pending operations, which are recorded when they end.
+        wait: waits for pending operations, which are recorded when they end.
         """
         communicator, steps = self._communicator, self._config.comm.timeline_steps
         if steps is None:
@@ -197,7 +197,7 @@ class RunOutput:
         timeline, is_active = communicator.timeline, steps[0] <= step <= steps[1]
         ends = timeline.is_active and not is_active
         if ends:
-            settle()
+            wait()
         timeline.is_active = is_active
         if ends:
             trace = timeline.gather(communicator.control)

@@ -27,7 +27,7 @@ from bigbatch.trainer.run.folder import writing
 
 BEAT_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
-"""Time that a job waits for a live owner, which may be about to end, for example after the loss of a rank."""
+"""Time that a job waits for a live owner, which may be about to end, for example after it lost a rank."""
 STALE_SECONDS = 30.0
 """An owner on another host counts as gone after so long without a heartbeat."""
 LOOK_SECONDS = 0.5
@@ -54,8 +54,8 @@ class Claim:
     """Inode of the run folder: a copy of an owned folder has no owner."""
     has_ended: bool = False
     has_failed: bool = False
-    start: str = ""
-    """Identifier of the launcher's start, if the launcher sets one; else empty."""
+    launch_id: str = ""
+    """Identifier of the launch, if the launcher sets one; else empty."""
     is_confirmed: bool = False
     """Whether all ranks of the job know this owner."""
     store: str = ""
@@ -87,13 +87,13 @@ def own_claim(*, store: tuple[str, int] | None = None) -> Claim:
         kernel=own_kernel(),
         job=job,
         restart=restart,
-        start=launcher_start_id(),
+        launch_id=launcher_start_id(),
         store=f"{store[0]} {store[1]}" if store else "",
     )
 
 
 class Owner:
-    """Ownership of a run folder until release(); created by take() or succeed()."""
+    """Ownership of a run folder until release(); created by take() or take_over()."""
 
     def __init__(self, folder: Path, *, number: int, claim: Claim) -> None:
         self._folder, self.number, self._claim = folder, number, claim
@@ -101,19 +101,19 @@ class Owner:
         self._beating = Thread(target=self._write_heartbeats, name="owner of the run folder", daemon=True)
         self._beating.start()
 
-    def require(self) -> None:
+    def require_ownership(self) -> None:
         """Raise RunFolderError if another job has taken the folder while this process was suspended."""
         numbers = _numbers(self._folder)
         if numbers and numbers[-1] > self.number:
             other = _read(_path(self._folder, numbers[-1]))
             raise RunFolderError(
-                f"{self._folder} was taken over by {other or 'another job'}, because this one had not answered for "
-                f"{STALE_SECONDS:g} s: it writes nothing more there"
+                f"{self._folder} now belongs to {other or 'another job'}: this job gave no heartbeat for "
+                f"{STALE_SECONDS:g} s. This job stops and writes nothing more to the folder"
             )
 
     def confirm(self) -> None:
-        """Record that all ranks of the job know this owner. Raises: RunFolderError as require."""
-        self.require()
+        """Record that all ranks of the job know this owner. Raises: RunFolderError as require_ownership()."""
+        self.require_ownership()
         self._claim = replace(self._claim, is_confirmed=True)
         with writing(self._folder):
             write_whole(_path(self._folder, self.number), self._claim.text())
@@ -157,7 +157,7 @@ def take(folder: Path, claim: Claim) -> Owner:
     return Owner(folder, number=newest + 1, claim=claim)
 
 
-def succeed(
+def take_over(
     folder: Path,
     *,
     number: int,
@@ -166,8 +166,8 @@ def succeed(
 ) -> Owner:
     """Take the folder over from the owner of that number, a process of the same job.
 
-    lost: kernel, pid and born of the job's lost processes. One of them may have taken the folder over since, and ended
-    before all ranks knew it; this waits until it has.
+    lost: kernel, pid and born of the job's lost processes. A lost process may itself have taken the folder over before
+    it died. In that case, wait until its claim is known to be dead.
     Raises: RunFolderError if another process has taken it over already.
     """
     with writing(folder):
@@ -201,14 +201,14 @@ def require_free(folder: Path) -> None:
         _wait_until_gone(folder, newest := last, claim)
 
 
-def has_failed(folder: Path, *, start: str) -> bool:
-    """Return whether the owner of this launcher start has failed: its claim says so, or its process here has ended.
+def has_failed(folder: Path, *, launch_id: str) -> bool:
+    """Return whether the owner of this launch has failed: its claim says so, or its process here has ended.
 
     False if it is unknown (an owner on another host whose claim states no end: storage may hang), if the owner ended
     without failure, or if it belongs to another job.
     """
     owner = newest_claim(folder)
-    if owner is None or owner.start != start:
+    if owner is None or owner.launch_id != launch_id:
         return False
     if owner.has_ended:
         return owner.has_failed

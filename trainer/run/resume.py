@@ -33,7 +33,7 @@ OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options", "optimi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResumePoint:
     """Where a run starts: at step 0 with these defaults, or after a checkpoint's step with values from it."""
 
     path: Path | None = None
@@ -59,7 +59,7 @@ class Start:
 
 def find_start(
     config: Config, rundir: RunDir, *, samples: str | None, control: Control, classes: Sequence[str] | None = None
-) -> tuple[Start, dict[str, Any]]:
+) -> tuple[ResumePoint, dict[str, Any]]:
     """Return where to start, and the state to restore (empty for a new run). Collective.
 
     samples: digest of the training images. classes: their class names, or None.
@@ -67,7 +67,7 @@ def find_start(
     """
     path, state, damaged = _find_state(config, rundir, control=control)
     if path is None:
-        return Start(), {}
+        return ResumePoint(), {}
     is_resumed = config.run.resume == "auto"
     changed = changes(state["config"], dump_config(config))
     if is_resumed and (odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]):
@@ -92,7 +92,7 @@ def find_start(
     is_in_folder = path.resolve().parent == rundir.checkpoints.resolve()
     manifest = read_manifest(path)
     evaluations = state.get("evaluations", []) if is_of_images and is_in_folder else []
-    start = Start(
+    start = ResumePoint(
         path=path,
         step=int(state["step"]),
         owes_evaluation=is_in_folder and manifest.get("top1") is None,
@@ -134,7 +134,7 @@ def _find_state(
     return path, state, damaged
 
 
-def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str) -> Start:
+def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str) -> ResumePoint:
     """Return the start of a run that continues from a state in memory. samples: digest of the training images in root.
 
     Raises: CheckpointError if the images changed since the run began.
@@ -145,17 +145,17 @@ def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str)
             "added, removed or given another class. Bring them back, and start the same command again"
         )
     evaluations = {record["step"]: record for record in state["evaluations"]}
-    return Start(
+    return ResumePoint(
         step=state["step"],
         owes_evaluation=state["step"] not in evaluations,
         skipped=dict(state["skipped"]),
         evaluations=evaluations,
         gradient_order=state["gradient_order"],
-    )  # without sums, so no line on other rounding: the line about the loss names the new number of ranks
+    )  # without sums, so there is no line on other rounding: the line about the lost rank states the number of ranks
 
 
 def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collection[str] | None) -> None:
-    """Load a state into parts, in place. path: of its checkpoint, for messages. stated: as for load_optimizer_state.
+    """Load a state into parts, in place. path: its checkpoint, named in messages. stated: see load_optimizer_state.
 
     Raises: CheckpointError if it does not fit.
     """
@@ -217,8 +217,8 @@ def require_same_objective(old: str, config: Config, *, path: Path) -> None:
         there, here = before[key], now[key]
         if (there or None) != (here or None):
             raise CheckpointError(
-                f"checkpoint {path} is of a run with {key}={as_yaml(there)}, and it is {as_yaml(here)} here: set it as "
-                "it was, or start again from its weights, with model.weights and another run.directory"
+                f"checkpoint {path} was trained with {key}={as_yaml(there)}, but the config has {as_yaml(here)}. Set "
+                f"{key} as it was, or start a new run from its weights (model.weights, another run.directory)"
             )
 
 

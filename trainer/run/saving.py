@@ -78,7 +78,7 @@ class BackgroundWrite:
     def __init__(
         self, state: Any, write: Callable[[Any, Callable[[], None]], object], *, name: str, started: float
     ) -> None:
-        """Start. name: of the state, for messages. started: awake_seconds() from which the duration counts."""
+        """Start the write. name: names the state in messages. started: awake_seconds() from which the time counts."""
         self.started, self.seconds = started, 0.0
         """Duration, once the write has ended."""
         self.error: BaseException | None = None
@@ -95,7 +95,7 @@ class BackgroundWrite:
             if isinstance(copied, CheckpointError):
                 raise copied
             write(copied, require_wanted)
-        except BaseException as error:  # settle() raises it
+        except BaseException as error:  # collect() raises it
             self.error = error
         self.seconds = awake_seconds() - self.started
 
@@ -118,7 +118,7 @@ class BackgroundWrite:
 
 
 REPLY_SECONDS = 5.0
-"""Time after a checkpoint's time limit within which rank 0 must report that it has passed."""
+"""After a checkpoint's time limit, rank 0 has this long to tell the other ranks that it timed out."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ class CheckpointSaver:
     def start(
         self, *, done: int, top1: float | None, evaluations: list[dict[str, Any]], skipped: dict[str, str]
     ) -> None:
-        """Start to write the checkpoint after so many steps; settle() reports when it is on disk. Collective.
+        """Start to write the checkpoint after so many steps; collect() reports when it is on disk. Collective.
 
-        The previous one must be settled. Rank 0 copies the state to host memory first.
+        The previous one must be collected. Rank 0 copies the state to host memory first.
         Raises: TrainingDiverged if weights or optimizer state are not finite; ReplicasDiffer.
         """
         assert self._step is None
@@ -190,7 +190,7 @@ class CheckpointSaver:
                 "schedule.base_lr or lengthen schedule.warmup_epochs"
             )
         self.compare(done=done)
-        if not parts.precision.has_finite(parts.optimizer.state.values()):
+        if not parts.precision.all_finite(parts.optimizer.state.values()):
             # with an infinite mean of squares all further updates are 0, while the loss looks normal
             raise TrainingDiverged(
                 f"the updates up to step {done} left state of the optimizer that is not finite, which is not saved: "
@@ -227,10 +227,10 @@ class CheckpointSaver:
             "skipped": dict(skipped),
         }
 
-    def settle(self, *, wait: bool) -> Saved | None:
-        """Return the started checkpoint if it is on disk; None if it is not yet, or none was started. Collective.
+    def collect(self, *, wait: bool) -> Saved | None:
+        """Return the started checkpoint once it is on disk; None if it is still being written or none was started.
 
-        wait: wait for it. All ranks fail if it takes longer than run.checkpoint_timeout_seconds.
+        Collective. wait: wait for it. All ranks fail if it takes longer than run.checkpoint_timeout_seconds.
         Raises: as write_on_first; CheckpointError.
         """
         if self._step is None:
@@ -286,7 +286,7 @@ class CheckpointSaver:
         def require() -> None:
             require_wanted()
             if self._owner:
-                self._owner.require()
+                self._owner.require_ownership()
 
         require()
         save_checkpoint(

@@ -14,10 +14,10 @@ Together = Callable[[Tensor], Tensor]
 def exact_norms(pieces: Sequence[Tensor], *, max_elements: int, all_maxima: Together, all_sums: Together) -> Tensor:
     """Return the L2 norms (N) of tensors that lie in pieces, perhaps empty, on the ranks. Collective.
 
-    Each square is rounded once to a whole number of steps, and these are summed in int64: any order and any pieces
-    give the same bits. The step depends on a tensor's largest number, which the ranks exchange first, and lets a sum of
-    max_elements squares fit: below 2**22 elements it is 2**-40 of the largest square, and the error of a square is at
-    most half a step. A number that is not finite makes its norm infinite. No host sync.
+    Each square is rounded once to a multiple of a grid spacing, and these are summed in int64: any order and any pieces
+    give the same bits. The spacing depends on a tensor's largest number, which the ranks exchange first, and lets a sum
+    of max_elements squares fit: below 2**22 elements it is 2**-40 of the largest square, and the error of a square is
+    at most half the spacing. A number that is not finite makes its norm infinite. No host sync.
     all_maxima: in fp32, NaN if any is NaN; all_sums: in int64.
     """
     bits = (SUM_BITS - max_elements.bit_length()) // 2

@@ -41,7 +41,7 @@ class EagerExecution:
 
 
 class CudaCapture:
-    """Captures CUDA graphs on one device, in one memory pool: replay them in any order, but one work at a time."""
+    """Captures CUDA graphs on one device, which share one memory pool: replay them in any order, never concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -75,7 +75,7 @@ class GradientNoise:
         if not self._squares:
             return
         precision = self._parts.precision
-        precision.settle()  # this collective must not overtake the gathers of new weights
+        precision.wait_for_weights()  # this collective must not overtake the gathers of new weights
         packed_M = torch.zeros(self._num_microbatches + 1, dtype=torch.float64, device=self._scale.device)
         # backward's loss is divided by the global batch: a microbatch's mean is larger by the number of microbatches
         factor = (self._num_microbatches / self._scale.double()).square()

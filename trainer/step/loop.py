@@ -19,9 +19,9 @@ from bigbatch.trainer.step.window import Totals, Window, WindowSums
 
 
 class TrainStep:
-    """Makes one update from one global batch, or none if a rank has no batch. Collective; no host sync on a GPU.
+    """Performs one optimizer update with one global batch; skips it on all ranks if any rank has no batch.
 
-    One object makes all steps of a run: a captured step writes into the same window each time.
+    Collective; no host sync on a GPU. One object makes all steps: a captured step writes to the same window each time.
     """
 
     def __init__(self, plan: Plan, parts: Parts) -> None:
@@ -35,17 +35,17 @@ class TrainStep:
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
         self.parts.set_lr_(step=step)
-        # not with a CUDA graph: its replays would count in each step, or in none
-        self.parts.reducer.count_underflow(self.plan.is_report(step + 1) and self.parts.execution.measures_waits)
+        # not with a CUDA graph: replays repeat what was captured, so they would count in every step or never
+        self.parts.reducer.set_underflow_counting(self.plan.is_report(step + 1) and self.parts.execution.measures_waits)
         # outside the captured work, so that it is the same for all microbatches but the last
         self.parts.reducer.zero_grad()
         self.parts.accumulation.start_over()
-        has_failed_1 = self.parts.execution(self.train_on, self.draw(step, stream))
-        self.parts.average.update_(step + 1, skip_1=has_failed_1)
+        is_skipped_1 = self.parts.execution(self.train_on, self.microbatches_of(step, stream))
+        self.parts.average.update_(step + 1, skip_1=is_skipped_1)
         self.is_whole = True
         self.window.steps += 1
 
-    def draw(self, step: int, stream: InputStream) -> Iterator[tuple[Prepared, bool]]:
+    def microbatches_of(self, step: int, stream: InputStream) -> Iterator[tuple[Prepared, bool]]:
         """Yield the microbatches of a step, and whether each is the last; seed the random draws of its forward."""
         plan, parts = self.plan, self.parts
         for microbatch in plan.microbatches:
@@ -85,10 +85,10 @@ class TrainStep:
         self.before_update()
         with span("update"):
             self.is_whole = False
-            has_failed_1 = parts.statistics.average_()
-            parts.precision.update_(parts.optimizer, skip_1=has_failed_1)
+            is_skipped_1 = parts.statistics.average_()
+            parts.precision.update_(parts.optimizer, skip_1=is_skipped_1)
         self.window.end_step()
-        return has_failed_1
+        return is_skipped_1
 
 
 class InputLost(DataError):
@@ -110,7 +110,7 @@ class Steps:
         self.train_step = TrainStep(plan, parts)
         self.totals = Totals(measures_waits=parts.execution.measures_waits)
         parts.model.train()
-        parts.reducer.exposed.take_seconds()  # drop waits before the first step, to restore a checkpoint
+        parts.reducer.exposed.take_seconds()  # discard waits before the first step, as of a restore
         self.start_over()
 
     def __call__(self, step: int) -> None:

@@ -34,7 +34,7 @@ class WholeWeights:
         if self._half:
             torch._foreach_copy_(self._half, self._full)
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         pass
 
     def norms(self, tensors: list[Tensor]) -> Tensor:

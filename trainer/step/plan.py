@@ -42,7 +42,7 @@ class Plan:
     compare_every_steps: int
 
     def is_evaluation(self, done: int) -> bool:
-        """Return whether an evaluation is due after so many steps; never before the first, as after a loss in it."""
+        """Return whether an evaluation is due after this many steps. False at step 0, where a healed run may start."""
         return done > 0 and (done % self.eval_every_steps == self.eval_offset_steps or done == self.num_steps)
 
     def is_checkpoint(self, done: int) -> bool:

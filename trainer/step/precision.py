@@ -97,10 +97,10 @@ class Precision:
         """Unscale and clip the summed gradients in fp32, update the masters, write the half-precision weights.
 
         If skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync if the optimizer is
-        fused. The model's next forward may follow at once; all other code must call settle before it reads weights.
+        fused. The model's next forward may follow at once; other code that reads weights calls wait_for_weights first.
         """
-        # weights that no forward has read may still be on their way from the memory that is written now
-        self.settle()
+        # all-gathers of the last weights, which no forward has awaited, may still read the memory that is written now
+        self.wait_for_weights()
         self.weights.fetch_grads_()
         skip = self._never if skip_1 is None else skip_1.view(())
         divisor = None if self._scale is None else self._scale.divisor
@@ -116,9 +116,9 @@ class Precision:
         step_or_skip_(optimizer, grads_of(self.masters.values()), divisor=divisor, skip=skip)
         self.weights.publish_()
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait until the model has all weights that update_ wrote."""
-        self.weights.settle()
+        self.weights.wait_for_weights()
 
     @property
     def skips_overflow(self) -> bool:
@@ -136,7 +136,7 @@ class Precision:
     def write_half_(self) -> None:
         """Round the masters into the model's half-precision weights."""
         self.weights.publish_()
-        self.settle()
+        self.wait_for_weights()
 
     @torch.no_grad()
     def figures(self) -> dict[str, float | None]:
@@ -159,9 +159,9 @@ class Precision:
 
     def is_finite(self) -> bool:
         """Return whether every weight is finite. Waits for the device. Collective if sharded."""
-        return self.has_finite([self.masters])
+        return self.all_finite([self.masters])
 
-    def has_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
+    def all_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
         """Return whether the optimizer state of all masters is finite. Waits for the device. Collective if sharded."""
         tensors = [value for kept in state for value in kept.values() if isinstance(value, Tensor)]
         is_odd = not all(bool(tensor.isfinite().all()) for tensor in tensors)
@@ -244,11 +244,11 @@ def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor]
 
 def to_half_(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast all weights but those of norm layers, which stay fp32."""
-    for parameter in halved(model).values():
+    for parameter in half_precision_parameters(model).values():
         parameter.data = parameter.data.to(dtype)
 
 
-def halved(model: nn.Module) -> dict[str, nn.Parameter]:
+def half_precision_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return, by name, the parameters that half precision rounds: all but those of norm layers."""
     return {
         f"{prefix}.{name}" if prefix else name: parameter

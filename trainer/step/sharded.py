@@ -20,7 +20,7 @@ class ShardedWeights:
     in place; half-precision ones have fp32 masters and gradients. reducer: made with scatter; if it also has a grid,
     the update has the same bits on any number of ranks.
     behind_forward: publish_ does not wait for the all-gathers. Each module of the model waits, before its forward, for
-    the buffers of its own weights. All other code that reads or writes weights calls settle first.
+    the buffers of its own weights. All other code that reads or writes weights calls wait_for_weights first.
     Source: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), stages 1 and 2 without freeing gradient buffers.
     """
 
@@ -55,7 +55,7 @@ class ShardedWeights:
         """This rank's pieces of the masters, by the names of the model's parameters."""
         self.replicated: Mapping[str, Tensor] = {}
         self._gathers: list[InFlight] = []
-        self._num_settled = 0
+        self._num_awaited = 0
         self._behind_forward = behind_forward
         if behind_forward:
             self._wait_before_forward(model)
@@ -74,7 +74,7 @@ class ShardedWeights:
         for module in model.modules():
             last = max((gather_of.get(p, 0) for p in module.parameters(recurse=False)), default=0)
             if last:
-                module.register_forward_pre_hook(lambda *_, num_gathers=last: self.settle(num_gathers))
+                module.register_forward_pre_hook(lambda *_, num_gathers=last: self.wait_for_weights(num_gathers))
 
     @torch.no_grad()
     def fetch_grads_(self) -> None:
@@ -85,7 +85,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def publish_(self) -> None:
-        """Round the masters into this rank's parts, and start to gather all ranks' parts; settle waits for these."""
+        """Round the masters into this rank's parts, and start to gather all parts; wait_for_weights waits for these."""
         half = [(p, f) for p, f in zip(self._parts, self.flat_masters, strict=True) if p is not f]
         if half:
             torch._foreach_copy_([p for p, _ in half], [f for _, f in half])
@@ -94,20 +94,20 @@ class ShardedWeights:
             # all start before the first wait, so they run one after another without a gap on the wire
             for index in self.layout.order
         ]
-        self._num_settled = 0
+        self._num_awaited = 0
         if not self._behind_forward:
-            self.settle()
+            self.wait_for_weights()
 
-    def settle(self, num_gathers: int | None = None) -> None:
+    def wait_for_weights(self, num_gathers: int | None = None) -> None:
         """Wait for the first num_gathers all-gathers of publish_; without a number, for all of them.
 
         Raises: PeerLostError naming the gather.
         """
         last = len(self._gathers) if num_gathers is None else num_gathers
-        if self._num_settled < last:
+        if self._num_awaited < last:
             with self.exposed.measure(self.buffers):
                 self._gathers[last - 1].wait()  # and so for all before it
-            self._num_settled = last
+            self._num_awaited = last
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
         """Return the norms (N) of whole tensors: squares of pieces add up over ranks in fp64. Collective.
@@ -150,4 +150,4 @@ class ShardedWeights:
         for name, master in self.masters.items():
             master.copy_(self.layout.piece_of(name, state[name]))
         self.publish_()
-        self.settle()
+        self.wait_for_weights()

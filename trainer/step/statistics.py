@@ -27,7 +27,7 @@ class StepStatistics:
         self._sums_N = running_N.new_zeros(running_N.numel() + NUM_FLAGS)
 
     def start_over(self) -> None:
-        """Begin new sums. In other memory: a thread that has not noticed a loss yet may still write into the former."""
+        """Begin new sums, in other memory: a thread that has not noticed a lost rank may still write to the former."""
         self._sums_N = torch.zeros_like(self._sums_N)
 
     def take_(self, gathered_N: Tensor, momentum: float) -> None:
@@ -58,31 +58,31 @@ class StepStatistics:
 
         Returns whether a rank had no batch, as one element on the device. No host sync.
         """
-        has_failed_1 = self.input_failed_1 > 0
+        is_skipped_1 = self.input_failed_1 > 0
         moved_N = torch.lerp(self.running_N, self._mean(), self._momentum)
         # where on the device: an if would wait for the flag
-        self.running_N.copy_(torch.where(has_failed_1, self.running_N, moved_N))
+        self.running_N.copy_(torch.where(is_skipped_1, self.running_N, moved_N))
         self._sums_N.zero_()
-        return has_failed_1
+        return is_skipped_1
 
     def _mean(self) -> Tensor:
         return self._sums_N[:-NUM_FLAGS] / self._num_terms
 
 
 STATISTICS_BITS = 32
-"""Fraction bits of running means and variances: steps of 2e-10, sums up to 2**30."""
+"""Fraction bits of running means and variances: multiples of 2e-10, sums up to 2**30."""
 
 
 class GridStatistics(StepStatistics):
-    """Sums the statistics on a grid, in int64: their mean over a step has the same bits for any order of the sums."""
+    """Sums the statistics on a fixed-point grid, in int64: their mean over a step has the same bits in any order."""
 
-    unseen = 1e30  # beyond every grid, but finite, so that 0 times it is 0
+    unseen = 1e30  # out of every grid's range, but finite, so that 0 times it is 0
 
     def __init__(self, running_N: Tensor, *, microbatches: int) -> None:
         super().__init__(running_N, microbatches=microbatches)
         self._grid = Grid(microbatches, fraction_bits=STATISTICS_BITS)
         self._num_beyond_1 = torch.zeros(1, dtype=torch.int64, device=running_N.device)
-        # after the statistics: the count of values beyond the grid, and the flag
+        # after the statistics: the count of values out of range, and the flag
         self._sums_N = torch.zeros(running_N.numel() + 1 + NUM_FLAGS, dtype=torch.int64, device=running_N.device)
 
     def start_over(self) -> None:
@@ -95,7 +95,7 @@ class GridStatistics(StepStatistics):
         self._grid.add_(self._sums_N[:-NUM_FLAGS], gathered_N)
 
     def average_(self) -> Tensor:
-        """Move the running statistics as StepStatistics does, and count what was beyond the grid."""
+        """Move the running statistics as StepStatistics does, and count values out of range."""
         # before the sums begin again; a step that does not count has none
         num_beyond_1 = torch.where(self.input_failed_1 > 0, 0, self._sums_N[-NUM_FLAGS - 1 : -NUM_FLAGS])
         self._num_beyond_1 += num_beyond_1
@@ -107,7 +107,7 @@ class GridStatistics(StepStatistics):
         return mean_N.div_(self._num_terms)
 
     def take_beyond(self) -> int:
-        """Return the number of statistics beyond the grid's range since the last call. Waits for the device."""
+        """Return the number of statistics out of the grid's range since the last call. Waits for the device."""
         count = int(self._num_beyond_1)
         self._num_beyond_1.zero_()
         return count

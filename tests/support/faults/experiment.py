@@ -315,7 +315,7 @@ def judge(
 
 def lost_ranks(line: str) -> set[int]:
     """Return the ranks that a line says are lost, such as 'no answer from rank 1 on n0, 2 on n1'."""
-    match = re.search(r"no answer from rank (\d+(?: on [^\s,;]+)?(?:, \d+(?: on [^\s,;]+)?)*)", line)
+    match = re.search(r"(?:no answer from|runs beside) rank (\d+(?: on [^\s,;]+)?(?:, \d+(?: on [^\s,;]+)?)*)", line)
     return {int(each.split()[0]) for each in match[1].split(", ")} if match else set()
 
 

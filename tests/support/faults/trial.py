@@ -71,7 +71,7 @@ KINDS = {
     "usr1": Kind(
         "SIGUSR1, as Slurm sends it", phases=IN_TRAINING, outcome="stops", says="will save a checkpoint", max_lost=0
     ),
-    "store killed": Kind("SIGKILL to the process beside rank 0 that holds the rendezvous", phases=MET, only_first=True),
+    "store killed": Kind("SIGKILL to the process beside rank 0 that runs the store", phases=MET, only_first=True),
     "store stopped": Kind("SIGSTOP to that process, for good", phases=MET, only_first=True),
     "segfault": Kind("a segmentation fault in native code"),
     "memory": Kind("MemoryError"),

@@ -390,7 +390,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
         connect(backend="nccl", env=TWO, device=torch.device("cuda", 0), timeout_seconds=0.6, warn_seconds=0.2)
     assert set(codes) == {LOST}
     first, *_, last = capfd.readouterr().err.splitlines()
-    assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "rank 1 on node1 has not come"), first)
+    assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "rank 1 on node1 has not started"), first)
     assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "no answer from rank 1 on node1"), last)
 
 
@@ -461,7 +461,8 @@ def leaving(**told: object) -> tuple[communicator.Communicator, list[str]]:
     """An open connection, and notes of how it is left. told: of its backend and failure detector."""
     noted = list[str]()
     played: Any = Played(name="single", timeout_seconds=60.0, verdict=None, has_failed=False, oldest=lambda: None)
-    for name, word in {"close": "closed", "leave": "left", "end_well": "ended", "crash": "reported"}.items():
+    calls = {"publish_departure": "left", "close": "closed", "publish_success": "ended", "publish_crash": "reported"}
+    for name, word in calls.items():
         setattr(played, name, lambda *_, word=word, **__: noted.append(word))
     vars(played).update(told, detector=played)
     met = connect(env=ALONE, device=CPU)

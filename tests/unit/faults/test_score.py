@@ -119,7 +119,7 @@ def test_score_of_a_run_that_had_nothing_left_to_do() -> None:
     [
         (LOST, {1}),
         ("no answer from rank 12 on n0, 3 on n1, 4 on a host that has not met", {12, 3, 4}),
-        ("no answer from rank 0, which holds the rendezvous", {0}),
+        ("no answer from the job's key-value store, which runs beside rank 0", {0}),
         ("rank 2: the last barrier failed after 8.0 s; all ranks still answer (tcp)", set()),
     ],
 )

@@ -17,7 +17,7 @@ from bigbatch.errors import TuneError
 from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.config.schema import Config, with_values
 from bigbatch.trainer.step.masters import grads_of
-from bigbatch.trainer.step.precision import halved
+from bigbatch.trainer.step.precision import half_precision_parameters
 from bigbatch.trainer.step.stop_request import Stopped
 
 FP16_LEAST, FP16_NORMAL, FP16_OVERFLOW = -24, -14, 16
@@ -110,7 +110,7 @@ def count_gradients(
             output.register_hook(count_activations)
 
     with few_steps(with_values(config, FP32_VALUES), communicator, num_steps=num_steps, say=say) as (parts, run):
-        names = halved(parts.model).keys()
+        names = half_precision_parameters(parts.model).keys()
         for module in parts.model.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 module.register_forward_hook(watch_output)

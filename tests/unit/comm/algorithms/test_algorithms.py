@@ -15,7 +15,7 @@ from torch import Tensor
 from bigbatch.comm.algorithms import make_allreduce, ring
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import HOPS_AT_ONCE, SEGMENT_BYTES, ring_allreduce_, ring_order
-from bigbatch.comm.algorithms.shared import Owners, shared_allreduce_
+from bigbatch.comm.algorithms.shared import ShardAssignment, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
@@ -224,7 +224,7 @@ def test_ring_and_doubling_take_only_flat_tensors(algorithm: Callable[..., None]
     [(torch.zeros(4), ("Communicator.allocate()",)), (torch.zeros(2, 2), ("contiguous", "shape (2, 2)"))],
 )
 def test_shared_allreduce_wants_shared_memory(tensor: Tensor, named: tuple[str, ...]) -> None:
-    owners = Owners(1, lambda own_N, others, announce: None, (0,))
+    owners = ShardAssignment(1, lambda own_N, others, announce: None, (0,))
     elsewhere: Any = SimpleNamespace(views=lambda tensor_N: None)
     with pytest.raises(ValueError, match=naming(*named)):
         shared_allreduce_(tensor, backend=SingleBackend(), memory=elsewhere, node=(0,), owners=owners)

@@ -44,7 +44,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def give_up(seconds: float) -> None:
-    raise TimeoutError("some rank has not come to it")
+    raise TimeoutError("a rank timed out")
 
 
 def join(

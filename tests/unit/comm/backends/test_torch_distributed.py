@@ -258,7 +258,7 @@ def test_wait_for_a_lost_rank_aborts_nccl_before_it_raises(
     def give_up(label: str, seconds: float) -> None:
         raise PeerLostError(f"{label}: rank 1 is lost")
 
-    monkeypatch.setattr(backend._control.detector, "give_up_without_store", give_up)
+    monkeypatch.setattr(backend._control.detector, "raise_if_failed_or_store_lost", give_up)
     work = backend.submit(lambda: assert_set(aborted), label="buffer 1")
     with pytest.raises(PeerLostError, match="buffer 1: rank 1"):
         work.wait()
@@ -309,7 +309,7 @@ def test_loss_of_the_store_ends_a_wait_over_nccl(
     detector = backend._control.detector
     work = backend.submit(lambda: assert_set(aborted), label="buffer 1")
     detector.is_watched = detector.has_lost_store = True
-    with pytest.raises(PeerLostError, match=naming("buffer 1", "holds the rendezvous")):
+    with pytest.raises(PeerLostError, match=naming("buffer 1", "key-value store")):
         work.wait()
     assert aborted.is_set()
     backend.abort()

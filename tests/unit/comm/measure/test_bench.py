@@ -28,8 +28,8 @@ from bigbatch.comm.measure.figures import BenchRow, Limit, plot_sweep
 from bigbatch.comm.measure.report import table_head, table_line
 from bigbatch.comm.measure.timing import (
     PERIOD,
-    Effort,
-    Sums,
+    AllReduceTimes,
+    TimeBudget,
     count_different,
     expected_pattern,
     fill_,
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[4]
 def row(
     algorithm: str = "ring", *, count: int = 25_000_000, seconds: float = 0.1, limit: Limit | None = None
 ) -> BenchRow:
-    sums = Sums(MeasuredTimes((seconds, seconds / 2, 2 * seconds)), num_wrong=0)
+    sums = AllReduceTimes(MeasuredTimes((seconds, seconds / 2, 2 * seconds)), num_wrong=0)
     wire = Wire(torch.float16 if limit and limit.wire_bytes_per_byte == 0.5 else None)
     backend = SimpleNamespace(name="tcp", capabilities=Capabilities(("meta",)))
     ranks: Any = SimpleNamespace(algorithm=algorithm, world_size=8, wire=wire, backend=backend)
@@ -221,9 +221,9 @@ class FakeCommunicator:
         ]
 
 
-def times(num_elements: int = 3000, *, effort: Effort | None = None, **ranks: FakeCommunicator) -> Any:
-    effort = effort or Effort(repetitions=3, seconds=1)
-    return time_sums(torch.ones(num_elements), ranks, effort=effort)  # type: ignore[arg-type]
+def times(num_elements: int = 3000, *, budget: TimeBudget | None = None, **ranks: FakeCommunicator) -> Any:
+    budget = budget or TimeBudget(repetitions=3, seconds=1)
+    return time_sums(torch.ones(num_elements), ranks, budget=budget)  # type: ignore[arg-type]
 
 
 def spoil_one(tensor_N: Tensor) -> None:
@@ -275,21 +275,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.mark.usefixtures("clock")
 def test_effort_bounds_repetitions() -> None:
     slow, fast = FakeCommunicator(), FakeCommunicator()
-    few = times(effort=Effort(repetitions=20, seconds=3.5), slow=FakeCommunicator(other_seconds=1.0))
+    few = times(budget=TimeBudget(repetitions=20, seconds=3.5), slow=FakeCommunicator(other_seconds=1.0))
     assert len(few["slow"].measured.seconds) == 3
-    many = times(effort=Effort(repetitions=13, seconds=60), slow=slow, fast=fast)
+    many = times(budget=TimeBudget(repetitions=13, seconds=60), slow=slow, fast=fast)
     assert [len(each.measured.seconds) for each in many.values()] == [13, 13]
     assert slow.calls == fast.calls == 2 + 13 * timing.MAX_LOOPS  # and the check, and a first look
 
 
 def test_effort_repeats_only_contenders_where_time_is_short(clock: Clock) -> None:
     slow, fast = FakeCommunicator(clock.passes(5e-3)), FakeCommunicator(clock.passes(5e-6))
-    effort = Effort(repetitions=10, seconds=0.01, contender_ratio=2)
-    result = times(num_elements=10, effort=effort, slow=slow, fast=fast)
+    budget = TimeBudget(repetitions=10, seconds=0.01, contender_ratio=2)
+    result = times(num_elements=10, budget=budget, slow=slow, fast=fast)
     assert len(result["slow"].measured.seconds) == 1
     assert len(result["fast"].measured.seconds) == 10
-    enough = dataclasses.replace(effort, seconds=60.0)
-    result = times(num_elements=10, effort=enough, slow=slow, fast=fast)
+    enough = dataclasses.replace(budget, seconds=60.0)
+    result = times(num_elements=10, budget=enough, slow=slow, fast=fast)
     assert len(result["slow"].measured.seconds) == 10
 
 
@@ -334,7 +334,7 @@ def test_measure_links_takes_no_burst_for_bandwidth() -> None:
         return 1e-4 + max(0, num_bytes - 1_000_000) / 25e6
 
     sizes = (8, 1_000_000, 101_000_000)
-    hops = timing.Hops(tuple((n, MeasuredTimes((seconds(n), 3 * seconds(n)))) for n in sizes))
+    hops = timing.MessageTimes(tuple((n, MeasuredTimes((seconds(n), 3 * seconds(n)))) for n in sizes))
     assert hops.best_bytes_per_second == pytest.approx(101e6 / 4.0001, rel=1e-12)
     assert hops.latency_seconds == pytest.approx(2e-4, rel=1e-9)  # the median of the shortest
 
@@ -372,8 +372,8 @@ def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_bench_fails_by_a_wrong_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def time_sums(tensor_N: Tensor, communicators: Any, *, effort: Effort, label: str) -> dict[str, Sums]:
-        return {name: Sums(MeasuredTimes((1e-3, 1e-3)), 7) for name in communicators}
+    def time_sums(tensor_N: Tensor, communicators: Any, *, budget: TimeBudget, label: str) -> dict[str, AllReduceTimes]:
+        return {name: AllReduceTimes(MeasuredTimes((1e-3, 1e-3)), 7) for name in communicators}
 
     monkeypatch.setattr(command, "time_sums", time_sums)
     assert main(["comm", "bench", "--max-bytes", "1K", "--algorithms", "native"]) == 1

@@ -24,7 +24,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.measure import calibration
 from bigbatch.comm.measure.calibration import SECONDS, calibrate
 from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
-from bigbatch.comm.measure.sizes import SumTimes, make_table, sizes_below
+from bigbatch.comm.measure.sizes import SumTimes, make_table, sizes_up_to
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
@@ -176,7 +176,7 @@ def test_calibration_that_is_damaged_is_named_and_measured_anew(
     ("num_bytes", "smallest", "largest"), [(0, 1024, 1024), (8193, 2048, 8192), (10**12, 1024, 256 << 20)]
 )
 def test_sizes_fall_by_four_from_the_largest(num_bytes: int, smallest: int, largest: int) -> None:
-    sizes = sizes_below(num_bytes)
+    sizes = sizes_up_to(num_bytes)
     assert (sizes[0], sizes[-1]) == (smallest, largest)
     assert all(b == pytest.approx(4 * a, abs=32) for a, b in itertools.pairwise(sizes))
     assert all(size % 8 == 0 for size in sizes)
@@ -284,7 +284,7 @@ def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
     covered = [size for size in buffers if min(measured) <= size <= max(measured)]
     assert sum(covered) >= 0.99 * sum(buffers)
     one = alone()
-    swept = [size for size in sizes_below(fusion_sizes(config).buffer_bytes) if size in measured]
+    swept = [size for size in sizes_up_to(fusion_sizes(config).buffer_bytes) if size in measured]
     assert all(measured[size] == set(one.algorithms) for size in swept)
     for size in covered:  # the closed forms say which is the fastest there
         best = min(seconds_of(name, size) for name in MODELS)
@@ -313,7 +313,7 @@ def test_calibration_keeps_to_its_time(
         assert (gather_seconds >= 0.6, str(found.table)) == (True, "native at any size")
         assert "without any sum, for lack of time" in found.source
         return
-    asked = sizes_below(LARGEST)
+    asked = sizes_up_to(LARGEST)
     assert (f"above {max(sizes):,}" in found.source) == (max(sizes) < asked[-1])
     assert (f"below {min(sizes):,} bytes" in found.source) == (min(sizes) > asked[0])
     assert ("for lack of time" in found.source) == ((min(sizes), max(sizes)) != (asked[0], asked[-1]))

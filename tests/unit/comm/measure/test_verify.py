@@ -27,11 +27,11 @@ from bigbatch.comm.measure.exactness import (
     VerifyRow,
     bound,
     different_bits,
-    draw,
     find_errors,
     first_of,
     grid_for,
     make_reference,
+    random_terms,
 )
 from bigbatch.comm.measure.report import table_head, table_line
 from bigbatch.comm.measure.verify import COLUMNS, make_sums, number_classes, verdict
@@ -60,14 +60,14 @@ def drawn_by_hand(element: int, *, rank: int, seed: int) -> float:
 
 def test_drawn_numbers_are_a_function_of_seed_rank_and_element() -> None:
     for rank, seed, start in ((0, 0, 0), (7, 1, 2**20 - 3), (2047, -5, 2**31)):
-        numbers = draw(start, start + 50, rank=rank, seed=seed, device=CPU)
+        numbers = random_terms(start, start + 50, rank=rank, seed=seed, device=CPU)
         assert numbers.tolist() == [drawn_by_hand(start + i, rank=rank, seed=seed) for i in range(50)]
 
 
 def test_reference_is_exact_for_hundreds_of_ranks() -> None:
     num_ranks, start, stop = 300, 5, 7
     reference = make_reference(start, stop, num_ranks=num_ranks, seed=2, device=CPU)
-    numbers = [draw(start, stop, rank=rank, seed=2, device=CPU).tolist() for rank in range(num_ranks)]
+    numbers = [random_terms(start, stop, rank=rank, seed=2, device=CPU).tolist() for rank in range(num_ranks)]
     for i, terms in enumerate(zip(*numbers, strict=True)):
         assert Fraction(float(reference.exact_S[i])) == sum(map(Fraction, terms))
         assert Fraction(float(reference.magnitude_S[i])) == sum(abs(Fraction(term)) for term in terms)
@@ -216,7 +216,7 @@ def test_errors_over_ranks_and_portions_are_those_of_one_comparison(
     count = 5000
     monkeypatch.setattr(exactness, "PORTION", portion)
     reference = make_reference(0, count, num_ranks=3, seed=0, device=CPU)
-    a_N, b_N, c_N = (draw(0, count, rank=rank, seed=0, device=CPU) for rank in range(3))
+    a_N, b_N, c_N = (random_terms(0, count, rank=rank, seed=0, device=CPU) for rank in range(3))
     expected, got = find_errors(a_N + b_N + c_N, reference, precision=FP32), play()
     assert (got.largest_ulp, got.num_off, got.bound_share, got.findings) == (
         *(expected.largest_ulp, expected.num_off, expected.bound_share, ()),
@@ -256,7 +256,7 @@ def test_repetition_with_another_bit_is_named(ranks: tuple[int, ...], named: str
 
 
 def test_sum_that_lost_a_rank_is_named_with_its_element() -> None:
-    lost_N = draw(0, 5000, rank=2, seed=0, device=CPU)
+    lost_N = random_terms(0, 5000, rank=2, seed=0, device=CPU)
 
     def spoil(sums_N: Tensor, rank: int, number: int) -> None:
         if number % 2:  # the second piece, of 2500 elements

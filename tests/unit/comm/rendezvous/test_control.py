@@ -85,9 +85,9 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
 
 def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection_and_not_before() -> None:
     job = half_a_job(rank_of_two(), 3.0)
-    job.detector.give_up("buffer 0", 2.9)
+    job.detector.raise_if_failed("buffer 0", 2.9)
     with pytest.raises(PeerLostError, match=naming("buffer 0", "3.1 s", "rank 1 on node1", "control")):
-        job.detector.give_up("buffer 0", 3.1)
+        job.detector.raise_if_failed("buffer 0", 3.1)
 
 
 def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
@@ -97,7 +97,7 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
     other.detector = FailureDetector(other)
     for each in (job, other):
         each.detector.begin()
-    other.detector.leave()
+    other.detector.publish_departure()
     job.detector.check_peers("buffer 0", 1.0)  # which the other has begun, too
     job.detector.begin()
     with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")):
@@ -106,7 +106,7 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
 
 def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
     job = half_a_job(rank_of_two(), 5.0)
-    job.detector.crash()
+    job.detector.publish_crash()
     job.detector.log.look()
     assert job.store.get(LOG).splitlines() == [b'["crashed", 0, null]', b'["heard", 0]']
     job.detector.check_peers("buffer 0", 1.0)  # its own
@@ -122,7 +122,7 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
     other = copy.copy(job)
     other.rank = 1
     other.detector = FailureDetector(other)
-    job.detector.crash(code)
+    job.detector.publish_crash(code)
     with pytest.raises(PeerLostError) as raised:
         other.detector.check_peers("buffer 0", 1.0)
     assert raised.value.exit_code == expected
@@ -148,7 +148,7 @@ def job_of_stopped() -> Iterator[Control]:
 def test_rendezvous_that_is_stopped_is_named_by_who_waits_for_its_answer(
     ask: Callable[[Control, str], object], job_of_stopped: Control
 ) -> None:
-    with pytest.raises(PeerLostError, match=naming("rank 1: comparison", "rank 0, which holds the rendezvous")):
+    with pytest.raises(PeerLostError, match=naming("rank 1: comparison", "key-value store, which runs beside rank 0")):
         ask(job_of_stopped, "comparison")
 
 
@@ -159,7 +159,7 @@ def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
     job, store = job_of_stopped, job_of_stopped.store.torch_store
     monkeypatch.setattr(limits, "GRACE_SECONDS", 0.0)
     job.timeout_seconds = 0.1
-    with pytest.raises(PeerLostError, match=naming("rank 1: connection", "rank 0, which holds the rendezvous")):
+    with pytest.raises(PeerLostError, match=naming("rank 1: connection", "key-value store, which runs beside rank 0")):
         job.detector.bounded("connection", lambda: store.check(["key"]))
     assert job.detector.bounded("connection", lambda: 7) == 7
 
@@ -168,7 +168,7 @@ def test_rank_that_fails_leaves_though_the_rendezvous_is_stopped(
     job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(NoAnswerError):  # abort() has no other rank to tell
-        job_of_stopped.detector.crash()
+        job_of_stopped.detector.publish_crash()
 
 
 def test_first_line_of_an_error() -> None:
@@ -344,4 +344,4 @@ def test_meeting_point_that_no_name_service_knows_is_named_at_once(
     env = ProcessEnv("torchrun", 1, 2, 0, 1, "here", ("no-such-host", 1), secret=b"s")
     with pytest.raises(CommError):
         rendezvous(env, timeout_seconds=0.1)
-    assert "MASTER_ADDR=no-such-host is not a known host here" in capfd.readouterr().err
+    assert "cannot resolve MASTER_ADDR=no-such-host" in capfd.readouterr().err

@@ -177,7 +177,7 @@ def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock:
     _, ranks = job_of(3)
 
     def fails_by_itself() -> None:
-        ranks[1].crash()
+        ranks[1].publish_crash()
         clock.sleep(0.5)
         ranks[1].roll_call(LOST)
 
@@ -191,7 +191,7 @@ def test_ranks_that_lost_another_one_are_not_told_what_comes_of_it(clock: Clock)
 
     def fails_afterwards() -> None:
         clock.sleep(0.5)
-        ranks[1].crash(1)
+        ranks[1].publish_crash(1)
 
     clock.run([fails_afterwards, partial(fails_in_the_sum, ranks[0], clock, after=0.1)])
     assert ranks[0].log.state.exit_code is None
@@ -201,7 +201,7 @@ def test_holder_that_fails_by_itself_stays_until_the_others_have_the_verdict(clo
     store, ranks = job_of(4)
 
     def fails_by_itself() -> None:
-        ranks[0].crash()
+        ranks[0].publish_crash()
         store.is_gone = True
 
     waiting = [partial(fails_in_the_sum, rank, clock, after=0.9) for rank in ranks[1:]]
@@ -214,10 +214,10 @@ def test_holder_leaves_once_all_have_heard_or_after_its_time_limit(clock: Clock)
     ended: list[float] = []
 
     def holder() -> None:
-        ranks[0].crash()
+        ranks[0].publish_crash()
         ended.append(clock.now)
 
-    clock.run([holder, ranks[1].crash])
+    clock.run([holder, ranks[1].publish_crash])
     assert ended == [pytest.approx(0.0, abs=2 * limits.COUNT_PAUSE_SECONDS)]
     clock.now, (_, ranks) = 0.0, job_of(2)
     clock.run([holder])
@@ -228,7 +228,7 @@ def test_holder_leaves_once_all_have_heard_or_after_its_time_limit(clock: Clock)
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_store_that_lives_on_is_not_held_up_for_missing_ranks(goes_on: bool, clock: Clock) -> None:
     _, ranks = job_of(2)
-    ranks[0].continues_after_loss = goes_on
+    ranks[0].heals = goes_on
     taken = []
 
     def holder() -> None:
@@ -257,12 +257,12 @@ def test_rank_waits_for_others_while_any_of_its_threads_does() -> None:
 def test_verdict_after_the_store_is_gone_misses_its_holder() -> None:
     store, ranks = job_of(2)
     store.is_gone = True
-    assert ranks[1].roll_call(LOST).reason == "no answer from rank 0, which holds the rendezvous"
+    assert ranks[1].roll_call(LOST).reason == "no answer from the job's key-value store, which runs beside rank 0"
     assert ranks[1].verdict is not None
     assert ranks[1].verdict.lost == {0}
     asked = store.num_requests
     ranks[1].stop_requests()
-    ranks[1].crash()
+    ranks[1].publish_crash()
     assert store.num_requests == asked, "a store that does not answer is not asked again"
 
 
@@ -284,7 +284,7 @@ def test_ranks_that_have_ended_well_are_not_named_and_the_holder_stays_for_those
     ended: dict[int, float] = {}
 
     def ends(number: int) -> None:
-        ranks[number].end_well(within_seconds=60)
+        ranks[number].publish_success(within_seconds=60)
         ended[number] = clock.now
         store.is_gone = number == 0
 
@@ -300,17 +300,17 @@ def test_holder_ends_well_with_the_last_rank_or_in_the_end_without_it(failure: s
     ended: list[float] = []
 
     def holder() -> None:
-        ranks[0].end_well(within_seconds=60)
+        ranks[0].publish_success(within_seconds=60)
         ended.append(clock.now)
 
     def last() -> None:
         clock.sleep(5.0)
         if failure == "none":
-            ranks[2].end_well(within_seconds=60)
+            ranks[2].publish_success(within_seconds=60)
         if failure == "own":
-            ranks[2].crash()
+            ranks[2].publish_crash()
 
-    clock.run([holder, partial(ranks[1].end_well, within_seconds=60), last])
+    clock.run([holder, partial(ranks[1].publish_success, within_seconds=60), last])
     (seconds,) = ended
     linger = limits.ROLL_CALL_SECONDS + 2 * limits.LINGER_SECONDS
     expected = {"none": 5.0, "own": 5.0 + linger, "gone": 60.0}[failure]

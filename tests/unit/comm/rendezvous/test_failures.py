@@ -148,7 +148,7 @@ def test_each_live_rank_comes_to_the_verdict_after_a_failure(jobs: set[Job]) -> 
 
 
 def test_only_the_late_are_named_after_a_time_limit() -> None:
-    """A rank that computes is not in the sum that the others wait for; after a loss it is not a lost one."""
+    """A rank that computes is not in the sum that the others wait for; after a failure it is not a lost one."""
     for cause, expected in ((LATE, {2}), (LOST, NONE)):
         job = replace(Job(), waiting=frozenset({0, 1})).append("failed", 0, cause)
         for rank in (2, 1, 0):

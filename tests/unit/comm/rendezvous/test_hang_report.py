@@ -81,7 +81,9 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     assert end_of(first, monkeypatch) == [LOST]
     if hangs:
         lost.goes_on.set()  # type: ignore[attr-defined]
-    assert re.search(naming("rank 0", "buffer 3", "rank 7", "rendezvous", "rank 1 on node1 has not"), first.said[-1])
+    assert re.search(
+        naming("rank 0", "buffer 3", "rank 7", "key-value store", "rank 1 on node1 has not"), first.said[-1]
+    )
 
 
 @pytest.mark.parametrize(("crashed", "code"), [('["crashed", 1, null]', LOST), (f'["crashed", 1, {FAILED}]', FAILED)])
@@ -104,7 +106,7 @@ def test_rank_whose_main_thread_waits_for_the_gpu_ends_soon_after_another_rank(
 def test_watch_leaves_a_loss_to_the_thread_that_heals(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
-    first.control.detector.continues_after_loss = True
+    first.control.detector.heals = True
     first.waits(3, seconds=0.1)
     store.append(LOG, '["crashed", 1, null]\n')
     look(first)
@@ -131,7 +133,7 @@ def test_watch_thread_ends_the_job_by_itself_when_the_store_is_gone(
     if hangs:
         lost.goes_on.set()  # type: ignore[attr-defined]
     watched.close()
-    assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
+    assert re.search(naming("rank 0", "buffer 1", "key-value store"), said[-1])
 
 
 HANGS_IN_C = """

@@ -172,7 +172,7 @@ def test_loss_while_ranks_agree_on_a_join_parts_none_of_the_others(has_come: boo
             control.next_key()  # of the answer
             control.collect_text("", what="")
             asked[1].result()
-        control.detector.crash()
+        control.detector.publish_crash()
         first, second = [each.result() for each in asked]
     assert first == second, "all enter the new group, or none"
     if has_come:

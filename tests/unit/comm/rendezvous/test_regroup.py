@@ -1,4 +1,4 @@
-"""The group that forms after a loss: its members, the holder of its store, and ranks that are unsure."""
+"""The group that forms after a rank failure: its members, the holder of its store, and ranks that are unsure."""
 
 import itertools
 import os

@@ -37,7 +37,7 @@ def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPat
             look(first, second)
         with second.watch.during(label):
             pass
-        assert re.search(naming(label, "rank 1 on node1 has not come"), first.said[-1])
+        assert re.search(naming(label, "rank 1 on node1 has not started"), first.said[-1])
     assert len(first.said) == 2
 
 
@@ -97,7 +97,7 @@ def test_ranks_outside_a_group_are_not_late_for_it(monkeypatch: pytest.MonkeyPat
     look(first, late, third, fourth)
     let_time_pass(monkeypatch)
     look(first, late, third, fourth)
-    assert ": rank 1 on node1 has not come to it (the job" in first.said[0]
+    assert ": rank 1 on node1 has not started it (the job" in first.said[0]
     assert_matches(late.said[0], "rank 1 on node1 is late")
     assert third.said == fourth.said == []
 
@@ -112,7 +112,7 @@ def test_two_groups_that_wait_at_once_name_the_late_of_both(monkeypatch: pytest.
     look(first, second, third, fourth)
     let_time_pass(monkeypatch)
     look(first, second, third, fourth)
-    assert ": rank 1 on node1 has not come to it (the job" in first.said[0]
-    assert ": rank 3 on node3 has not come to it (the job" in third.said[0]
+    assert ": rank 1 on node1 has not started it (the job" in first.said[0]
+    assert ": rank 3 on node3 has not started it (the job" in third.said[0]
     assert_matches(second.said[0], "rank 1 on node1 is late")
     assert_matches(fourth.said[0], "rank 3 on node3 is late")

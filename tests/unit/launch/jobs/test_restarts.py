@@ -153,7 +153,7 @@ def test_hosts_left_that_cannot_share_the_batch_are_said(options: tuple[str, ...
             3,
             [
                 "# a lost rank starts again, to join the others, up to 3 time(s) in each start of the job",
-                "# after a loss that ends all ranks all start again, up to 3 time(s) in a row "
+                "# after a failure that ends all ranks all start again, up to 3 time(s) in a row "
                 "without a newer checkpoint",
             ],
         ),

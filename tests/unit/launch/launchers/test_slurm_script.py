@@ -248,7 +248,7 @@ def test_slurm_script_that_never_saves_does_not_go_back_for_ever(stubs: Stubs, f
     assert goes_back(stubs, script, restart=0)[0]
     is_requeued, code, output = goes_back(stubs, script, restart=1)
     assert (is_requeued, code) == (False, 138)
-    assert re.search(naming("2 starts", "no newer checkpoint", f"logs/bigbatch-{JOB}", "submit"), output)
+    assert re.search(naming("2 starts", "no new checkpoint", f"logs/bigbatch-{JOB}", "submit"), output)
     assert goes_back(stubs, script, restart=2)[0], "a user who requeues it by hand has fixed something"
 
 
@@ -285,7 +285,7 @@ def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> Non
         (stubs.folder / "srun.pid").unlink()
     code, output = stubs.run(script, SLURM_RESTART_COUNT="2")
     assert code == 1
-    assert "no newer checkpoint" in output
+    assert "no new checkpoint" in output
     assert not (stubs.folder / "srun.pid").exists()
 
 
@@ -358,7 +358,7 @@ def test_slurm_script_starts_ranks_again_as_often_as_stated_without_a_newer_chec
 ) -> None:
     code, output = stubs.run(script, STUB_CODE="137", STUB_LOST=lost)
     assert (code, stubs.num_starts()) == (137, 3)
-    assert re.search(naming("3 starts", "no newer checkpoint", RUN), output)
+    assert re.search(naming("3 starts", "no new checkpoint", RUN), output)
 
 
 def test_slurm_script_states_the_numbers_of_nodes_that_can_share_the_batch() -> None:

@@ -72,7 +72,7 @@ data.train_sizes=[[0, 16], [1, 0]] | data.train_sizes=[[0, 16], [1, 0]] must giv
 data.train_sizes=[[0, 7], [1, 32]]
   | data.train_sizes=7 is too small for model.name=resnet9: give at least 8 | data.train_sizes=[[0, 8], [1, 32]]
 
-OPS; augment.randaugment_magnitude=null | magnitude=None & ops=2 & give one, 9 is usual | OPS
+OPS; augment.randaugment_magnitude=null | magnitude=None & ops=2 & 0 to 30 (usually 9) | OPS
 OPS; augment.randaugment_ops=0 | magnitude=9 & ops=0 & null | augment.randaugment_magnitude=null
 OPS; augment.randaugment_magnitude=31
   | augment.randaugment_magnitude=31 must be at most 30 | augment.randaugment_magnitude=30
@@ -80,8 +80,8 @@ OPS; model.name=resnet18; data.train_sizes=[[0, 2]]
   | data.train_sizes=2 is too small for augment.randaugment_ops=2: give at least 3 | data.train_sizes=[[0, 3]]
 augment.trivial_augment=true; model.name=resnet18; data.train_sizes=[[0, 2]]
   | data.train_sizes=2 is too small for augment.trivial_augment=true: give at least 3 | data.train_sizes=[[0, 3]]
-augment.cutout_size=7 | cutout_size=7 must be even: 8 | augment.cutout_size=8
-augment.mixup_alpha=0.2; batch.bn_span=1 | batch.bn_span=1 leaves none | batch.bn_span=2
+augment.cutout_size=7 | augment.cutout_size=7 & such as 8 | augment.cutout_size=8
+augment.mixup_alpha=0.2; batch.bn_span=1 | batch.bn_span=1 & bn_span to at least 2 | batch.bn_span=2
 augment.mixup_alpha=0.2; batch.bn_span=128
   | spreads over ranks of batch.microbatch_size=64: set both | augment.mixup_alpha=0.0
 augment.cutmix_alpha=0.2; batch.bn_span=128
@@ -221,7 +221,7 @@ run.stop_metric=accuracy; run.stop_after_evaluations=3
   | run.stop_metric=accuracy & top1, top5, loss | run.stop_metric=top5
 run.stop_metric=loss | run.stop_after_evaluations is null & run.stop_metric=loss | run.stop_after_evaluations=3
 run.stop_after_evaluations=2 | run.stop_after_evaluations=2 & run.stop_metric & null | run.stop_metric=loss
-run.divergence_steps=5; data.num_classes=1 | run.divergence_steps=5 & data.num_classes=1, & null | data.num_classes=2
+run.divergence_steps=5; data.num_classes=1 | run.divergence_steps=5 & data.num_classes=1: & null | data.num_classes=2
 run.loggers=[wandb, wandb] | run.loggers & wandb twice | run.loggers=[wandb]
 
 run.reproducible=true; batch.bn_span=128

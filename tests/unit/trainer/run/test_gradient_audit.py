@@ -1,4 +1,4 @@
-"""Gradient audits: what is drawn, which rank is named, and that recomputing a microbatch changes nothing."""
+"""Gradient audits: what is chosen, which rank is named, and that recomputing a microbatch changes nothing."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,28 +12,28 @@ from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.input.base import BadImage, Batch
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, digests_of_images
-from bigbatch.trainer.run.gradient_audit import Draw, GradientAudit, draw, recompute, verdict
+from bigbatch.trainer.run.gradient_audit import AuditChoice, GradientAudit, blame, choose_audit, recompute
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
-def test_draw_gives_each_ranks_microbatch_to_another_rank_and_a_third(num_ranks: int) -> None:
+def test_choice_gives_each_ranks_microbatch_to_another_rank_and_a_third(num_ranks: int) -> None:
     seen = set()
     for step in range(60):
-        drawn = draw(PLAN, step=step, num_ranks=num_ranks)
-        assert drawn == draw(PLAN, step=step, num_ranks=num_ranks)
-        for rank, number in enumerate(drawn.microbatches_P):
-            auditor, third = drawn.auditor_of(rank), drawn.third_of(rank)
+        choice = choose_audit(PLAN, step=step, num_ranks=num_ranks)
+        assert choice == choose_audit(PLAN, step=step, num_ranks=num_ranks)
+        for rank, number in enumerate(choice.microbatches_P):
+            auditor, third = choice.auditor_of(rank), choice.third_of(rank)
             assert number // ACCUMULATION == rank
-            assert drawn.audited_by(auditor) == rank
+            assert choice.audited_by(auditor) == rank
             assert (auditor == rank) == (num_ranks == 1)
             assert (third is None) == (num_ranks < 3)
             assert third not in (rank, auditor)
             seen.add((rank, auditor, number % ACCUMULATION))
     assert len(seen) == num_ranks * max(1, num_ranks - 1) * ACCUMULATION, "each pair and each microbatch"
     other = replace(PLAN, seed=1)
-    assert any(draw(other, step=k, num_ranks=6) != draw(PLAN, step=k, num_ranks=6) for k in range(5))
+    assert any(choose_audit(other, step=k, num_ranks=6) != choose_audit(PLAN, step=k, num_ranks=6) for k in range(5))
 
 
 GOOD, BAD = {"images": "a", "conv": "b", "fc": "c"}, {"images": "a", "conv": "x", "fc": "y"}
@@ -65,22 +65,22 @@ GOOD, BAD = {"images": "a", "conv": "b", "fc": "c"}, {"images": "a", "conv": "x"
         ),
     ],
 )
-def test_verdict_is_the_majoritys(
+def test_blame_is_the_majoritys(
     own: dict[str, str], again: dict[str, str], third: dict[str, str] | None, accused: set[int], text: str
 ) -> None:
     told = [{"device": name, "own": None, "again": None, "thirds": {}} for name in ("zero", "one", "two")]
     told[1]["own"], told[2]["again"] = own, again
     told[0]["thirds"] = {"1": third}
-    found, sentence = verdict(told, Draw((0, 5, 9), shift=2), 1)
+    found, sentence = blame(told, AuditChoice((0, 5, 9), shift=2), 1)
     assert found == accused
     assert sentence.startswith(text)
     assert sentence.endswith(" in microbatch 5")
 
 
-def test_verdict_without_a_third_rank_names_both_and_alone_the_device() -> None:
+def test_blame_without_a_third_rank_names_both_and_alone_the_device() -> None:
     told = [{"device": name, "own": GOOD, "again": BAD, "thirds": {}} for name in ("zero", "one")]
-    assert verdict(told, Draw((0, 3), shift=1), 1)[0] == {0, 1}
-    assert verdict(told[:1], Draw((2,), shift=0), 0)[1] == (
+    assert blame(told, AuditChoice((0, 3), shift=1), 1)[0] == {0, 1}
+    assert blame(told[:1], AuditChoice((2,), shift=0), 0)[1] == (
         "zero computed other bits the second time: the gradient of conv and 1 more of 2 tensors in microbatch 2"
     )
 

@@ -236,8 +236,8 @@ def test_first_rank_whose_claim_reached_no_other_claims_again(tmp_path: Path, mo
     with healing.Ownership(load_config(["--config", "quickstart", "--run.directory", f"{tmp_path}"])) as ownership:
         ownership.take(control)
         with pytest.raises(PeerLostError):
-            ownership.succeed(control)
-        ownership.succeed(control)
+            ownership.take_over(control)
+        ownership.take_over(control)
     assert ownership.number == 3
 
 

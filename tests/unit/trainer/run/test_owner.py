@@ -19,7 +19,7 @@ from owned_folder import owning
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.run import owner as module
-from bigbatch.trainer.run.owner import Claim, has_failed, newest_claim, own_claim, succeed, take
+from bigbatch.trainer.run.owner import Claim, has_failed, newest_claim, own_claim, take, take_over
 
 HERE = own_claim()
 ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")
@@ -119,19 +119,19 @@ def test_owner_has_failed_where_it_says_so_or_its_kernel_knows(
 ) -> None:
     """One elsewhere that says nothing may have storage that stands still: its job is not to be ended for that."""
     monkeypatch.setenv(STOPPED_VARIABLE, "mine")
-    assert not has_failed(tmp_path / "none", start="mine")
+    assert not has_failed(tmp_path / "none", launch_id="mine")
     with owning(tmp_path):
-        assert not has_failed(tmp_path, start="mine")
-    assert not has_failed(tmp_path, start="mine"), "it ended well"
+        assert not has_failed(tmp_path, launch_id="mine")
+    assert not has_failed(tmp_path, launch_id="mine"), "it ended well"
     with suppress(ZeroDivisionError), owning(tmp_path):
         raise ZeroDivisionError
-    assert has_failed(tmp_path, start="mine")
-    assert not has_failed(tmp_path, start="another's")
-    lay(tmp_path, replace(ELSEWHERE, start="mine"), number=3)
+    assert has_failed(tmp_path, launch_id="mine")
+    assert not has_failed(tmp_path, launch_id="another's")
+    lay(tmp_path, replace(ELSEWHERE, launch_id="mine"), number=3)
     clock.now += 3600
-    assert not has_failed(tmp_path, start="mine")
+    assert not has_failed(tmp_path, launch_id="mine")
     lay(tmp_path, dead_here(), number=4)
-    assert has_failed(tmp_path, start="mine")
+    assert has_failed(tmp_path, launch_id="mine")
 
 
 def test_owner_of_a_folder_does_not_own_its_copy(clock: Clock, tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_owner_of_the_same_slurm_job_is_replaced_by_its_restart_alone(clock: Clo
 
 def test_owner_that_was_replaced_while_it_stood_still_writes_no_more(clock: Clock, tmp_path: Path) -> None:
     first = take(tmp_path, HERE)
-    first.require()
+    first.require_ownership()
     lay(tmp_path, ELSEWHERE, number=2)
     with pytest.raises(RunFolderError, match=naming(tmp_path, "process 4711 of ann on n7", "writes nothing more")):
-        first.require()
+        first.require_ownership()
     (tmp_path / ".owner-1").unlink()  # as the second one does
     first.release()
     assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
@@ -201,13 +201,13 @@ def test_owner_that_was_replaced_while_it_stood_still_writes_no_more(clock: Cloc
 def test_owner_that_lives_is_succeeded_once(clock: Clock, tmp_path: Path) -> None:
     """Only the first rank of the continuing group succeeds it, not that of another group that believes to be alone."""
     first = take(tmp_path, HERE)
-    second = succeed(tmp_path, number=first.number, store=("n1", 4711))
+    second = take_over(tmp_path, number=first.number, store=("n1", 4711))
     assert newest_claim(tmp_path) == replace(own_claim(store=("n1", 4711)), folder=tmp_path.stat().st_ino)
-    second.require()
-    with pytest.raises(RunFolderError, match="was taken over by"):
-        first.require()
+    second.require_ownership()
+    with pytest.raises(RunFolderError, match="now belongs to"):
+        first.require_ownership()
     with pytest.raises(RunFolderError, match=naming(tmp_path, "another owner", "no disk that all nodes share")):
-        succeed(tmp_path, number=first.number)
+        take_over(tmp_path, number=first.number)
     first.release()
     second.release()
     assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
@@ -220,23 +220,23 @@ def test_lost_owner_is_succeeded_only_if_it_has_ended_and_told_no_other_rank(
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
     here = own_claim()
     first, lost = take(tmp_path, here), [(here.kernel, here.pid, here.born)]
-    second = succeed(tmp_path, number=first.number)
+    second = take_over(tmp_path, number=first.number)
     with pytest.raises(RunFolderError, match="another owner"):
-        succeed(tmp_path, number=first.number, lost=[("another", 1, "1")])
+        take_over(tmp_path, number=first.number, lost=[("another", 1, "1")])
     with pytest.raises(RunFolderError, match="which runs"):
-        succeed(tmp_path, number=first.number, lost=lost)
+        take_over(tmp_path, number=first.number, lost=lost)
     monkeypatch.setattr(module, "_is_alive", lambda owner, claim: False)
-    third = succeed(tmp_path, number=first.number, lost=lost)
+    third = take_over(tmp_path, number=first.number, lost=lost)
     assert third.number == 3
-    with pytest.raises(RunFolderError, match="was taken over by"):
+    with pytest.raises(RunFolderError, match="now belongs to"):
         second.confirm()
     third.confirm()
     with pytest.raises(RunFolderError, match="another owner"):
-        succeed(tmp_path, number=first.number, lost=lost)
+        take_over(tmp_path, number=first.number, lost=lost)
     for each in (first, second, third):
         each.release()
     with pytest.raises(RunFolderError, match="another owner"):
-        succeed(tmp_path, number=first.number, lost=lost)
+        take_over(tmp_path, number=first.number, lost=lost)
 
 
 def test_owner_lives_by_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_owner_is_one_of_many_that_come_at_once(tmp_path: Path, monkeypatch: pyt
     with ThreadPoolExecutor(8) as pool:
         owners = [owner for owner in pool.map(run, range(8)) if owner]
     assert len(owners) == 1
-    owners[0].require()
+    owners[0].require_ownership()
     owners[0].release()
 
 

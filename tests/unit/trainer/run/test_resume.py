@@ -18,7 +18,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, STATE_FILE, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import (
-    Start,
+    ResumePoint,
     changes,
     find_start,
     require_same_objective,
@@ -126,10 +126,10 @@ def test_resume_goes_back_for_damage_alone(spoil: str, tmp_path: Path) -> None:
         find_start(config, RunDir(tmp_path), samples=None, control=alone())
 
 
-def starts_of_ranks(folders: Sequence[Path]) -> list[Start]:
+def starts_of_ranks(folders: Sequence[Path]) -> list[ResumePoint]:
     """What ranks with these run folders start from."""
 
-    def find(control: Control) -> Start:
+    def find(control: Control) -> ResumePoint:
         folder = folders[control.rank]
         config = load_config(["--config", "quickstart", "--run.directory", str(folder)])
         return find_start(config, RunDir(folder), samples=None, control=control)[0]
@@ -190,7 +190,7 @@ def test_resume_goes_on_with_what_was_trained_for_what(key: str, there: str, oth
     old = dump_config(config(there))
     require_same_objective(old, config(there), path=Path("a/b"))
     for here in others:
-        with pytest.raises(CheckpointError, match=naming("checkpoint a/b ", f"{key}={there},", f"{here} here")):
+        with pytest.raises(CheckpointError, match=naming("checkpoint a/b ", f"{key}={there},", f"has {here}")):
             require_same_objective(old, config(here), path=Path("a/b"))
     require_same_objective("run:\n  seed: 0\n", load_config(["--config", "quickstart"]), path=Path("a/b"))
 

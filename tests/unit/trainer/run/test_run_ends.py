@@ -191,7 +191,7 @@ def test_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, monk
         return path
 
     monkeypatch.setattr(saving, "save_checkpoint", save_and_lose)
-    with pytest.raises(RunFolderError, match=naming(tmp_path, "taken over by another job")):
+    with pytest.raises(RunFolderError, match=naming(tmp_path, "now belongs to another job")):
         start(tmp_path, {"run.checkpoint_every_steps": 1})
     assert [checkpoint.step for checkpoint in list_checkpoints(RunDir(tmp_path).checkpoints)] == [1]
 

@@ -117,7 +117,7 @@ def test_optimizer_that_will_never_update_a_weight_again_is_not_saved(name: str,
         weight.grad = torch.full_like(weight, 1.0)
     parts.optimizer.step()
     start(saver, done=1)
-    assert saver.settle(wait=True)
+    assert saver.collect(wait=True)
     weights[0].grad = torch.full_like(weights[0], 1e25)
     parts.optimizer.step()
     assert parts.precision.is_finite()
@@ -154,13 +154,13 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
 
 def test_saving_tells_all_ranks_of_a_checkpoint_once_it_is_on_disk(tmp_path: Path, storage: Storage) -> None:
     def job(saver: CheckpointSaver, rank: int) -> list[Saved | None]:
-        assert saver.settle(wait=True) is None, "there is none"
+        assert saver.collect(wait=True) is None, "there is none"
         start(saver, done=3)
-        told = [saver.settle(wait=False), saver.settle(wait=False)]
+        told = [saver.collect(wait=False), saver.collect(wait=False)]
         if rank == 0:
             assert steps(tmp_path) == []
             storage.goes_on.set()
-        return [*told, saver.settle(wait=True), saver.settle(wait=True)]
+        return [*told, saver.collect(wait=True), saver.collect(wait=True)]
 
     one, other = on_two_ranks(job, tmp_path)
     assert one == other
@@ -182,7 +182,7 @@ def test_saving_that_fails_ends_all_ranks_with_the_path(
 
     def job(saver: CheckpointSaver, rank: int) -> None:
         start(saver, done=3)
-        while saver.settle(wait=wait) is None:
+        while saver.collect(wait=wait) is None:
             pass
 
     one, other = on_two_ranks(job, tmp_path)
@@ -201,7 +201,7 @@ def test_saving_that_takes_too_long_ends_all_ranks_and_gets_no_name(
         start(saver, done=3)
         if rank == 0:
             writers.append(saver._write)
-        while saver.settle(wait=wait) is None:
+        while saver.collect(wait=wait) is None:
             pass
 
     one, other = on_two_ranks(job, tmp_path, limit=0.3)
@@ -221,7 +221,7 @@ def test_saving_without_memory_for_the_copy_ends_all_ranks(tmp_path: Path, monke
 
     def job(saver: CheckpointSaver, rank: int) -> None:
         start(saver, done=3)
-        saver.settle(wait=True)
+        saver.collect(wait=True)
 
     one, other = on_two_ranks(job, tmp_path)
     assert one == other
@@ -294,6 +294,6 @@ def test_saving_into_a_folder_that_is_taken_over_meanwhile_gets_no_name(tmp_path
         assert storage.begun.wait(LONG_SECONDS)
         (tmp_path / ".owner-2").write_text("")
         storage.goes_on.set()
-        with pytest.raises(RunFolderError, match=naming(tmp_path, "taken over by another job")):
-            saver.settle(wait=True)
+        with pytest.raises(RunFolderError, match=naming(tmp_path, "now belongs to another job")):
+            saver.collect(wait=True)
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -20,7 +20,7 @@ from bigbatch.trainer.run.checkpoint import load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.output import RunOutput
-from bigbatch.trainer.run.resume import Start, find_start
+from bigbatch.trainer.run.resume import ResumePoint, find_start
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.sums import describe_sums, sums_notes
 
@@ -119,7 +119,7 @@ def test_sums_of_a_run_that_goes_on_are_told_unless_it_is_reproducible(
     config = config_of(tmp_path, f"--run.reproducible={is_reproducible}")
     parts = make_parts()
     output = output_of(config)
-    output.open_folder(parts, Start(sums=sums))
+    output.open_folder(parts, ResumePoint(sums=sums))
     output.close()
     assert capsys.readouterr().out.count(SAID) == lines
 
@@ -129,7 +129,7 @@ def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "summary.json"):
         (tmp_path / name).mkdir()
         with pytest.raises(RunFolderError, match=naming(tmp_path / name)):
-            output.open_folder(make_parts(), Start())
+            output.open_folder(make_parts(), ResumePoint())
         (tmp_path / name).rmdir()
 
 
@@ -137,7 +137,7 @@ def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     saver = CheckpointSaver(config, make_parts(), owner=None, samples=None)
     saver.start(done=3, top1=None, evaluations=[], skipped={})
-    saved = saver.settle(wait=True)
+    saved = saver.collect(wait=True)
     assert saved is not None
     control = alone()
     assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {"ranks": "1"}

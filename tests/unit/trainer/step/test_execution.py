@@ -179,7 +179,7 @@ def read_sums_as_on_a_gpu(parts: Parts) -> None:
 
 def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums on the grid: of gradients, statistics and losses. With one law for both, any division has these bits."""
-    # as on a GPU, where the host does not look whether numbers are beyond the grid
+    # as on a GPU, where the host does not look whether numbers are out of range
     monkeypatch.setattr(torch, "aminmax", lambda steps_N: (math.inf,))
 
     def source() -> Iterator[Batch]:

@@ -65,7 +65,7 @@ def test_train_waits_for_no_gpu_to_draw_a_batch() -> None:
         statistics = StepStatistics(torch.zeros(2, device="cuda"), microbatches=1)
     parts, stream = replace(make_parts(), statistics=statistics), InputStream(iter(make_batches()))
     with FindSyncs(torch.device("cuda")) as syncs:
-        assert len(list(TrainStep(PLAN, parts).draw(0, stream))) == ACCUMULATION
+        assert len(list(TrainStep(PLAN, parts).microbatches_of(0, stream))) == ACCUMULATION
     assert not syncs.found
 
 
@@ -87,7 +87,7 @@ def test_train_waits_for_all_weights_before_anything_but_the_next_step(monkeypat
     parts, on_their_way = make_parts(), [False]
     seen: list[tuple[str, bool]] = []
     monkeypatch.setattr(parts.precision.weights, "publish_", lambda: on_their_way.__setitem__(0, True))
-    monkeypatch.setattr(parts.precision.weights, "settle", lambda: on_their_way.__setitem__(0, False))
+    monkeypatch.setattr(parts.precision.weights, "wait_for_weights", lambda: on_their_way.__setitem__(0, False))
     recorder = Recorder(lambda what: seen.append((what, on_their_way[0])))
     plan = replace(PLAN, log_every_steps=3, eval_every_steps=4, checkpoint_every_steps=3)
     train(plan, parts, recorder, iter(make_batches()), on_step=lambda done: recorder.called("step"))

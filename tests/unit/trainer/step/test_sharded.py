@@ -160,7 +160,7 @@ def test_sharded_update_waits_for_weights_that_no_forward_has_read(late_gathers:
     for _ in range(2):
         precision.update_(optimizer)
         assert late_gathers
-    precision.settle()
+    precision.wait_for_weights()
     assert not late_gathers
     assert all(weight.isfinite().all() for weight in model.parameters())
 

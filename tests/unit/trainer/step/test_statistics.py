@@ -22,8 +22,8 @@ def moved(statistics: StepStatistics, gathered: tuple[Tensor, ...], *, num_faile
         statistics.take_(each_N, MOMENTUM)
     statistics.tell_(input_failed=False)
     statistics.to_sum_N[-1] = num_failed  # as the sum over ranks brings it
-    has_failed_1 = statistics.average_()
-    assert bool(has_failed_1) == (num_failed > 0)
+    is_skipped_1 = statistics.average_()
+    assert bool(is_skipped_1) == (num_failed > 0)
     return statistics.running_N.clone()
 
 

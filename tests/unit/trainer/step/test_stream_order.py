@@ -65,7 +65,7 @@ def run(
         gpu.trace.judge_from_here()
         for number in range(num_steps):
             step(number, stream)
-        step.parts.precision.settle()
+        step.parts.precision.wait_for_weights()
         for weight in step.parts.model.parameters():
             weight.detach().sum()  # as an evaluation or a checkpoint reads them
         digest(replicas(step.parts, done=num_steps).values())
