@@ -33,7 +33,7 @@ def use_training_weights(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]) -> Iterator[list[Tensor]]:
+def evaluation_weights(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]) -> Iterator[list[Tensor]]:
     """Swap in the weights for evaluation and checkpoints, such as Schedule-Free's average; swap back on exit.
 
     Yields copies of the training weights; an empty list if both are the same. The exit copies them back bit by bit:
@@ -49,13 +49,13 @@ def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]
     try:
         yield in_training
     finally:
-        resume_training(optimizer, in_training)
+        restore_training_weights(optimizer, in_training)
         on_change()
 
 
 @torch.no_grad()
-def resume_training(optimizer: torch.optim.Optimizer, in_training: list[Tensor]) -> None:
-    """Restore exactly the training weights that eval_mode yielded."""
+def restore_training_weights(optimizer: torch.optim.Optimizer, in_training: list[Tensor]) -> None:
+    """Restore exactly the training weights that evaluation_weights yielded."""
     use_training_weights(optimizer)
     if in_training:
         params: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]

@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import KIND, NOT_YET, Moments, running, unbiased
+from bigbatch.trainer.run.noise_scale import KIND, NO_ESTIMATE, Moments, running, unbiased
 from bigbatch.trainer.step.gradient_noise import GradientNoise, SquaredNorms
 from bigbatch.trainer.step.plan import Parts, Plan
 
@@ -60,4 +60,4 @@ class NoiseRecorder:
         if not self._every_steps:
             return {}
         found = self._moments.noise_scale(global_batch_size=self._plan.global_batch_size)
-        return found.record() if found else dict(NOT_YET)
+        return found.record() if found else dict(NO_ESTIMATE)

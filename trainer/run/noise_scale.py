@@ -37,9 +37,9 @@ class NoiseScale:
 
 
 NOISE_SCALE_FIELDS = ("noise_scale", "noise_scale_low", "noise_scale_high")
-NOT_YET: dict[str, float | None] = dict.fromkeys(NOISE_SCALE_FIELDS)
+NO_ESTIMATE: dict[str, float | None] = dict.fromkeys(NOISE_SCALE_FIELDS)
 UNMEASURED = "not measured yet"
-"""Text of a report in place of NOT_YET."""
+"""Text of a report in place of NO_ESTIMATE."""
 
 
 def unbiased(small: float, large: float, *, small_batch: int, large_batch: int) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bigbatch.errors import print_line, printable
 from bigbatch.numbers import is_number
-from bigbatch.trainer.run.noise_scale import NOT_YET, UNMEASURED, describe_noise_scale
+from bigbatch.trainer.run.noise_scale import NOISE_SCALE_FIELDS, UNMEASURED, describe_noise_scale
 from bigbatch.words import count
 
 
@@ -146,7 +146,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         elif name == "noise_scale":
             scale = describe_noise_scale(summary)
             shown.append((name, scale if scale == UNMEASURED else f"{scale} images"))
-        elif name not in NOT_YET:
+        elif name not in NOISE_SCALE_FIELDS:
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown
 

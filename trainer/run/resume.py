@@ -12,7 +12,7 @@ from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign
-from bigbatch.trainer.optim.foreign import resume_training
+from bigbatch.trainer.optim.foreign import restore_training_weights
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, load_intact, read_manifest, restoring
 from bigbatch.trainer.run.class_names import kept_names, require_same_names
@@ -162,8 +162,8 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
     with restoring(path):
         parts.precision.load_model_state(from_foreign(state["model"], parts.model, source=f"checkpoint {path}"))
         load_optimizer_state(parts.optimizer, state["optimizer"], stated=stated)
-        resume_training(parts.optimizer, state.get("in_training", []))
-        # resume_training may have replaced the masters that load_model_state published
+        restore_training_weights(parts.optimizer, state.get("in_training", []))
+        # restore_training_weights may have replaced the masters that load_model_state published
         parts.precision.write_half_()
         parts.precision.load_state_dict(state["precision"])
         parts.average.load_state_dict(state.get("average", {}))

@@ -12,7 +12,7 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
-from bigbatch.trainer.optim.foreign import eval_mode
+from bigbatch.trainer.optim.foreign import evaluation_weights
 from bigbatch.trainer.step.accumulation import WideAccumulation
 from bigbatch.trainer.step.ema import MovingAverage, no_average
 from bigbatch.trainer.step.execution import EagerExecution, Execution
@@ -94,8 +94,8 @@ class Parts:
                 group["momentum"] = self.momentum(step)
 
     def evaluation_weights(self) -> AbstractContextManager[list[Tensor]]:
-        """Swap in evaluation weights (Schedule-Free), as eval_mode does."""
-        return eval_mode(self.optimizer, on_change=self.precision.write_half_)
+        """Swap in the weights for evaluation, such as Schedule-Free's average; swap back on exit."""
+        return evaluation_weights(self.optimizer, on_change=self.precision.write_half_)
 
     def close(self) -> None:
         """Remove hooks and captured graphs, which would keep memory and the communicator open."""

@@ -17,7 +17,7 @@ from torch import nn
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
 from bigbatch.trainer.config.sections import OPTIMIZERS
-from bigbatch.trainer.optim.foreign import eval_mode, resume_training
+from bigbatch.trainer.optim.foreign import evaluation_weights, restore_training_weights
 from bigbatch.trainer.optim.fused import FusedOptimizer
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
@@ -191,7 +191,7 @@ def test_optimizer_state_dict_resumes_bit_for_bit(name: str) -> None:
     expected = walk(whole, weights, steps=range(8))
     first, weights = make(name)
     walk(first, weights, steps=range(4))
-    with eval_mode(first, on_change=lambda: None) as in_training:
+    with evaluation_weights(first, on_change=lambda: None) as in_training:
         saved = {"weights": clones(weights), "in_training": in_training, "optimizer": first.state_dict()}
         torch.save(saved, file := io.BytesIO())
     file.seek(0)
@@ -200,7 +200,7 @@ def test_optimizer_state_dict_resumes_bit_for_bit(name: str) -> None:
     with torch.no_grad():
         torch._foreach_copy_(weights, saved["weights"])
     load_optimizer_state(second, saved["optimizer"], stated=stated_settings(settings_of(name)))
-    resume_training(second, saved["in_training"])
+    restore_training_weights(second, saved["in_training"])
     assert_same_bits(walk(second, weights, steps=range(4, 8)), expected)
     assert_same_bits(states(second), states(whole))
 
@@ -227,7 +227,7 @@ def test_eval_mode_takes_the_average_and_training_goes_on_where_it_was() -> None
     walk(plain, list(plain_model.parameters()), steps=range(5))
     plain.eval()
     calls: list[list[Any]] = []
-    with eval_mode(optimizer, on_change=lambda: calls.append(clones(weights))) as kept:
+    with evaluation_weights(optimizer, on_change=lambda: calls.append(clones(weights))) as kept:
         assert_same_bits(clones(weights), clones(plain_model.parameters()))
         assert_same_bits(kept, in_training)
         assert not torch.equal(weights[0], in_training[0])
@@ -239,7 +239,7 @@ def test_eval_mode_takes_the_average_and_training_goes_on_where_it_was() -> None
 def test_eval_mode_of_other_optimizers_changes_nothing() -> None:
     optimizer, weights = make("lars")
     before = clones(weights)
-    with eval_mode(optimizer, on_change=lambda: pytest.fail("nothing has changed")) as kept:
+    with evaluation_weights(optimizer, on_change=lambda: pytest.fail("nothing has changed")) as kept:
         assert kept == []
     assert_same_bits(clones(weights), before)
 
