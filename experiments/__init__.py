@@ -1,1 +1,1 @@
-"""Many trainings by one engine: sweeps, searches, and reports of their results."""
+"""Many training runs by one engine: sweeps, searches, and reports of their results."""

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {name:10} {kind.what}; then the job {kind.outcome}" for name, kind in KINDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m faults run",
-        description="Disturb short trainings at drawn moments, and compare what happens with what is promised. Each "
+        description="Disturb short runs at random moments, and compare what happens with what is promised. Each "
         "trial trains 15 steps on generated images on some ranks (on this machine, or in emulated nodes), strikes "
         "one rank or the link of a node in a drawn step and phase, waits for the end, starts the same command again,\n"
         "and compares the weights in the end with those of an undisturbed run. Printed: when the others named the "
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         type=whole,
         default=int(TIMEOUT_SECONDS),
         metavar="SECONDS",
-        help=f"comm.timeout_seconds of the trainings; a busy machine needs more (default: {TIMEOUT_SECONDS:g})",
+        help=f"comm.timeout_seconds of the runs; a busy machine needs more (default: {TIMEOUT_SECONDS:g})",
     )
     add(
         "--out",
