@@ -4,32 +4,21 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from bigbatch.errors import print_line
 from bigbatch.experiments.engine.folder import DONE, PENDING, SweepFolder, rate_of
 from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import short_key, value_text
-from bigbatch.launch.tables import shown_text
 
 
 class ProgressDisplay:
-    """Shows progress over points: a bar in a terminal, else a line for each point."""
+    """Prints a line for each point that has ended, with the time that is left."""
 
-    def __init__(self, folder: SweepFolder, *, num_points: int, is_terminal: bool) -> None:
+    def __init__(self, folder: SweepFolder, *, num_points: int) -> None:
         self._folder = folder
         self._num_points = num_points
         self._ended = 0
         self._start = time.monotonic()
-        self._bar = (
-            Progress(TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            if is_terminal and num_points
-            else None
-        )
-        self._task = self._bar.add_task("points", total=num_points) if self._bar else None
-        if self._bar:
-            self._bar.start()
 
     def skip(self) -> None:
         """Leave a point that ended in an earlier start out of the count."""
@@ -40,19 +29,10 @@ class ProgressDisplay:
         self._ended += 1
         minutes = (time.monotonic() - self._start) / 60
         left = minutes / self._ended * (self._num_points - self._ended)
-        text = (
+        print_line(
             f"point {point.number} ({point.describe()}): {outcome(self._folder, state)}; "
             f"{self._ended} of {self._num_points}, about {left:.0f} min left"
         )
-        if self._bar and self._task is not None:
-            self._bar.console.print(shown_text(text))
-            self._bar.advance(self._task)
-        else:
-            print_line(text)
-
-    def close(self) -> None:
-        if self._bar:
-            self._bar.stop()
 
 
 def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:

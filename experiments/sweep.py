@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -164,7 +163,7 @@ def _run(
     points: Sequence[Point],
     arguments: argparse.Namespace,
 ) -> int:
-    show = ProgressDisplay(folder, num_points=len(to_come), is_terminal=sys.stdout.isatty())
+    show = ProgressDisplay(folder, num_points=len(to_come))
     try:
         if plan.where == "slurm":
             wait_for_points(to_come, folder, waits=arguments.wait, on_end=show.end)
@@ -177,8 +176,6 @@ def _run(
         what = f"; {_queued(folder, still)}" if still else ", and no point runs"
         tell(f"stopped{what}; the same command runs the pending points")
         return INTERRUPTED
-    finally:
-        show.close()
     states = [folder.state_of(point.number) for point in chosen]
     if any(state != PENDING for state in states):
         report_on([folder.path], more=inference.tables if inference else ())

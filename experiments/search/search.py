@@ -6,7 +6,6 @@ Jia et al. 2018 (arXiv 1807.11205, section 4.3) tune in this way by hand, the le
 import math
 import re
 import shlex
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -167,14 +166,12 @@ def search(stated: Search) -> list[TrialRecord] | None:
             folder.prepare(stated.plan, [])
             # also for a continued search: trials import what this command names
             RunDir(folder.path).write_text(folder.path / "base.yaml", dump_config(stated.base))
-            show = ProgressDisplay(folder, num_points=stated.trials, is_terminal=sys.stdout.isatty())
+            show = ProgressDisplay(folder, num_points=stated.trials)
             try:
                 records = _run_rounds(stated, folder, show)
             except Interrupted:
                 print_line("stopped; the same command continues the search")
                 return None
-            finally:
-                show.close()
             _finish(stated, folder, records)
             return records
     except LaunchOptionError as error:  # of a sweep's folder

@@ -1,9 +1,10 @@
-"""Copy packed data to every node before a run, while the ranks exchange progress."""
+"""Copy packed data to every node before a run."""
 
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ LINE_SECONDS = 10.0
 """Seconds between two lines of progress."""
 NUM_WORKERS = 4
 State = dict[str, Any]
-"""State of a rank: its failure; seconds and summary of a finished copy; or share and progress of an unfinished one."""
+"""State of a rank: its failure; seconds and summary of a finished copy; or progress of an unfinished one."""
 
 
 def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str | None]:
@@ -31,103 +32,66 @@ def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str 
     """
     if config.data.stage is None:
         return config, None
-    state: Callable[[], State] = _nothing_to_copy
-    if communicator.env.local_rank == 0:
-        state = _Copy(
-            Path(config.data.root),
-            Path(config.data.stage),
-            host=communicator.env.host,
-            timeout_seconds=config.comm.timeout_seconds,
-        ).state
-    slowest = max(_wait_for_all(state, communicator), key=lambda copy: copy["seconds"])
-    staged = replace(config, data=replace(config.data, root=config.data.stage))
-    return staged, f"data staged in {config.data.stage}: {slowest['summary']}"
-
-
-@contextmanager
-def using_staged(config: Config) -> Iterator[None]:
-    """Register each rank as a user of its node's copy; with data.keep_staged false, the last user removes it."""
-    if config.data.stage is None:
-        yield
-        return
-    with using_copy(Path(config.data.stage), keep=config.data.keep_staged):
-        yield
-
-
-def _nothing_to_copy() -> State:
-    return {"seconds": 0.0, "summary": ""}
-
-
-def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> list[State]:
-    """Return the last state of each rank; rank 0 prints the progress of the slowest node. Collective."""
-    printed_at = awake_seconds()
+    is_first = communicator.env.local_rank == 0
+    state = _start_copy(config, communicator.env.host) if is_first else lambda: {"seconds": 0.0, "summary": ""}
+    print_at = awake_seconds() + LINE_SECONDS
     while True:
         states = communicator.gather(state())
         # every rank sees the same states, so all raise the same error
         if failures := [each["failure"] for each in states if "failure" in each]:
             raise DataError(failures[0])
-        under_way = [each for each in states if "share" in each]
+        under_way = [each["progress"] for each in states if "progress" in each]
         if not under_way:
-            return states
-        if communicator.rank == 0 and awake_seconds() - printed_at >= LINE_SECONDS:
-            printed_at = awake_seconds()
-            last = min(under_way, key=lambda each: float(each["share"]))
-            print_line(f"staging: {last['progress']}", file=sys.stderr)
+            slowest = max(states, key=lambda each: float(each["seconds"]))
+            staged = replace(config, data=replace(config.data, root=config.data.stage))
+            return staged, f"data staged in {config.data.stage}: {slowest['summary']}"
+        if communicator.rank == 0 and awake_seconds() >= print_at:
+            print_at = awake_seconds() + LINE_SECONDS
+            print_line(f"staging: {under_way[0]}", file=sys.stderr)
 
 
-class _Copy:
-    def __init__(self, source: Path, target: Path, *, host: str, timeout_seconds: float) -> None:
-        self._source, self._target, self._host, self._timeout_seconds = source, target, host, timeout_seconds
-        self._done_bytes = self._total_bytes = 0
-        self._waits = False
-        self._seen: tuple[int, int] | None = None
-        self._seen_at = awake_seconds()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="bigbatch-stage")
-        self._copy = thread.submit(
-            stage, source, target, num_workers=NUM_WORKERS, on_progress=self._progress, on_wait=self._wait
-        )
-        thread.shutdown(wait=False)  # if another rank is lost, this one exits at once, with its copy unfinished
+def using_staged(config: Config) -> AbstractContextManager[None]:
+    """Register each rank as a user of its node's copy; with data.keep_staged false, the last user removes it."""
+    data = config.data
+    return nullcontext() if data.stage is None else using_copy(Path(data.stage), keep=data.keep_staged)
 
-    def _progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._done_bytes, self._total_bytes, self._waits = done_bytes, total_bytes, False
 
-    def _wait(self) -> None:
-        self._waits = True
+def _start_copy(config: Config, host: str) -> Callable[[], State]:
+    """Start the copy on a thread; return a function that waits up to BEAT_SECONDS for its end and returns its state.
 
-    def state(self) -> State:
-        """Return the result of the copy, or after BEAT_SECONDS its progress. Raises: the copy's, except DataError."""
+    That function raises the copy's error, except DataError.
+    """
+    source, target, limit = config.data.root, config.data.stage, config.comm.timeout_seconds
+    progress, moved_at = f"starting on {host}", awake_seconds()
+
+    def advance(done_bytes: int, total_bytes: int) -> None:
+        nonlocal progress, moved_at
+        progress, moved_at = f"{done_bytes / 1e9:.4g} of {total_bytes / 1e9:.4g} GB on {host}", awake_seconds()
+
+    def wait_for_another() -> None:
+        nonlocal progress, moved_at
+        # the process that copies watches its own progress
+        progress, moved_at = f"waiting for another process, which stages into {target} on {host}", math.inf
+
+    def state() -> State:
         # this also sets the period of exchanges: ranks with nothing to copy wait for this one in the gather
-        wait([self._copy], timeout=BEAT_SECONDS)
-        if not self._copy.done():
-            # files grow before they count as done, and a copy by another process shows in the folder only
-            seen = self._done_bytes, bytes_in(self._target)
-            if seen != self._seen:
-                self._seen, self._seen_at = seen, awake_seconds()
-            if awake_seconds() - self._seen_at > self._timeout_seconds:
-                failure = (
-                    f"{self._target}: no byte came from {self._source} for comm.timeout_seconds="
-                    f"{self._timeout_seconds:g} on {self._host}; see what holds it up and start again: what is copied "
-                    "is kept"
-                )
-                return {"failure": failure}
-            progress = f"{self._done_bytes / 1e9:.4g} of {self._total_bytes / 1e9:.4g} GB on {self._host}"
-            if self._waits:
-                progress = f"waiting for another process, which stages into {self._target} on {self._host}"
-            return {"share": self._done_bytes / max(self._total_bytes, 1), "progress": progress}
-        error = self._copy.exception()
+        wait([copy], timeout=BEAT_SECONDS)
+        if not copy.done():
+            if awake_seconds() - moved_at <= limit:
+                return {"progress": progress}
+            stalled = f"no byte came from {source} for comm.timeout_seconds={limit:g} on {host}"
+            advice = "see what holds it up and start again: what is copied is kept"
+            return {"failure": f"{target}: {stalled}; {advice}"}
+        error = copy.exception()
         if error is None:
-            return {"seconds": self._copy.result().seconds, "summary": str(self._copy.result())}
-        if not isinstance(error, DataError):
-            raise error
-        return {"failure": str(error)}
+            return {"seconds": copy.result().seconds, "summary": str(copy.result())}
+        if isinstance(error, DataError):
+            return {"failure": str(error)}
+        raise error
 
-
-def bytes_in(folder: Path) -> int:
-    """Return the bytes of all staged files in folder, finished or not."""
-    total = 0
-    for path in folder.glob("*/*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # renamed or deleted since
-            continue
-    return total
+    thread = ThreadPoolExecutor(1, thread_name_prefix="bigbatch-stage")
+    copy = thread.submit(
+        stage, Path(source), Path(str(target)), num_workers=NUM_WORKERS, on_progress=advance, on_wait=wait_for_another
+    )
+    thread.shutdown(wait=False)  # if another rank is lost, this one exits at once, with its copy unfinished
+    return state

@@ -12,7 +12,7 @@ from bigbatch.errors import DataError, StorageError, first_line, shortened
 from bigbatch.files import replacing
 from bigbatch.trainer.datasets.show_progress import Report
 from bigbatch.trainer.input import tar_headers
-from bigbatch.trainer.input.formats import MAX_IMAGE_BYTES, TOO_LONG
+from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.tar_headers import MAX_MEMBERS, Window
 
 TIMEOUT_SECONDS = 60.0
@@ -43,14 +43,19 @@ class ArchiveMember:
     window: Window
     offset: int
     """Offset of its data in the archive."""
+    max_pixels: int = MAX_PIXELS
+    """read() refuses more bytes than an image of so many pixels takes."""
 
     def __str__(self) -> str:
         return f"{self.origin}: {str(self.path)!r}"
 
     def read(self) -> bytes:
         """Return all bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
-        if self.num_bytes > MAX_IMAGE_BYTES:
-            raise DataError(f"{self}: claims {self.num_bytes:,} bytes, {TOO_LONG}; it is refused: get another archive")
+        most = 4 * self.max_pixels  # a decoded RGBA image takes as much
+        if self.num_bytes > most:
+            limit = f"more than an image of {self.max_pixels / 1e6:g} megapixels takes ({most:,})"
+            advice = "get another archive, or raise --max-megapixels"
+            raise DataError(f"{self}: claims {self.num_bytes:,} bytes, {limit}; it is refused: {advice}")
         with _named_errors(str(self)):
             data = self.part(self.num_bytes, 0)
             if len(data) < self.num_bytes:
@@ -122,7 +127,9 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
         raise DataError(f"{url}: cannot be downloaded to {path} ({first_line(error)}); {advice}") from error
 
 
-def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
+def read_members(
+    archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBERS, max_pixels: int = MAX_PIXELS
+) -> Iterator[ArchiveMember]:
     """Yield the regular files of an archive, or of an archive in another one, in stored order.
 
     Raises: DataError naming archive and member for a name that leads out of the archive, a link, a device, a
@@ -141,7 +148,8 @@ def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBER
                 raise DataError(f"{origin}: member {name} occurs twice; the whole archive is refused: get another one")
             seen.add(digest)
             if not is_folder:
-                yield ArchiveMember(origin, PurePosixPath(member.name), member.num_bytes, window, member.offset)
+                path = PurePosixPath(member.name)
+                yield ArchiveMember(origin, path, member.num_bytes, window, member.offset, max_pixels)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from bigbatch.errors import DataError, print_line
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
+from bigbatch.trainer.config.fields import MEGAPIXELS
+from bigbatch.trainer.config.sections import DataConfig
 
 if TYPE_CHECKING:
     from bigbatch.trainer.datasets.prepare import DataSet
@@ -23,8 +25,7 @@ class _Help:
     summary: str
     details: str
     options: str
-    """Options of the example."""
-    is_downloaded: bool = True
+    """Options of the example; archives that it names are not downloaded."""
 
 
 _CIFAR = "Writes lossless PNG files, named by their positions in the original order.\nDownloads the archive (170 MB)."
@@ -37,7 +38,6 @@ _DATA_SETS = {
         "  ILSVRC2012_devkit_t12.tar.gz   development kit: the classes of the validation images (read by SciPy)\n"
         "They are read in place, without temporary copies; ROOT needs as much room again.",
         "--archives downloads --check-md5",
-        is_downloaded=False,
     ),
     "cifar10": _Help("CIFAR-10: 10 classes, 50,000 + 10,000 images of 32x32", _CIFAR, ""),
     "cifar100": _Help("CIFAR-100: 100 classes, 50,000 + 10,000 images of 32x32", _CIFAR, ""),
@@ -53,7 +53,6 @@ _DATA_SETS = {
         "https://huggingface.co/datasets/vaishaal/ImageNetV2. Its folders 0 to 999 are positions in the sorted list\n"
         "of ImageNet's classes, which are read from a prepared ImageNet.",
         "--archives downloads --classes-from data/imagenet",
-        is_downloaded=False,
     ),
 }
 
@@ -64,6 +63,27 @@ def two_names(text: str) -> tuple[str, str]:
     if not comma or "," in second:
         raise argparse.ArgumentTypeError(f"{text!r} is not possible: give two names, such as image,label")
     return first, second
+
+
+def add_max_megapixels(parser: argparse.ArgumentParser, *, effect: str = "a larger one is bad and not decoded") -> None:
+    """Add the option to a command that reads images before there is an experiment; its value is a number."""
+    parser.add_argument(
+        "--max-megapixels",
+        type=_megapixels,
+        default=DataConfig.max_megapixels,
+        metavar="N",
+        help=f"most million pixels of an image; {effect}. A run has data.max_megapixels (default: %(default)s)",
+    )
+
+
+def _megapixels(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not MEGAPIXELS.holds(number):
+        raise argparse.ArgumentTypeError(f"{text} is not possible; give a number {MEGAPIXELS.legal}")
+    return number
 
 
 def add_prepare(commands: "Subparsers") -> None:
@@ -87,14 +107,15 @@ def add_prepare(commands: "Subparsers") -> None:
         )
         parser.add_argument("root", type=as_path, metavar="ROOT", help=f"folder to write, such as data/{name}")
         parser.add_argument("--threads", type=whole, default=8, help="files written at once (default: %(default)s)")
-        where = "folder of the archives" + ("; nothing is downloaded" if texts.is_downloaded else "")
-        required = not texts.is_downloaded
+        required = "--archives" in texts.options
+        where = "folder of the archives" + ("" if required else "; nothing is downloaded")
         parser.add_argument("--archives", type=as_path, required=required, metavar="FOLDER", help=where)
         if name == "imagenet-v2":
             names = "prepared ImageNet, for its class names; the archive only has class numbers"
             parser.add_argument("--classes-from", type=as_path, required=True, metavar="ROOT_OF_IMAGENET", help=names)
         else:
             parser.add_argument("--check-md5", action="store_true", help="compare the archives with their MD5 sums")
+        add_max_megapixels(parser, effect="an archive with a file that takes more memory than such an image is refused")
         if name == "imagenette":
             sides = "shorter side of the images (default: %(default)s, as in ImageNet)"
             parser.add_argument("--size", choices=IMAGENETTE_SIZES, default="full", help=sides)
@@ -142,7 +163,8 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
 
     if arguments.threads < 1:
         arguments.parser.error(f"argument --threads: {arguments.threads} is not possible; give 1 or more")
-    start, data_set = time.monotonic(), _find(name, arguments)
+    start = time.monotonic()
+    data_set = replace(_find(name, arguments), max_pixels=round(1e6 * arguments.max_megapixels))
     with show_each() as on_progress:
         written = prepare(
             arguments.root,

@@ -1,14 +1,12 @@
 """Stage a packed data set: copy it to a node's own disk or memory, and verify every byte.
 
-One process of a node copies, while others wait for it. A split is whole once it has its index.json, which is written
-last.
+One process of a node copies, while others wait for it. While a split is copied, its file STAGED holds the source's
+index.json; index.json itself is written last, and marks a whole split.
 """
 
 import hashlib
 import os
-import re
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +14,6 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from bigbatch.errors import DataError
 from bigbatch.files import read_plain, replacing, sha256_of, write_whole
@@ -24,19 +21,14 @@ from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, STAGED, is_packed
+from bigbatch.trainer.input.shard_files import INDEX, STAGED, is_packed
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
 from bigbatch.words import count
 
 LOCK, USERS = ".stage.lock", ".stage.users"
-CHECKED, IN_PART = b"checked and on disk\n", b"copied in part\n"
-"""Contents of the file STAGED beside a copy; a copy without it, made by other means, is verified first."""
-STAGED_NAMES = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(STAGED)}|\..*{UNFINISHED}")
-"""Names of the files that stage writes into a split, besides index.json."""
 CHUNK_BYTES = 8 << 20
-_REMEDY = "delete its folder to stage again, or name another DST"
 
 
 @dataclass(frozen=True)
@@ -58,12 +50,11 @@ class StageSummary:
 
     def __str__(self) -> str:
         head = f"{count(self.num_images, 'image')} in {count(self.num_shards, 'shard')}"
-        speed = f"{self.gb_per_s:.3g} GB/s"
-        if self.bytes_copied:
-            earlier = f" ({self.bytes_kept / 1e9:.4g} GB by an earlier call)" if self.bytes_kept else ""
-            return f"{head}, {self.bytes_copied / 1e9:.4g} GB copied{earlier} in {self.seconds:.1f} s, {speed}"
-        checked = f", {self.bytes_kept / 1e9:.4g} GB checked again in {self.seconds:.1f} s, {speed}"
-        return f"{head}, complete already{checked if self.bytes_kept else ''}"
+        if not self.bytes_copied + self.bytes_kept:
+            return f"{head}, complete already"
+        earlier = f" ({self.bytes_kept / 1e9:.4g} GB by an earlier call)" if self.bytes_kept else ""
+        copied = f"{self.bytes_copied / 1e9:.4g} GB copied{earlier}"
+        return f"{head}, {copied} in {self.seconds:.1f} s, {self.gb_per_s:.3g} GB/s"
 
 
 @dataclass(frozen=True)
@@ -88,10 +79,10 @@ def stage(
 ) -> StageSummary:
     """Copy those splits that the packed data set source has to target, or finish an earlier call.
 
-    num_workers threads copy. on_progress gets (bytes done, bytes in all); on_wait is called before the wait for
-    another process that stages into target. Raises: ConfigError for an impossible num_workers; DataError
-    for a source that is not packed, cut, edited or gone, and for a target that is another user's, holds something
-    else, is too small or cannot be written.
+    num_workers threads copy. on_progress gets (bytes done, bytes in all), from one of them at a time; on_wait is
+    called before the wait for another process that stages into target. Raises: ConfigError for an impossible
+    num_workers; DataError for a source that is not packed, cut, edited or gone, and for a target that is another
+    user's, holds something else, is too small or cannot be written.
     """
     require_workers(num_workers)
     if find_shards(source):
@@ -104,28 +95,19 @@ def stage(
     # lock before looking at the copy: another process may have completed it meanwhile
     with _only_process(target, on_wait) as was_private:
         start = time.monotonic()
+        # if others could write there, sizes do not prove that the files are whole
         todo = [plan for plan in plans if not (was_private and _is_complete(plan))]
         for plan in todo:
-            _remove_cut_files(plan)
+            _begin(plan)
         _require_room(target, todo)
-        total = sum(file.num_bytes for plan in todo for file in plan.files)
-        done = {True: 0, False: 0}
-        if total:
-            on_progress(0, total)
+        bytes_copied, bytes_kept = _copy_all(todo, num_workers=num_workers, on_progress=on_progress)
         for plan in todo:
-            with _naming_target(plan.target / STAGED):  # shards without an index would be taken for WebDataset's
-                write_whole(plan.target / STAGED, IN_PART, mark=UNFINISHED)
-            for file, is_copied in _copy_all(plan, num_workers=num_workers):
-                done[is_copied] += file.num_bytes
-                on_progress(sum(done.values()), total)
-            for name, data in ((INDEX, plan.index), (STAGED, CHECKED)):
-                with _naming_target(plan.target / name):
-                    write_whole(plan.target / name, data, mark=UNFINISHED, sync=True)
+            write_whole(plan.target / INDEX, plan.index, mark=UNFINISHED, sync=True)
         return StageSummary(
             num_images=sum(plan.facts.num_images for plan in plans),
             num_shards=sum(len(plan.facts.shards) for plan in plans),
-            bytes_copied=done[True],
-            bytes_kept=done[False],
+            bytes_copied=bytes_copied,
+            bytes_kept=bytes_kept,
             seconds=time.monotonic() - start,
         )
 
@@ -146,24 +128,22 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
     finally:
         if users is not None:
             with users, suppress(OSError):
-                if not keep:
-                    _remove(target, users)
+                # of ranks that end at the same moment one gets this lock: each gives up its share when it tries
+                if not keep and try_lock(users):
+                    _remove(target)
 
 
-def _remove(target: Path, users: IO[bytes]) -> None:
-    """Remove the copy, unless another process stages or uses it. Raises: OSError."""
-    # a failed attempt gives up this process's shared lock, so of ranks that end together the last one gets it
-    if not try_lock(users):
-        return
+def _remove(target: Path) -> None:
+    """Remove what stage() wrote to target, unless another process stages there. Raises: OSError."""
     with open_lock(target / LOCK) as lock:
         if not try_lock(lock):
             return
         for split in (target / name for name in SPLITS):
-            if split.is_symlink() or not split.is_dir():
-                continue
-            # index.json first, so that a partly removed split never looks whole
-            made = [split / INDEX, *(path for path in split.iterdir() if STAGED_NAMES.fullmatch(path.name))]
-            for path in made:
+            if split.is_symlink() or not (split / STAGED).exists():
+                continue  # not written here: a data set that stage() refused
+            # STAGED last: shards without it and without an index would be taken for WebDataset's
+            made = split / INDEX, split / ENTRIES, *split.glob("shard-*.tar"), *split.glob(f".*{UNFINISHED}")
+            for path in (*made, split / STAGED):
                 path.unlink(missing_ok=True)
             with suppress(OSError):  # the folder has other files
                 split.rmdir()
@@ -186,60 +166,55 @@ def _plan(source: Path, target: Path) -> _Split:
 
 @contextmanager
 def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
-    """Hold a lock on target in the block; yield whether no other user could write there before.
+    """Lock target for this process on this node; yield whether only this user could write there. Names it in errors.
 
-    If others could, sizes do not prove that files are whole. The kernel frees the lock when its process ends. The wait
-    has no time limit, because the process with the lock shows its progress.
+    The kernel frees the lock however its process ends. The wait has no time limit: the process with the lock shows
+    its progress.
     """
-    with _naming_target(target):
+    try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open_lock(target / LOCK)
-    with lock:
-        try:
-            wait_lock(lock, on_wait=on_wait)
-        except OSError as error:
-            advice = "name a folder on a disk, or in the memory, of this node"
-            raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
-        with _naming_target(target):
-            facts = target.stat()
-            if facts.st_uid != os.geteuid():
+        with open_lock(target / LOCK) as lock:
+            try:
+                wait_lock(lock, on_wait=on_wait)
+            except OSError as error:
+                advice = "name a folder on a disk, or in the memory, of this node"
+                raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
+            if target.stat().st_uid != os.geteuid():
                 raise DataError(f"{target}: belongs to another user, so its images may change; name another DST")
-            was_private = not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if not was_private:
-                target.chmod(0o700)
-        yield was_private
+            was_private = not target.stat().st_mode & 0o022
+            target.chmod(0o700)
+            yield was_private
+    except OSError as error:
+        path, reason = error.filename2 or error.filename or target, error.strerror or error
+        advice = "fix that and run the same command again: what is copied is kept"
+        raise DataError(f"{path}: cannot be written ({reason}); {advice}") from error
 
 
 def _is_complete(split: _Split) -> bool:
     """Return whether a split was staged from this source, by its index and the sizes of its files."""
-    try:
-        is_ours = read_plain(split.target / INDEX) == split.index
-        if not is_ours or read_plain(split.target / STAGED) != CHECKED:
-            return False
-        read_packed(split.target)
-    except (OSError, DataError):  # missing or broken files are copied again
-        return False
-    return True
+    with suppress(OSError, DataError):  # missing or broken files are copied again
+        # a copy by other means has no STAGED: it is verified first
+        if (split.target / STAGED).exists() and read_plain(split.target / INDEX) == split.index:
+            read_packed(split.target)
+            return True
+    return False
 
 
-def _remove_cut_files(split: _Split) -> None:
-    """Remove cut files in the target. Raises: DataError for files there that are not the source's."""
+def _begin(split: _Split) -> None:
+    """Mark a split's target as unfinished. Raises: DataError if it holds something else; OSError."""
     read_packed(split.source)  # to find a missing or cut shard now, not after an hour
-    index, ours = split.target / INDEX, {STAGED, *(file.name for file in split.files)}
-    with _naming_target(split.target):
-        split.target.mkdir(exist_ok=True)
-        if index.exists():
-            if read_plain(index) != split.index:
-                raise DataError(f"{index}: differs from that of {split.source}; {_REMEDY}")
-            ours |= {INDEX, SETTINGS}  # a copy by other means brings pack.json
-        foreign = sorted(p.name for p in split.target.iterdir() if p.name not in ours and p.suffix != UNFINISHED)
-        if foreign:
-            raise DataError(f"{split.target}: holds {foreign[0]}, which does not come from {split.source}; {_REMEDY}")
-        sweep_unfinished(split.target)
-        for file in split.files:
-            path = split.target / file.name
-            if path.exists() and path.stat().st_size != file.num_bytes:
-                path.unlink()
+    split.target.mkdir(exist_ok=True)
+    index, staged = split.target / INDEX, split.target / STAGED
+    left = (path for path in split.target.iterdir() if path.suffix != UNFINISHED)
+    held = next((path for path in (index, staged, *left) if path.exists()), None)
+    if held is None:
+        write_whole(staged, split.index, mark=UNFINISHED)
+    elif held not in (index, staged) or read_plain(held) != split.index:
+        remedy = "delete its folder to stage again, or name another DST"
+        raise DataError(f"{held}: does not come from {split.source}; {remedy}")
+    elif held == index:
+        index.replace(staged)  # the split must not look whole while files are replaced
+    sweep_unfinished(split.target)
 
 
 def _require_room(target: Path, splits: Sequence[_Split]) -> None:
@@ -254,38 +229,48 @@ def _require_room(target: Path, splits: Sequence[_Split]) -> None:
         raise DataError(f"{target}: {numbers}; {advice}")
 
 
-def _copy_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool]]:
-    """Fetch all files; yield each, and whether it was copied. An error or Ctrl-C cancels unfinished copies."""
-    stop = threading.Event()
+def _copy_all(splits: Sequence[_Split], *, num_workers: int, on_progress: Advance) -> tuple[int, int]:
+    """Fetch all files; return the bytes copied and kept. An error or Ctrl-C cancels unfinished copies."""
+    total = sum(file.num_bytes for split in splits for file in split.files)
+    done, lock, stop = {True: 0, False: 0}, threading.Lock(), threading.Event()
+
+    def advance(num_bytes: int, is_copied: bool) -> None:
+        with lock:
+            if stop.is_set():
+                raise CancelledError
+            done[is_copied] += num_bytes
+            on_progress(sum(done.values()), total)
+
+    if total:
+        on_progress(0, total)
     with ThreadPoolExecutor(num_workers, thread_name_prefix="bigbatch-stage") as threads:
-        futures = {threads.submit(_copy, split, file, stop=stop): file for file in split.files}
+        copies = [threads.submit(_copy, split, file, advance) for split in splits for file in split.files]
         try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+            for copy in as_completed(copies):
+                copy.result()
         finally:
-            # running copies check it between chunks; waiting ones are cancelled
+            # running copies find it at their next chunk; waiting ones are cancelled
             stop.set()
             threads.shutdown(cancel_futures=True)
+    return done[True], done[False]
 
 
-def _copy(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
-    """Copy a whole file and verify its SHA-256; return False if an earlier call left it intact."""
+def _copy(split: _Split, file: Shard, advance: Callable[[int, bool], None]) -> None:
+    """Copy a whole file and verify its SHA-256, unless an earlier call left it intact."""
     source, target, digest = split.source / file.name, split.target / file.name, hashlib.sha256()
-    with _naming_target(target):
-        if target.exists():
-            if sha256_of(target) == file.sha256:
-                return False
-            target.unlink()  # at once: if index.json exists already, the split must not look whole
-        # synced, so that a power cut does not leave the full size without the content
-        with replacing(target, mark=UNFINISHED, sync=True) as copy:
-            for chunk in _chunks(source):
-                if stop.is_set():
-                    raise CancelledError
-                digest.update(chunk)
-                copy.write(chunk)
-            if digest.hexdigest() != file.sha256:
-                raise DataError(f"{source}: its bytes are not those that were packed; delete it and {REPACK}")
-    return True
+    if target.exists():
+        if sha256_of(target) == file.sha256:
+            advance(file.num_bytes, False)
+            return
+        target.unlink()  # to make room
+    # synced, so that a power cut does not leave the full size without the content
+    with replacing(target, mark=UNFINISHED, sync=True) as copy:
+        for chunk in _chunks(source):
+            digest.update(chunk)
+            copy.write(chunk)
+            advance(len(chunk), True)
+        if digest.hexdigest() != file.sha256:
+            raise DataError(f"{source}: its bytes are not those that were packed; delete it and {REPACK}")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -295,13 +280,3 @@ def _chunks(path: Path) -> Iterator[bytes]:
                 yield chunk
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); restore it and stage again") from error
-
-
-@contextmanager
-def _naming_target(path: Path) -> Iterator[None]:
-    """Turn system errors into a DataError naming the target."""
-    try:
-        yield
-    except OSError as error:
-        advice = "fix that and run the same command again: what is copied is kept"
-        raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error

@@ -10,9 +10,7 @@ from dataclasses import asdict
 from bigbatch.errors import print_line
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
-from bigbatch.trainer.config.fields import MEGAPIXELS
-from bigbatch.trainer.config.sections import DataConfig
-from bigbatch.trainer.datasets.prepare_options import add_prepare
+from bigbatch.trainer.datasets.prepare_options import add_max_megapixels, add_prepare
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,28 +38,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pack(commands)
     _add_stage(commands)
     return parser
-
-
-def add_max_megapixels(parser: argparse.ArgumentParser) -> None:
-    """Add the option to a command that decodes images before there is an experiment; its value is a number."""
-    parser.add_argument(
-        "--max-megapixels",
-        type=_megapixels,
-        default=DataConfig.max_megapixels,
-        metavar="N",
-        help="most million pixels of an image; a larger one is bad and not decoded. A run has data.max_megapixels "
-        "(default: %(default)s)",
-    )
-
-
-def _megapixels(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not MEGAPIXELS.holds(number):
-        raise argparse.ArgumentTypeError(f"{text} is not possible; give a number {MEGAPIXELS.legal}")
-    return number
 
 
 def _generate(arguments: argparse.Namespace) -> int:

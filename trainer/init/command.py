@@ -15,9 +15,8 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.datasets.check import ImageFinding, spelling_finding, unprintable_finding
 from bigbatch.trainer.datasets.check_report import finding_lines
-from bigbatch.trainer.datasets.prepare_options import two_names
+from bigbatch.trainer.datasets.prepare_options import add_max_megapixels, two_names
 from bigbatch.trainer.datasets.show_progress import show_progress
-from bigbatch.trainer.datasets.subcommands import add_max_megapixels
 from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from threading import Thread
@@ -25,13 +26,19 @@ Say = Callable[[str], None]
 
 
 class BackgroundLogger:
-    """Passes figures to a thread that opens a session and sends them; the next call prints the thread's messages."""
+    """Passes figures to a thread that opens a session and sends them; says once if it fails, and then ignores them.
+
+    A logger must not end a run. The thread's messages are printed by the next call, on the run's main thread, which
+    owns the terminal.
+    """
 
     def __init__(self, name: str, open_session: Callable[[Say], Any], *, say: Say) -> None:
         """Start the thread. open_session: takes a function for messages; returns an object with log and finish."""
-        self._open, self._say = open_session, say
+        self._name, self._open, self.say = name, open_session, say
+        """say prints a line; after a rank failure the run that takes over the logger replaces it."""
         self._news: list[str] = []
-        self._error: BaseException | None = None
+        self._error = ""
+        self._has_failed = False
         self._figures: Queue[tuple[int, dict[str, float]] | None] = Queue()
         self._thread = Thread(target=self._speak, name=name, daemon=True)
         self._thread.start()
@@ -42,72 +49,72 @@ class BackgroundLogger:
             while (figures := self._figures.get()) is not None:
                 session.log(*figures)
             session.finish()
-        except BaseException as error:  # SystemExit, too, would end only this thread
-            self._error = error
+        except BaseException as error:  # foreign code may raise anything; SystemExit, too, would end only this thread
+            self._error = first_line(error)
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Pass the figures to the thread. Raises: RuntimeError with the thread's error."""
+        """Pass the figures to the thread, unless it has failed."""
         self._tell()
-        self._figures.put((step, {f"{kind}/{name}": value for name, value in figures.items()}))
+        if not self._has_failed:
+            self._figures.put((step, {f"{kind}/{name}": value for name, value in figures.items()}))
 
     def close(self) -> None:
-        """Wait until all is sent, at most CLOSE_SECONDS. Raises: RuntimeError with the thread's error; TimeoutError."""
+        """Wait until all is sent, at most CLOSE_SECONDS."""
         self._figures.put(None)
         self._thread.join(CLOSE_SECONDS)
-        self._tell()
         if self._thread.is_alive():
-            raise TimeoutError(f"it has not sent all of its records {CLOSE_SECONDS:g} s after the run's end")
+            self._error = f"it has not sent all of its records {CLOSE_SECONDS:g} s after the run's end"
+        self._tell()
 
     def _tell(self) -> None:
-        """Print the messages on the run's main thread, which owns the terminal; raise the thread's error."""
         while self._news:
-            self._say(self._news.pop(0))
-        if self._error:
-            raise RuntimeError(first_line(self._error)) from self._error
+            self.say(self._news.pop(0))
+        if self._error and not self._has_failed:
+            self._has_failed = True
+            self.say(
+                f"run.loggers: {self._name} failed ({self._error}): the run continues without it, and metrics.jsonl "
+                "has every record"
+            )
 
 
 REACH_SECONDS = 30.0
 """How long wandb tries to reach its server before the run is logged offline."""
 
 
-def log_to_wandb(rundir: RunDir, *, stated: Mapping[str, Any], from_step: int, say: Say) -> BackgroundLogger:
-    """Send figures to a run of Weights & Biases, or keep them on disk for `wandb sync`; a resumed run continues it.
+class _WandbRun:
+    """A run of Weights & Biases, or records on disk for `wandb sync`; a resumed run continues it.
 
     If the server cannot be reached, the figures are kept as with WANDB_MODE=offline, and a line is printed.
-    Raises: ImportError that names what to install.
     """
-    try:
-        import wandb
-        from wandb import init  # noqa: F401  a plain folder named wandb can be imported, too, but has no init
-    except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
-        raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
-    rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
-    arguments = {
-        "project": "bigbatch",
-        "name": rundir.path.name,
-        **wandb_settings(),
-        "id": _run_id(rundir, is_new=from_step == 0),
-        "resume": "allow",
-        "dir": str(rundir.path),
-        "config": dict(stated),
-    }
-    return BackgroundLogger("wandb", lambda tell: _WandbRun(wandb, rundir, arguments, tell), say=say)
 
-
-class _WandbRun:
-    def __init__(self, wandb: Any, rundir: RunDir, arguments: Mapping[str, Any], tell: Say) -> None:
+    def __init__(self, rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> None:
+        try:
+            import wandb
+            from wandb import init  # a plain folder named wandb can be imported, too, but has no init
+        except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
+            raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
+        rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
+        arguments = {
+            "project": "bigbatch",
+            "name": rundir.path.name,
+            **wandb_settings(),
+            "id": _run_id(rundir, is_new=from_step == 0),
+            "resume": "allow",
+            "dir": str(rundir.path),
+            "config": dict(stated),
+        }
         # quiet: otherwise it would ask for a key on the terminal and replace standard output
         settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
         wandb.setup(settings)
         try:
-            run = wandb.init(**arguments, settings=settings)
+            run = init(**arguments, settings=settings)
         except Exception as error:  # no network, no key, no answer
             if arguments.get("mode") == "offline":
                 raise
             tell(f"wandb cannot be reached ({first_line(error)}): the run continues, logged offline")
             # a new id: wandb considers the other one in use
             offline = {**arguments, "mode": "offline", "id": _run_id(rundir, is_new=True)}
-            run = wandb.init(**offline, settings=settings)
+            run = init(**offline, settings=settings)
         tell(f"wandb: {_where(run)}")
         # our own step count: a resumed run repeats steps, and wandb's own count cannot go back
         run.define_metric("*", step_metric="step")
@@ -141,17 +148,10 @@ MAX_PARAMS = 100
 """MLflow's limit of parameters in one request."""
 
 
-def log_to_mlflow(rundir: RunDir, *, stated: Mapping[str, Any], from_step: int, say: Say) -> BackgroundLogger:
-    """Send figures to a run of MLflow: at MLFLOW_TRACKING_URI, else in RUN/mlflow; a resumed run continues it."""
-    return BackgroundLogger(
-        "mlflow", lambda tell: _MlflowRun(rundir, stated=stated, is_new=from_step == 0, tell=tell), say=say
-    )
-
-
 class _MlflowRun:
-    """One run in MLflow, whose id the run folder keeps."""
+    """A run in MLflow, at MLFLOW_TRACKING_URI, else in RUN/mlflow; a resumed run continues it."""
 
-    def __init__(self, rundir: RunDir, *, stated: Mapping[str, Any], is_new: bool, tell: Say) -> None:
+    def __init__(self, rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> None:
         store = rundir.path / "mlflow"
         settings = mlflow_settings(default_store=store)
         if settings["tracking_uri"] == store.resolve().as_uri():
@@ -164,7 +164,7 @@ class _MlflowRun:
         self._metric = Metric
         self._client = client = MlflowClient(tracking_uri=settings["tracking_uri"])
         name = settings["experiment_name"]
-        kept = rundir.mlflow_id.read_text().strip() if not is_new and rundir.mlflow_id.is_file() else ""
+        kept = rundir.mlflow_id.read_text().strip() if from_step and rundir.mlflow_id.is_file() else ""
         if kept:
             client.update_run(kept, status="RUNNING")
         else:
@@ -194,16 +194,14 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in named.items() if name not in ("step", "time", ELAPSED)}
 
 
-def log_to_tensorboard(rundir: RunDir, *, from_step: int, say: Say) -> BackgroundLogger:
-    """Write event files; a resumed run removes the events of the steps that it repeats.
-
-    On a thread, because the import takes up to half a second, in which the other ranks would wait after rank 0's loss.
-    """
-    return BackgroundLogger("tensorboard", lambda _: _TensorBoardRun(rundir, from_step=from_step), say=say)
-
-
 class _TensorBoardRun:
-    def __init__(self, rundir: RunDir, *, from_step: int) -> None:
+    """Event files; a resumed run removes the events of the steps that it repeats.
+
+    The import takes up to half a second, in which the other ranks would wait after rank 0's loss if it did not run on
+    the logger's thread.
+    """
+
+    def __init__(self, rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if not isinstance(threading.excepthook, _WithoutTensorBoard):
@@ -222,7 +220,7 @@ class _TensorBoardRun:
 
 @dataclass(frozen=True)
 class _WithoutTensorBoard:
-    """Report a thread's exception, except TensorBoard's: its next call raises it, and GuardedLogger prints one line."""
+    """Report a thread's exception, except TensorBoard's: its next call raises it, and the logger prints one line."""
 
     report: Callable[[threading.ExceptHookArgs], object]
 
@@ -231,41 +229,9 @@ class _WithoutTensorBoard:
             self.report(ended)
 
 
-class GuardedLogger:
-    """Passes figures to a logger until it fails; prints the failure once, since a logger must not end a run.
-
-    make: takes a function for the logger's messages; returns the logger.
-    """
-
-    def __init__(self, name: str, make: Callable[[Say], BackgroundLogger], *, say: Say) -> None:
-        self._name, self.say = name, say
-        """Prints a line; after a rank failure the run that takes over the logger replaces it."""
-        self._logger: BackgroundLogger | None = None
-        self._try(lambda: setattr(self, "_logger", make(lambda news: self.say(news))))
-
-    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        if logger := self._logger:
-            self._try(lambda: logger.write(kind, step, figures))
-
-    def close(self) -> None:
-        if logger := self._logger:
-            self._try(logger.close)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except Exception as error:  # foreign code may raise anything
-            self._logger = None
-            self.say(
-                f"run.loggers: {self._name} failed ({first_line(error)}): the run continues without it, and "
-                "metrics.jsonl has every record"
-            )
+SESSIONS: dict[str, Callable[..., Any]] = {"tensorboard": _TensorBoardRun, "wandb": _WandbRun, "mlflow": _MlflowRun}
 
 
-def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[GuardedLogger]:
-    makers: dict[str, Callable[[Say], BackgroundLogger]] = {
-        "tensorboard": lambda say: log_to_tensorboard(rundir, from_step=from_step, say=say),
-        "wandb": lambda say: log_to_wandb(rundir, stated=asdict(config), from_step=from_step, say=say),
-        "mlflow": lambda say: log_to_mlflow(rundir, stated=asdict(config), from_step=from_step, say=say),
-    }
-    return [GuardedLogger(name, makers[name], say=say) for name in config.run.loggers]
+def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[BackgroundLogger]:
+    how = {"stated": asdict(config), "from_step": from_step}
+    return [BackgroundLogger(name, partial(SESSIONS[name], rundir, **how), say=say) for name in config.run.loggers]

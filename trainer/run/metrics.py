@@ -12,7 +12,7 @@ from bigbatch.files import open_to_append
 from bigbatch.numbers import has_numbers
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
-from bigbatch.trainer.run.loggers import GuardedLogger, figures_of
+from bigbatch.trainer.run.loggers import BackgroundLogger, figures_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ class MetricsLog:
     """
 
     def __init__(self, rundir: RunDir) -> None:
-        self.loggers: list[GuardedLogger] = []
+        self.loggers: list[BackgroundLogger] = []
         self._rundir, self._path = rundir, rundir.metrics
         self._file: BinaryIO | None = None
         self._continues_from = 0

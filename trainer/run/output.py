@@ -26,7 +26,7 @@ from bigbatch.trainer.run.cost import total_spent
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
-from bigbatch.trainer.run.progress import Reporter, describe_evaluation, make_reporter
+from bigbatch.trainer.run.progress import Reporter, describe_evaluation, make_reporter, rows
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes
 from bigbatch.trainer.run.resume import ResumePoint, changes
 from bigbatch.trainer.run.summary import make_hints, make_summary
@@ -182,7 +182,9 @@ class RunOutput:
                 spent=total_spent(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
-        self._show(lambda reporter: reporter.finish(summary))
+        self.leave_terminal()
+        for name, text in rows(summary):
+            self.say(f"{name:32} {text}")
         self.say(f"plot: {rundir.plot}")
         return dict(summary)
 

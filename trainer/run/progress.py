@@ -8,8 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from bigbatch.errors import print_line, printable
 from bigbatch.numbers import is_number
@@ -18,20 +16,33 @@ from bigbatch.words import count
 
 
 class Lines:
-    """Prints one plain line per report: for logs and pipes. clock: returns seconds."""
+    """Prints a plain line per report, for logs and pipes, or updates a bar in a notebook's cell. clock: in seconds."""
 
-    def __init__(self, *, num_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        first_step: int = 0,
+        display: Callable[..., Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """display: IPython's function in a notebook, else None."""
         self._num_steps = num_steps
         self._clock = clock
         self._first: tuple[int, float] | None = None
         """Step and time of the first report: earlier steps are slower (warm-up)."""
+        self._cell: Any = display and display(self._bar(first_step, "starting"), raw=True, display_id=True)
 
     def say(self, text: str) -> None:
         print_line(text)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Print step, loss, rates, shares, and the remaining time at the average pace, including evaluations."""
-        self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}{self.left(record['step'])}")
+        """Show step, loss, rates, shares, and the remaining time at the average pace, including evaluations."""
+        left = self.left(record["step"])
+        if self._cell:
+            self._cell.update(self._bar(record["step"], describe_briefly(record) + left), raw=True)
+        else:
+            self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}{left}")
 
     def left(self, step: int) -> str:
         """Return the remaining time after a report at this step; empty if unknown."""
@@ -42,20 +53,20 @@ class Lines:
         seconds = (now - began) / (step - first_step) * (self._num_steps - step)
         return f"  left {timedelta(seconds=round(seconds))}"
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Print each value of the summary on a line, and each entry of a list."""
-        for name, text in rows(summary):
-            self.say(f"{name:32} {text}")
-
     def close(self) -> None:
         pass
 
+    def _bar(self, step: int, text: str) -> dict[str, str]:
+        """Return the bar as HTML, and as plain text for frontends without HTML."""
+        text = f"{step}/{self._num_steps}  {text}"
+        bar = f'<progress value="{step}" max="{self._num_steps}"></progress>'
+        return {"text/html": f"<code>{bar} {escape(text)}</code>", "text/plain": text}
+
 
 class Bar:
-    """Rich progress bar with evaluations above it, and a table at the end."""
+    """Rich progress bar with evaluations and other lines above it."""
 
     def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
-        self._console = console
         self._progress = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
@@ -73,43 +84,8 @@ class Bar:
     def advance(self, record: dict[str, Any]) -> None:
         self._progress.update(self._task, completed=record["step"], description=describe_briefly(record))
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        self.close()
-        table = Table("result", "value", title="Summary")
-        for name, text in rows(summary):
-            table.add_row(name, Text(printable(text)))  # rich would read [brackets] in a path as markup
-        self._console.print(table)
-
     def close(self) -> None:
         self._progress.stop()
-
-
-class Cell:
-    """Progress bar in a notebook's cell, updated by each report, above printed lines. display: IPython's function."""
-
-    def __init__(self, display: Callable[..., Any], *, first_step: int, num_steps: int) -> None:
-        self._lines = Lines(num_steps=num_steps)
-        self._num_steps = num_steps
-        self._shown = display(self._bar(first_step, "starting"), raw=True, display_id=True)
-
-    def say(self, text: str) -> None:
-        self._lines.say(text)
-
-    def advance(self, record: dict[str, Any]) -> None:
-        step = record["step"]
-        self._shown.update(self._bar(step, describe_briefly(record) + self._lines.left(step)), raw=True)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self._lines.finish(summary)
-
-    def close(self) -> None:
-        pass
-
-    def _bar(self, step: int, text: str) -> dict[str, str]:
-        """Return the bar as HTML, and as plain text for frontends without HTML."""
-        text = f"{step}/{self._num_steps}  {text}"
-        bar = f'<progress value="{step}" max="{self._num_steps}"></progress>'
-        return {"text/html": f"<code>{bar} {escape(text)}</code>", "text/plain": text}
 
 
 class _Terminal(Console):
@@ -196,7 +172,7 @@ def describe_evaluation(record: dict[str, Any]) -> str:
     )
 
 
-Reporter = Lines | Bar | Cell
+Reporter = Lines | Bar
 
 
 def make_reporter(*, terminal_columns: int | None, is_notebook: bool, first_step: int, num_steps: int) -> Reporter:
@@ -204,7 +180,7 @@ def make_reporter(*, terminal_columns: int | None, is_notebook: bool, first_step
     if is_notebook:
         from IPython.display import display
 
-        return Cell(display, first_step=first_step, num_steps=num_steps)
+        return Lines(num_steps=num_steps, first_step=first_step, display=display)
     if terminal_columns is None:
         return Lines(num_steps=num_steps)
     console = _Terminal(force_terminal=True, width=terminal_columns)

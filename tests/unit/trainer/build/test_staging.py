@@ -18,7 +18,7 @@ from bigbatch.errors import DataError, PeerLostError
 from bigbatch.trainer import train
 from bigbatch.trainer.build import job
 from bigbatch.trainer.build import staging as module
-from bigbatch.trainer.build.staging import bytes_in, stage_data, using_staged
+from bigbatch.trainer.build.staging import stage_data, using_staged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 
@@ -76,7 +76,7 @@ DONE = {"seconds": 0.0, "summary": ""}
 def test_stage_data_copies_nothing_on_other_ranks_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "stage", lambda *_, **__: pytest.fail("a second copy"))
     copied = {"seconds": 9.0, "summary": "5 GB copied"}
-    under_way = {"share": 0.5, "progress": "half"}
+    under_way = {"progress": "half"}
     asked = config(root=tmp_path, stage=tmp_path / "local")
     staged, line = stage_data(asked, ranks_that(answering(under_way, copied), rank=1, local_rank=1))
     assert staged.data.root == str(tmp_path / "local")
@@ -114,50 +114,47 @@ def test_stage_data_ends_its_wait_with_a_lost_rank_or_the_failure_of_another_nod
     may_end.set()
 
 
-def test_stage_data_tells_of_the_node_furthest_behind(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_stage_data_shows_the_progress_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
-    states = iter([{"share": 0.0, "progress": "waiting"}, {"share": 0.1, "progress": "12.3 of 150 GB"}, DONE, DONE])
-    others = [{"share": 0.9, "progress": "nearly all"}] * 3 + [DONE]
-    module._wait_for_all(lambda: next(states), ranks_that(answering(*others)))
+    states: Any = iter([{"progress": "waiting"}, {"progress": "12.3 of 150 GB"}, DONE, DONE])
+    monkeypatch.setattr(module, "_start_copy", lambda config, host: lambda: next(states))
+    others = [{"progress": "nearly all"}] * 3 + [DONE]
+    stage_data(config(root=tmp_path, stage=tmp_path / "local"), ranks_that(answering(*others)))
     assert capsys.readouterr().err.splitlines() == [
         *("staging: waiting", "staging: 12.3 of 150 GB", "staging: nearly all")
     ]
 
 
 def test_copy_that_gets_no_byte_fails_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as alive while files grow, also by another process, or finished files are verified."""
-    may_end, now, target = threading.Event(), [0.0], tmp_path / "local"
-    growing = target / "train" / ".shard-000000.tar.unfinished"
-    growing.parent.mkdir(parents=True)
+    """It counts as alive while bytes come, and while it waits for another process."""
+    may_end, now, target, calls = threading.Event(), [0.0], tmp_path / "local", []
+
+    def copy(source: Path, target: Path, *, num_workers: int, on_progress: Any, on_wait: Any) -> None:
+        calls.extend((on_progress, on_wait))
+        may_end.wait(200)
+
     monkeypatch.setattr(module, "awake_seconds", lambda: now[0])
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.0)
-    monkeypatch.setattr(module, "stage", lambda *_, **__: may_end.wait(200))
-    copy = module._Copy(tmp_path, target, host="here", timeout_seconds=10)
+    monkeypatch.setattr(module, "stage", copy)
+    timeout = ["--config", "quickstart", f"--data.root={tmp_path}", f"--data.stage={target}"]
+    state = module._start_copy(load_config([*timeout, "--comm.timeout_seconds=100"]), "here")
+    while len(calls) < 2:
+        state()
+    on_progress, on_wait = calls
     for number in range(6):
-        now[0] += 9
-        if number < 3:
-            growing.write_bytes(bytes(number + 1))
-        else:
-            copy._progress(number * 10**9, 9 * 10**9)
-        progress = copy.state()["progress"]
-    assert progress == "5 of 9 GB on here"
-    copy._wait()
-    assert copy.state()["progress"].startswith(f"waiting for another process, which stages into {target}")
-    now[0] += 11
-    failure = copy.state()["failure"]
+        now[0] += 90
+        on_progress(number * 10**9, 9 * 10**9)
+        assert state() == {"progress": f"{number} of 9 GB on here"}
+    on_wait()
+    now[0] += 1000
+    assert state()["progress"].startswith(f"waiting for another process, which stages into {target}")
+    on_progress(0, 9 * 10**9)
+    now[0] += 110
+    failure = state()["failure"]
     may_end.set()
-    assert re.search(naming(f"{target}: ", f" {tmp_path} ", "comm.timeout_seconds=10", "on here"), failure)
-
-
-def test_bytes_in_counts_those_of_the_splits(tmp_path: Path) -> None:
-    for name, size in (("train/a.tar", 5), ("val/.b.tar.unfinished", 7), (".stage.lock", 11)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(bytes(size))
-    (tmp_path / "val" / "gone").symlink_to("nowhere")
-    assert bytes_in(tmp_path) == 12
-    assert bytes_in(tmp_path / "nowhere") == 0
+    assert re.search(naming(f"{target}: ", f" {tmp_path} ", "comm.timeout_seconds=100", "on here"), failure)
 
 
 def test_each_rank_of_a_host_holds_its_copy(tmp_path: Path) -> None:
@@ -167,7 +164,8 @@ def test_each_rank_of_a_host_holds_its_copy(tmp_path: Path) -> None:
     with using_staged(asked):
         with using_staged(asked):
             (target / "train").mkdir()
-            (target / "train/index.json").touch()
+            for name in ("index.json", ".staged"):
+                (target / "train" / name).touch()
         assert (target / "train/index.json").exists()
     assert not (target / "train").exists()
 

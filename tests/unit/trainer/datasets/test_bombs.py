@@ -77,6 +77,19 @@ def test_prepare_no_member_of_any_data_set_fills_the_memory(tmp_path, data_set, 
     assert not root.exists()
 
 
+def test_prepare_takes_the_limit_of_an_image_from_the_command(tmp_path, capsys):
+    official, root = tmp_path / "official", tmp_path / "root"
+    official.mkdir()
+    archive, member = MEMBERS["imagenette"]
+    with_bomb(official / archive, {}, member, 5 << 20)
+    command = ["data", "prepare", "imagenette", str(root), "--size", "160px", "--archives", str(official)]
+    assert main([*command, "--max-megapixels", "1"]) == 1
+    assert f"'{member}': claims 5,242,880 bytes, more than an image of 1 megapixels" in capsys.readouterr().err
+    assert main(command) == 1
+    assert "1 of 9,469 images" in capsys.readouterr().err, "the default takes it"
+    assert not root.exists()
+
+
 def test_prepare_members_without_number_are_refused(tmp_path, monkeypatch, capsys):
     """A compressed header takes 20 bytes: an archive of 20 MB might hold a million names."""
     official, root = tmp_path / "official", tmp_path / "root"

@@ -109,8 +109,9 @@ def test_stage_index_json_comes_last(source, target, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
     stage(source, target, splits=["val"], num_workers=3)
     shards = {p.name for p in (source / "val").glob("*.tar")}
-    assert set(order[:-2]) == {*shards, "index.npy", ".staged"}
-    assert order[-2:] == ["index.json", ".staged"]
+    assert order[0] == ".staged"
+    assert set(order[1:-1]) == {*shards, "index.npy"}
+    assert order[-1] == "index.json"
 
 
 def test_stage_a_complete_copy_is_left_at_once(source, target, read, monkeypatch):
@@ -133,8 +134,8 @@ def flip_byte(path, position=2000):
     path.write_bytes(data)
 
 
-def test_stage_a_copy_that_others_could_plant_is_read(source, target, read):
-    """Sizes and boot are public, and bytes may be another's where others may write."""
+def test_stage_a_copy_that_others_could_plant_is_read(source, target):
+    """Sizes are public, and bytes may be another user's if others may write."""
     stage(source, target)
     assert target.stat().st_mode & 0o777 == 0o700
     target.chmod(0o777)
@@ -174,7 +175,7 @@ def test_stage_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target
     stage(source, target)
     for root in (source, target):
         flip_byte(root / "train/shard-000001.tar")
-    target.chmod(0o777)
+    (target / "train/.staged").unlink()
     with pytest.raises(
         DataError, match=naming("source/train/shard-000001.tar", "bytes", "delete", "`bigbatch data pack`")
     ):
@@ -182,14 +183,25 @@ def test_stage_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target
     assert not looks_whole(target / "train")
 
 
-@pytest.mark.parametrize("note", [None, b"9f3c (the boot that an older version noted)"])
-def test_stage_a_copy_by_other_means_is_read_once_and_kept(source, target, read, note):
+def test_stage_a_copy_by_other_means_is_read_once_and_kept(source, target, read):
     shutil.copytree(source, target)  # pack.json, too
-    if note:
-        (target / "train/.staged").write_bytes(note)
     assert stage(source, target).bytes_kept > 0
     assert stage(source, target).bytes_kept == 0
     assert read == []
+
+
+def test_stage_a_copy_by_other_means_that_was_not_read_to_its_end_is_read_again(source, target):
+    shutil.copytree(source, target)
+    flip_byte(target / "val/shard-000000.tar")
+
+    def interrupt(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage(source, target, on_progress=interrupt)
+    stage(source, target)
+    assert staged(target) == staged(source)
 
 
 KILLED = """
@@ -299,7 +311,7 @@ def test_stage_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, mo
         return open("/dev/full", "wb")
 
     monkeypatch.setattr(files, "open", open_there, raising=False)
-    with pytest.raises(DataError, match=naming(f"staged/train/{name}", os.strerror(errno.ENOSPC))):
+    with pytest.raises(DataError, match=naming(target, os.strerror(errno.ENOSPC))):
         stage(source, target)
     assert not looks_whole(target / "train")
     assert not list(target.rglob("*.unfinished"))
@@ -326,7 +338,7 @@ def test_stage_room_in_memory_is_that_of_the_job(source, target, monkeypatch, is
 def test_stage_room_is_looked_for_first_and_counts_what_is_there(source, target, monkeypatch, read):
     total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
     free = [total - 1]
-    left = {"shard-000000.tar": b"cut", ".shard-000000.tar.unfinished": b"cut", ".shard-000099.tar.unfinished": b"cut"}
+    left = {".shard-000000.tar.unfinished": b"cut", ".shard-000099.tar.unfinished": b"cut"}
     sample_images.write(target / "train", left)
     monkeypatch.setattr(stage_module.shutil, "disk_usage", lambda path: Usage(10**12, 0, free[0]))
     with pytest.raises(DataError, match=naming(f"{target}:", "DST")) as raised:
@@ -334,7 +346,7 @@ def test_stage_room_is_looked_for_first_and_counts_what_is_there(source, target,
     sizes = re.findall(r"(\S+) GB", str(raised.value))
     assert sizes == [f"{total / 1e9:.4g}", f"{free[0] / 1e9:.4g}"]
     assert read == []
-    assert list((target / "train").iterdir()) == [], "what is of no use makes room first"
+    assert [path.name for path in (target / "train").iterdir()] == [".staged"], "what is of no use makes room first"
     first = source / "train/shard-000000.tar"
     shutil.copy(first, target / "train")
     free[0] -= first.stat().st_size - 1
@@ -355,17 +367,27 @@ def test_stage_a_pipe_in_place_of_the_copied_index_is_named(source, target):
     stage(source, target)
     (target / "val/index.json").unlink()
     os.mkfifo(target / "val/index.json")
-    with pytest.raises(DataError, match=naming(target / "val", "not a regular file")):
+    with pytest.raises(DataError, match=naming(target, "not a regular file")):
         stage(source, target)
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "shard-000099.tar", "pack.json", "a/0.jpg"])
+@pytest.mark.parametrize("name", ["mine.txt", "shard-000000.tar", "pack.json", "a/0.jpg", ".staged"])
 def test_stage_a_folder_with_something_else_is_refused_and_stays(source, target, name):
-    sample_images.write(target / "val", {name: b"mine", "shard-000000.tar": b"mine, too"})
-    with pytest.raises(DataError, match=naming(target / "val", f" {name.split('/')[0]},", source / "val")):
+    files = {name: b"mine", ".shard-000000.tar.unfinished": b"a packer's"}
+    sample_images.write(target / "val", files)
+    with pytest.raises(DataError, match=naming(target / "val" / name.split("/")[0], source / "val", "delete")):
         stage(source, target)
-    assert staged(target / "val").get("shard-000000.tar") == b"mine, too"
+    assert {name: (target / "val" / name).read_bytes() for name in files} == files
     assert not looks_whole(target / "train")
+
+
+def test_stage_a_part_of_another_data_set_is_refused(source, target):
+    stage(source, target)
+    (target / "train/index.json").unlink()
+    facts = json.loads((source / "train/index.json").read_text())
+    (source / "train/index.json").write_text(json.dumps(facts, indent=2))
+    with pytest.raises(DataError, match=naming("staged/train/.staged", source / "train")):
+        stage(source, target)
 
 
 def test_stage_class_folders_are_to_be_packed_first(made, source, target):
@@ -461,6 +483,16 @@ def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(sourc
     assert sum(path.stat().st_size for path in target.glob(".stage.*")) == 0
 
 
+def test_using_copy_keeps_a_data_set_that_stage_refused(source, target):
+    """Somebody's own packed images, named by mistake: only what stage() wrote may go."""
+    shutil.copytree(source / "train", target / "train")
+    (target / "train/index.json").write_text((target / "train/index.json").read_text() + " ")
+    held = sorted(path.name for path in (target / "train").iterdir())
+    with pytest.raises(DataError, match="does not come from"), using_copy(target, keep=False):
+        stage(source, target)
+    assert sorted(path.name for path in (target / "train").iterdir()) == held
+
+
 def test_using_copy_of_ranks_that_end_at_the_same_moment_is_removed(target, monkeypatch):
     other = ExitStack()
     other.enter_context(using_copy(target, keep=False))
@@ -472,7 +504,7 @@ def test_using_copy_of_ranks_that_end_at_the_same_moment_is_removed(target, monk
 
     monkeypatch.setattr(stage_module, "try_lock", end_other_meanwhile)
     with using_copy(target, keep=False):
-        sample_images.write(target, {"train/index.json": b""})
+        sample_images.write(target, {"train/index.json": b"", "train/.staged": b""})
     assert not (target / "train").exists()
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +16,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run import loggers
 from bigbatch.trainer.run import output as output_module
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.loggers import (
-    BackgroundLogger,
-    GuardedLogger,
-    log_to_mlflow,
-    log_to_tensorboard,
-    log_to_wandb,
-    open_loggers,
-)
+from bigbatch.trainer.run.loggers import SESSIONS, BackgroundLogger, open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.output import RunOutput
 
@@ -75,17 +68,24 @@ def play(monkeypatch: pytest.MonkeyPatch, played: PlayedWandb) -> PlayedWandb:
     return played
 
 
-def send(rundir: RunDir, *, from_step: int = 0) -> list[str]:
-    """Open wandb as a run does, send a report and an evaluation, and close it; what was said."""
+def open_logger(
+    name: str,
+    rundir: RunDir,
+    say: Callable[[str], object],
+    *,
+    stated: Mapping[str, Any] = MappingProxyType({}),
+    from_step: int = 0,
+) -> BackgroundLogger:
+    return BackgroundLogger(name, partial(SESSIONS[name], rundir, stated=stated, from_step=from_step), say=say)
+
+
+def send(rundir: RunDir, *, name: str = "wandb", from_step: int = 0, **stated: Any) -> list[str]:
+    """Open a logger as a run does, send a report and an evaluation, and close it; what was said."""
     said: list[str] = []
-
-    def make(say: Callable[[str], None]) -> BackgroundLogger:
-        return log_to_wandb(rundir, stated={"run": {"seed": 3}}, from_step=from_step, say=say)
-
-    guarded = GuardedLogger("wandb", make, say=said.append)
-    guarded.write("train", from_step + 1, {"loss": 2.5})
-    guarded.write("eval", from_step + 1, {"top1": 0.5})
-    guarded.close()
+    logger = open_logger(name, rundir, said.append, stated={"run": {"seed": 3}, **stated}, from_step=from_step)
+    logger.write("train", from_step + 1, {"loss": 2.5, "rate": math.nan} if name == "mlflow" else {"loss": 2.5})
+    logger.write("eval", from_step + 1, {"top1": 0.5})
+    logger.close()
     return said
 
 
@@ -96,16 +96,12 @@ def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path, monkeypatch:
     # it numbers the files of one second, and would read number 10 before number 9
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for from_step, losses in ((0, (4.0, 3.0, 2.0)), (2, (1.0,))):
-        board = log_to_tensorboard(RunDir(tmp_path), from_step=from_step, say=pytest.fail)
+        board = open_logger("tensorboard", RunDir(tmp_path), pytest.fail, from_step=from_step)
         for step, loss in enumerate(losses, start=from_step + 1):
             board.write("train", step, {"loss": loss})
         board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4.0), (2, 3.0), (3, 1.0)]
-
-
-def open_tensorboard(rundir: RunDir, say: Callable[[str], None]) -> BackgroundLogger:
-    return log_to_tensorboard(rundir, from_step=0, say=say)
 
 
 def test_loggers_steps_do_not_wait_for_the_import_of_tensorboard(
@@ -121,7 +117,7 @@ def test_loggers_steps_do_not_wait_for_the_import_of_tensorboard(
             return lambda folder, *, purge_step: SimpleNamespace(add_scalar=add, close=lambda: written.append("closed"))
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Slow("torch.utils.tensorboard"))
-    board = open_tensorboard(RunDir(tmp_path), pytest.fail)
+    board = open_logger("tensorboard", RunDir(tmp_path), pytest.fail)
     board.write("train", 1, {"loss": 2.5})
     assert not written
     is_imported.set()
@@ -137,17 +133,17 @@ def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread
     said: list[str] = []
     for number in range(2):
         rundir, deadline = RunDir(tmp_path / "gone"), time.monotonic() + 60
-        guarded = GuardedLogger("tensorboard", partial(open_tensorboard, rundir), say=said.append)
+        board = open_logger("tensorboard", rundir, said.append)
         while not list(rundir.path.glob("tensorboard/events*")):
             assert time.monotonic() < deadline, "its thread opens it"
             time.sleep(0.01)
         rundir.path.rename(tmp_path / f"moved to {number}")  # in one step: its thread writes meanwhile
         while len(said) == number:
-            guarded.write("train", 1, {"loss": 2.5})
+            board.write("train", 1, {"loss": 2.5})
             assert time.monotonic() < deadline, "its thread ends by what it met"
             time.sleep(0.01)
-        guarded.write("train", 2, {"loss": 2.5})
-        guarded.close()
+        board.write("train", 2, {"loss": 2.5})
+        board.close()
     assert not reported
     assert len(said) == 2
     assert all(naming_all(text, "tensorboard failed", "No such file") for text in said)
@@ -162,12 +158,20 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
 ) -> None:
     """Closed, they could hold the other ranks up for a minute; their news go to the new run's terminal."""
     made: list[Any] = []
+    is_sent = threading.Event()
 
-    def make(say: Callable[[str], None]) -> Any:
+    def open_session(tell: Callable[[str], None]) -> Any:
+        def log(step: int, figures: Mapping[str, float]) -> None:
+            tell(f"step {step}")
+            is_sent.set()
+
+        return SimpleNamespace(log=log, finish=lambda: tell("closed"))
+
+    def open_it(*_: object, say: Callable[[str], None], **__: object) -> list[BackgroundLogger]:
         made.append(say)
-        return SimpleNamespace(write=lambda kind, step, figures: say(f"step {step}"), close=lambda: say("closed"))
+        return [BackgroundLogger("first", open_session, say=say)]
 
-    monkeypatch.setattr(output_module, "open_loggers", lambda *_, say, **__: [GuardedLogger("first", make, say=say)])
+    monkeypatch.setattr(output_module, "open_loggers", open_it)
     monkeypatch.setattr(RunOutput, "say", lambda output, text: said.append((output._plan.first_step, text)))
     said: list[tuple[int, str]] = []
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--run.reproducible=true"])
@@ -182,8 +186,9 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
         if first_step != 3:  # that one ends before its first step
             output.open_folder(None, start)  # type: ignore[arg-type]
             output.log("train", {"step": first_step + 1, "loss": 1.0})
+            assert is_sent.wait(60)
     output.close()
-    assert said == [(0, "step 1"), (5, "step 6"), (5, "closed")]
+    assert said == [(5, "step 1"), (5, "step 6"), (5, "closed")]
     assert [record["step"] for record in read_records(RunDir(tmp_path).metrics)] == [1, 6]
     assert len(made) == 1
     output.open_folder(None, start)  # type: ignore[arg-type]
@@ -277,27 +282,18 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
     log = MetricsLog(rundir)
     log.begin(from_step=0)
     log.loggers = open_loggers(config, rundir, from_step=0, say=said.append)
-    (told,) = said
-    assert naming_all(told, "run.loggers: wandb failed", "cannot be imported", "pip install 'bigbatch[wandb]'")
-    assert "the run continues without it" in told
     for step in (1, 2):
         log.write("train", {"step": step, "loss": 2.0})
     log.close()
-    assert said == [told]
+    (told,) = said
+    assert naming_all(told, "run.loggers: wandb failed", "cannot be imported", "pip install 'bigbatch[wandb]'")
+    assert "the run continues without it" in told
     assert [record["step"] for record in read_records(rundir.metrics)] == [1, 2]
 
 
 def send_to_mlflow(rundir: RunDir, *, from_step: int = 0) -> list[str]:
-    """Open MLflow as a run does, send a report and an evaluation, and close it; what was said."""
-    said: list[str] = []
     stated = {"run": {"seed": 3, "metrics": {}}, "model": {"name": "resnet9"}}
-    guarded = GuardedLogger(
-        "mlflow", lambda say: log_to_mlflow(rundir, stated=stated, from_step=from_step, say=say), say=said.append
-    )
-    guarded.write("train", from_step + 1, {"loss": 2.5, "rate": math.nan})
-    guarded.write("eval", from_step + 1, {"top1": 0.5})
-    guarded.close()
-    return said
+    return send(rundir, name="mlflow", from_step=from_step, **stated)
 
 
 class PlayedMlflow(ModuleType):
