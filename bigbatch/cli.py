@@ -35,7 +35,7 @@ UNUSABLE_PATH = (errno.EACCES, errno.ENAMETOOLONG)
 REMOVED = {
     "ablate": "its files are sweeps with cumulative: true, and `bigbatch sweep` runs them",
     "comm verify": "`bigbatch comm bench --verify` compares sums with exact ones",
-    "faults": "`bigbatch explain` names the ranks that made a job hang; `make faults` of a checkout disturbs short runs",
+    "faults": "`bigbatch explain` names the ranks that made a job hang; `make faults` in a checkout disturbs runs",
 }
 """Commands of earlier releases, and their replacements."""
 
