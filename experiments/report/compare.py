@@ -43,7 +43,7 @@ class TrainedRun:
     name: str
     """Its folder, or its point."""
     config: Mapping[str, Any]
-    """Values by dotted key."""
+    """Values by key, such as optimizer.name."""
     values: Mapping[str, Any]
     """Values that distinguish it from others, without the seed."""
     figures: Figures
@@ -152,7 +152,8 @@ def label_runs(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedR
 def compare_runs(
     title: str, runs: Sequence[TrainedRun], *, is_cumulative: bool = False, target: float | None = None
 ) -> Comparison:
-    """Group runs with equal values over their seeds; the best first, but cumulative cases in their order.
+    """Group runs with equal values over their seeds. The most accurate cell is first, without accuracy the fastest;
+    cumulative cases keep their order.
 
     Values that are the same in all runs are left out.
     """
@@ -165,8 +166,9 @@ def compare_runs(
         Cell({key: same[0].values.get(key) for key in keys}, tuple(sorted(same, key=lambda run: run.seed)))
         for same in groups.values()
     ]
-    if not is_cumulative and any(cell.values_of("top1") for cell in cells):
-        cells.sort(key=lambda cell: -(cell.mean("top1") or 0.0))
+    if not is_cumulative:
+        figure = "top1" if any(cell.values_of("top1") for cell in cells) else "images_per_second"
+        cells.sort(key=lambda cell: -(cell.mean(figure) or 0.0))
     return Comparison(title, tuple(keys), tuple(cells), is_cumulative, target)
 
 

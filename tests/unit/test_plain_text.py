@@ -87,6 +87,7 @@ OLD_WORDS_OF_CODE = (
     "anew",
     "mend",
     "dotted name",
+    "dotted key",
     '"""of ',
     '"""whose ',
 )

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ RUNS = [
     *(run("sgd", batch, seed, 0.5 + 0.1 * seed, seconds=10 + 10 * seed) for batch in (64, 128) for seed in (0, 1)),
     *(run("lars", batch, seed, 0.9 + 0.01 * seed) for batch in (64, 128) for seed in (0, 1, 2)),
 ]
+
+
+def test_cells_without_accuracy_are_sorted_by_speed() -> None:
+    slow, fast = (run(case, 64, 0, None) for case in ("slow", "fast"))
+    fast = replace(fast, figures=replace(fast.figures, images_per_second=200))
+    assert [cell.values["case"] for cell in compare_runs("t", [slow, fast]).cells] == ["fast", "slow"]
 
 
 def test_cells_are_over_seeds_and_sorted_by_accuracy() -> None:
