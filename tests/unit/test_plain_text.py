@@ -87,7 +87,6 @@ OLD_WORDS_OF_CODE = (
     "anew",
     "mend",
     "dotted name",
-    "dotted key",
     '"""of ',
     '"""whose ',
 )
