@@ -55,7 +55,7 @@ def build_run(
     splits = inherited.splits or make_splits(config, communicator, listed=inherited.images)
     train = splits.train
     start, state = _find_start(config, communicator, splits, inherited)
-    place = job.describe_place(config, splits, start)
+    placement = job.describe_placement(config, splits, start)
     plan = make_plan(config, communicator, num_samples=train.num_samples, first_step=start.step)
     if reason_to_end(list(start.evaluations.values()), config.run):  # the run has ended already
         plan = plan.without_steps()
@@ -101,7 +101,8 @@ def build_run(
             owner.confirm()
         failure.pop_all()
     # the state is not kept: it is as large as the model and its momentum
-    return TrainingRun(config, loop, splits=splits, start=start, log=place, is_healed=inherited.state is not None)
+    is_healed = inherited.state is not None
+    return TrainingRun(config, loop, splits=splits, start=start, placement=placement, is_healed=is_healed)
 
 
 def _find_start(

@@ -29,7 +29,7 @@ class JoinedRank:
     mode_record: str = ""
     """Record of that choice, for the run folder."""
 
-    def describe_place(self, config: Config, splits: Splits, start: ResumePoint) -> list[str]:
+    def describe_placement(self, config: Config, splits: Splits, start: ResumePoint) -> list[str]:
         """Return lines for the log: how this process is placed, and where its data lies."""
         communicator, root = self.communicator, config.data.root
         left_out = describe_left_out(root, *(split.index for split in splits))

@@ -54,7 +54,7 @@ LOOK_SECONDS = 0.5
 MORE_SECONDS = 30.0
 """Added to twice comm.timeout_seconds: time that the running ranks may take to open a new store after a failure."""
 MAX_ATTEMPTS = 5
-"""Attempts after which a rank gives up if each time it was admitted, but a failure prevented that it got the state."""
+"""Attempts after which a rank gives up if each time it was admitted, but a failure kept it from getting the state."""
 Facts = Callable[[], Mapping[str, str]]
 """Returns the facts that must be equal on all ranks, by name."""
 

@@ -27,15 +27,22 @@ from bigbatch.trainer.training_loop import TrainingLoop
 class TrainingRun:
     """Controls one run from start to end: files on the first rank, collectives on all.
 
-    log: lines for the log on this process and its data. is_healed: the run continues from a state in memory.
+    placement: lines for the log on this process and its data. is_healed: the run continues from a state in memory.
     """
 
     def __init__(
-        self, config: Config, loop: TrainingLoop, *, splits: Splits, start: ResumePoint, log: list[str], is_healed: bool
+        self,
+        config: Config,
+        loop: TrainingLoop,
+        *,
+        splits: Splits,
+        start: ResumePoint,
+        placement: list[str],
+        is_healed: bool,
     ) -> None:
         self.config, self.loop, self.splits, self.start = config, loop, splits, start
         self.parts, self.communicator = loop.parts, loop.parts.communicator
-        self._place, self._is_healed = log, is_healed
+        self._placement, self._is_healed = placement, is_healed
         self._rundir, self._output = RunDir(Path(config.run.directory)), loop.output
         self._measured: MeasuredInput | None = None
 
@@ -107,7 +114,7 @@ class TrainingRun:
     def _introduce(self) -> None:
         num_train, num_val = (split.num_samples for split in self.splits)
         for line in introduction(
-            self.config, self.parts, plan=self.plan, num_train=num_train, num_val=num_val, placement=self._place
+            self.config, self.parts, plan=self.plan, num_train=num_train, num_val=num_val, placement=self._placement
         ):
             self._output.say(line)
 

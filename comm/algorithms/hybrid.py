@@ -10,7 +10,8 @@ from typing import Any
 MIN_TOLERANCE = 0.01
 """Relative gain below which a switch of algorithm never pays."""
 MAX_TOLERANCE = 0.04
-"""Limit for noisy times: no choice is slower than the fastest median by more. 1% of hybrid's 5% is left for errors."""
+"""Limit for noisy times: no choice is slower than the fastest median by more. So hybrid loses less than 5%, errors of
+measurement included."""
 
 
 @dataclass(frozen=True)

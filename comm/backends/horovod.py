@@ -76,7 +76,7 @@ class HorovodBackend:
             raise CommError("Horovod is initialized already: call connect() once, instead of hvd.init()")
         mpi_world(env)  # starts MPI: if Horovod started it, Horovod would also end it, before bigbatch does
         detector = control.detector
-        self._queue = ThreadQueue(detector.make_error_and_disconnect, while_waiting=detector.raise_if_failed)
+        self._queue = ThreadQueue(detector.make_error_and_stop_requests, while_waiting=detector.raise_if_failed)
         self.oldest = self._queue.oldest
         on_queue(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
         self.rank: int = self._hvd.rank()

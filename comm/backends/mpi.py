@@ -54,7 +54,7 @@ class MpiBackend:
         self.capabilities = Capabilities(("cpu", "cuda") if is_cuda_aware() else ("cpu",))
         self._gpu = device if device.type == "cuda" and "cuda" in self.capabilities.device_types else None
         detector = control.detector
-        self._queue = ThreadQueue(detector.make_error_and_disconnect, while_waiting=detector.raise_if_failed)
+        self._queue = ThreadQueue(detector.make_error_and_stop_requests, while_waiting=detector.raise_if_failed)
         self.oldest = self._queue.oldest
         # a copy of the communicator, so that no message matches one of the script's own MPI calls
         communicator = on_queue(self._queue, world.Dup, label="MPI's copy of its world")

@@ -64,7 +64,7 @@ class TcpBackend:
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         if isinstance(error, ConnectionError):
             self._links.shut_down()  # so that the waits of other ranks end at once, too
-        return self._control.detector.make_error_and_disconnect(label, seconds, error)
+        return self._control.detector.make_error_and_stop_requests(label, seconds, error)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Return this rank's group; it needs no set-up."""

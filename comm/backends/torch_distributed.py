@@ -67,7 +67,7 @@ class TorchDistributedBackend:
             # gloo's error comes before the store counts a rank as gone
             if not is_nccl and wait_until(lambda: bool(self._vanished()), 2 * GONE_SECONDS):
                 seconds = awake_seconds() - start
-                raise detector.make_error_and_disconnect(f"connection by {library}", seconds, error) from error
+                raise detector.make_error_and_stop_requests(f"connection by {library}", seconds, error) from error
             raise CommError(
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
                 f"{first_line(error)}; {_remedy(error)}"
@@ -81,7 +81,7 @@ class TorchDistributedBackend:
         elif is_nccl:
             self._queue = StreamQueue(device)
         else:
-            self._queue = ThreadQueue(detector.make_error_and_disconnect, while_waiting=detector.check_peers)
+            self._queue = ThreadQueue(detector.make_error_and_stop_requests, while_waiting=detector.check_peers)
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -95,7 +95,7 @@ class TorchDistributedBackend:
             raise
 
     def _explain_and_abort(self, label: str, seconds: float, error: Exception) -> CommError:
-        failure = self._control.detector.make_error_and_disconnect(label, seconds, error)
+        failure = self._control.detector.make_error_and_stop_requests(label, seconds, error)
         self._groups.abort()
         return failure
 
@@ -183,7 +183,7 @@ class TorchDistributedBackend:
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)
         except dist.DistError as error:  # NCCL's operations are started here, on the calling thread
-            raise self._control.detector.make_error_and_disconnect(label, awake_seconds() - start, error) from error
+            raise self._control.detector.make_error_and_stop_requests(label, awake_seconds() - start, error) from error
 
     def close(self) -> None:
         """Wait for all ranks, then destroy the groups, so that no rank closes a connection that another still uses.

@@ -31,7 +31,8 @@ MIN_REFINEMENT = 5
 """Fewest repetitions for which a second measurement is worth its check."""
 LARGEST_BYTES = 256 << 20
 BANDWIDTH_BOUND_BYTES = 1_000_000
-"""Above this size bandwidth dominates latency, so the best algorithm for this size is used for all larger ones."""
+"""Above this size bandwidth dominates latency. If a size from this on was measured, the choice for the largest measured
+size also holds for larger sums."""
 EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
 the next check, one at the end."""

@@ -308,8 +308,8 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None
     return f"{number} of {cluster}" if cluster else number, int(restarts) if restarts.isdecimal() else 0
 
 
-def launcher_start_id() -> str:
-    """Return an identifier of this start of the launcher, equal on its ranks; "" if the launcher sets none."""
+def read_launch_id() -> str:
+    """Return the identifier of this launch of the job, equal on its ranks; "" if the launcher sets none."""
     return os.environ.get(STOPPED_VARIABLE, "")
 
 

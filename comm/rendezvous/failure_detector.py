@@ -47,7 +47,10 @@ class FailureDetector:
     @property
     def no_answer(self) -> str:
         """Return the message that the store does not answer."""
-        return f"no answer from the job's key-value store, which runs beside {self._job.holder}"
+        holder = self._job.holder
+        if not holder.startswith("rank "):  # a script's own process group holds it
+            return f"no answer from the store of {holder}"
+        return f"no answer from the job's key-value store, which runs beside {holder}"
 
     @property
     def is_waiting(self) -> bool:
@@ -75,7 +78,7 @@ class FailureDetector:
                 self.log.read(self._job.store.within(limits.PEER_CHECK_SECONDS))
         if reason := self.why_hopeless():
             error = RuntimeError(reason)
-            raise self.make_error_and_disconnect(label, seconds, error) from error
+            raise self.make_error_and_stop_requests(label, seconds, error) from error
 
     def why_hopeless(self) -> str:
         """Return why this rank's wait cannot succeed, from the log as last read; "" if nothing prevents it."""
@@ -84,20 +87,20 @@ class FailureDetector:
             ended = f"the process of {self.log.name(state.vanished)} has ended"
             return ended if state.vanished else "another rank reports a failure"
         if early := state.left_before(self._num_begun):
-            return f"{self.log.name(early)} ended or disconnected before this operation"
+            return f"{self.log.name(early)} ended, or closed its communicator, before this operation"
         return ""
 
     def raise_if_failed(self, label: str, seconds: float) -> None:
         """Raise PeerLostError if another rank has failed, or after timeout_seconds: for libraries without a limit."""
         self.check_peers(label, seconds)
         if seconds > self._job.timeout_seconds:
-            raise self.make_error_and_disconnect(label, seconds, late_error())
+            raise self.make_error_and_stop_requests(label, seconds, late_error())
 
     def raise_if_failed_or_store_lost(self, label: str, seconds: float) -> None:
         """Like raise_if_failed, but also raise if the store is lost: for libraries that do not notice it."""
         self.raise_if_failed(label, seconds)
         if self.has_lost_store and seconds > limits.STORE_LOST_SECONDS and not self.has_failed:
-            raise self.make_error_and_disconnect(label, seconds, RuntimeError(self.no_answer))
+            raise self.make_error_and_stop_requests(label, seconds, RuntimeError(self.no_answer))
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -108,7 +111,7 @@ class FailureDetector:
         except CommError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            raise self.make_error_and_disconnect(what, awake_seconds() - start, error) from error
+            raise self.make_error_and_stop_requests(what, awake_seconds() - start, error) from error
 
     def bounded(self, label: str, operation: Callable[[], T]) -> T:
         """Run an operation on torch's store on a new thread: the store's own timeouts work only while it answers.
@@ -119,16 +122,19 @@ class FailureDetector:
         try:
             return answer_within(self._job.timeout_seconds + limits.GRACE_SECONDS, operation)
         except NoAnswerError:
-            raise self.make_error_and_disconnect(label, awake_seconds() - start, late_error()) from None
+            raise self.make_error_and_stop_requests(label, awake_seconds() - start, late_error()) from None
 
-    def make_error_and_disconnect(self, label: str, seconds: float, error: Exception) -> PeerLostError:
-        """Find the lost ranks (takes seconds), stop this rank's requests to the store, and return the PeerLostError."""
+    def make_error_and_stop_requests(self, label: str, seconds: float, error: Exception) -> PeerLostError:
+        """Find the lost ranks (takes seconds), stop this rank's requests to the store, and return the PeerLostError.
+
+        On the store's rank this waits until the other ranks send no more requests.
+        """
         failure = self.make_error(label, seconds, error)
         self.stop_requests()
         return failure
 
     def make_error(self, label: str, seconds: float, error: Exception) -> PeerLostError:
-        """Like make_error_and_disconnect, but keeps the store connection: the caller must call stop_requests()."""
+        """Like make_error_and_stop_requests, but the caller must call stop_requests() afterwards."""
         self.has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         # a store that has not answered for so long is not asked again
@@ -162,7 +168,9 @@ class FailureDetector:
             self._has_stopped_requests = True  # no more requests
             lost = self.log.state.vanished
             reason = (
-                f"no answer from {self.log.name(lost)}; then none from {self._job.holder}" if lost else self.no_answer
+                f"no answer from {self.log.name(lost)}; then none from the job's key-value store"
+                if lost
+                else self.no_answer
             )
             holder = [rank for rank in range(self._job.world_size) if self._job.holder == f"rank {rank}"]
             self._own_verdict = Verdict(lost or frozenset(holder), reason, awake_seconds())
@@ -218,4 +226,4 @@ class FailureDetector:
 
 
 def late_error() -> TimeoutError:
-    return TimeoutError("timed out: at least one rank did not start this operation")
+    return TimeoutError("timed out: not all ranks finished this operation")

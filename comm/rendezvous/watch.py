@@ -43,8 +43,8 @@ class Watch:
     ends_job: also end this process after the control's timeout. For transports that only enqueue (NCCL), where no
     thread of ours waits. A second thread then watches the clock without the store, so a store that is lost or hangs
     delays the end only by the time of the verdict. After a rank is lost this process ends earlier. Before the end
-    the flight recorder is written to a file, and the ranks' collectives are compared. If the job continues after a
-    loss, the waiting thread gets time to abort first.
+    the flight recorder is written to a file, and the ranks' collectives are compared. If the job heals, the
+    waiting thread gets time to abort first.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class _PointBuilder:
         # the global batch for which the learning rates are stated: `scale` scales them from it
         self._batch = plan.grid.get(BATCH, [plan.options.get(BATCH, self._base.batch.global_batch_size)])[0]
         if plan.steps is not None and plan.options.get("data.loader", "synthetic") != "synthetic":
-            raise ConfigError(f"steps: {plan.steps} measure speed on generated tensors: leave data.loader or steps out")
+            raise ConfigError(f"steps: {plan.steps} measures speed on generated tensors: remove data.loader or steps")
 
     def make(self, number: int, values: dict[str, Any], case: Mapping[str, Any], chosen: Mapping[str, Any]) -> Point:
         """Make the first point of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""

@@ -157,13 +157,13 @@ class FirstRankWatch:
     A thread checks, so storage that does not answer does not block the caller.
     """
 
-    def __init__(self, folder: str | None, *, start: str, heal_seconds: float | None = None) -> None:
-        """start: the ranks' STOPPED_VARIABLE. folder: run folder of the training.
+    def __init__(self, folder: str | None, *, launch_id: str, heal_seconds: float | None = None) -> None:
+        """launch_id: the ranks' STOPPED_VARIABLE. folder: run folder of the training.
 
         heal_seconds: if the job heals in place, the time in which another rank takes over, or all end, after rank 0 has
         ended, well or not.
         """
-        self._folder, self._start = folder, start
+        self._folder, self._launch_id = folder, launch_id
         self._counts_good_end = heal_seconds is not None
         self._max_checks = CHECKS_AFTER_FAILURE if heal_seconds is None else heal_seconds
         self._num_checks = 0
@@ -177,9 +177,9 @@ class FirstRankWatch:
         return has_ended
 
     def _check(self) -> None:
-        record = Path(self._start)
+        record = Path(self._launch_id)
         has_ended = isinstance(read_record(record), int) if self._counts_good_end else has_recorded_failure(record)
-        is_over = has_ended or (self._folder is not None and has_failed(Path(self._folder), launch_id=self._start))
+        is_over = has_ended or (self._folder is not None and has_failed(Path(self._folder), launch_id=self._launch_id))
         self._num_checks = self._num_checks + 1 if is_over else 0
 
 

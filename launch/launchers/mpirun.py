@@ -186,7 +186,7 @@ def _run(
     heal_seconds = exit_wait_seconds(config.comm.timeout_seconds, heals=True) if config and heals else None
     name = exit_path(Path.cwd())  # the first of other hosts sees this folder
     with ending_orphans(ASKS_TO_STOP, leaves=(*leaves, name)) as watch, exit_file(name) as path:
-        has_ended = FirstRankWatch(folder, start=str(path), heal_seconds=heal_seconds) if path else None
+        has_ended = FirstRankWatch(folder, launch_id=str(path), heal_seconds=heal_seconds) if path else None
         with_exit_file = replace(job, environment=(*job.environment, *exit_file_variable(path)))
         ended = run_in_foreground(
             _argv_here(with_exit_file, environ=environ),

@@ -284,7 +284,7 @@ def check_comm(comm: CommConfig) -> Iterator[str]:
     if comm.table is None:
         for key, value in (("threshold_bytes", comm.threshold_bytes), ("buffer_bytes", comm.buffer_bytes)):
             if value is None:
-                yield f"comm.{key} is null, so comm.table must give it, but comm.table is null: set one of both"
+                yield f"comm.{key}=null takes its value from comm.table, also null: set comm.{key} or comm.table"
         if comm.algorithm == "hybrid":
             yield "comm.algorithm=hybrid needs comm.table, which is null: make one with bigbatch comm tune"
     if comm.wire_dtype is None and comm.predivide != 1:

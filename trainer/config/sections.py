@@ -140,7 +140,8 @@ class DataConfig:
     std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True)] = None
-    """Largest number of unreadable images to replace by others; the summary lists them. null: stop at the first one."""
+    """Largest number of bad images (damaged, or above max_megapixels) to replace by others. The summary counts and
+    lists them. null: stop at the first one."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
     """Images with more million pixels, by their header, are bad: a megapixel takes 4 MB per decoding thread."""
     num_threads: Annotated[int, UP_TO_4096] = 4
@@ -238,9 +239,9 @@ class ComputeConfig:
 
     mode: Literal["auto", "eager"] = "auto"
     """auto: on a GPU, the first launch measures larger microbatches, CUDA graphs and torch.compile, and uses the
-    fastest variant whose loss and gradients match those of eager. Later launches reuse the result. Trials take at most
-    a tenth of the run's time, and 240 seconds; a run of few images has none. On a CPU, and with run.reproducible, the
-    same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
+    fastest variant whose loss and gradients match those of the stated settings. Later launches reuse the result. Trials
+    take at most a tenth of the run's time, and 240 seconds; a run of few images has none. On a CPU, and with
+    run.reproducible, the same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
     mode_keeps: tuple[ModeKey, ...] = ()
     """Keys that mode=auto must not change. Default: those of the three keys that you set on the command line or in your
     own config. Values from packaged recipes may be changed."""
@@ -355,9 +356,10 @@ class CommConfig:
     all-reduce between nodes, all-gather in the node. In both, NCCL's own sum between nodes if the backend is NCCL.
     doubling: leaders sum by recursive doubling. hybrid: chosen by buffer size from table."""
     calibrate: Literal["auto", "never", "always"] = "auto"
-    """For algorithm=auto. auto: without table and NCCL, the first launch on a cluster of several nodes measures a table
-    for up to 10 seconds, and later launches use it. always: every launch with several ranks measures, with NCCL as
-    well. never: neither measure nor use a measured table. Tables change how sums are rounded."""
+    """For algorithm=auto. auto: without a table, and with another backend than NCCL, the first launch on a cluster
+    of several nodes measures one for up to 10 seconds, and later launches use it. always: every launch with several
+    ranks measures, with NCCL as well. never: neither measure nor use a measured table. Tables change how sums are
+    rounded."""
     table: Annotated[str | None, PATH] = None
     """File that `bigbatch comm tune` wrote for this cluster and model; null for none."""
     group_size: Annotated[int | None, COUNT] = None

@@ -1,5 +1,6 @@
 """Unpack official archives to ROOT/<split>/<class>/<image>. A split gets its name only once it is whole and counted."""
 
+import errno
 import io
 import json
 import os
@@ -142,9 +143,14 @@ def _locked_folder(root: Path, data_set: DataSet) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         with open_lock(unfinished / "lock") as lock:
-            with suppress(OSError):  # a file system without locks, such as Lustre mounted without them
-                if not try_lock(lock):
-                    raise StorageError(f"{unfinished}: another run writes here; wait for its end, or name a new folder")
+            try:
+                is_alone = try_lock(lock)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                    raise
+                is_alone = True  # a file system without locks, such as Lustre mounted without them
+            if not is_alone:
+                raise StorageError(f"{unfinished}: another run writes here; wait for its end, or name a new folder")
             try:
                 yield unfinished
             except StorageError:

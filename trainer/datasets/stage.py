@@ -28,6 +28,8 @@ from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
 from bigbatch.words import count
 
 LOCK, USERS = ".stage.lock", ".stage.users"
+OLD_PART, OLD_WHOLE = b"copied in part\n", b"checked and on disk\n"
+"""Content of STAGED in copies of older releases, unfinished and whole."""
 CHUNK_BYTES = 8 << 20
 
 
@@ -52,9 +54,10 @@ class StageSummary:
         head = f"{count(self.num_images, 'image')} in {count(self.num_shards, 'shard')}"
         if not self.bytes_copied + self.bytes_kept:
             return f"{head}, complete already"
-        earlier = f" ({self.bytes_kept / 1e9:.4g} GB by an earlier call)" if self.bytes_kept else ""
-        copied = f"{self.bytes_copied / 1e9:.4g} GB copied{earlier}"
-        return f"{head}, {copied} in {self.seconds:.1f} s, {self.gb_per_s:.3g} GB/s"
+        kept = f"{self.bytes_kept / 1e9:.4g} GB" if self.bytes_kept else ""
+        copied = f"{self.bytes_copied / 1e9:.4g} GB copied" + (f" ({kept} were there already)" if kept else "")
+        done = copied if self.bytes_copied else f"complete already, {kept} checked"
+        return f"{head}, {done} in {self.seconds:.1f} s, {self.gb_per_s:.3g} GB/s"
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
     finally:
         if users is not None:
             with users, suppress(OSError):
-                # of ranks that end at the same moment one gets this lock: each gives up its share when it tries
+                # a failed attempt gives up this process's shared lock: of ranks that end together the last one gets it
                 if not keep and try_lock(users):
                     _remove(target)
 
@@ -166,10 +169,10 @@ def _plan(source: Path, target: Path) -> _Split:
 
 @contextmanager
 def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
-    """Lock target for this process on this node; yield whether only this user could write there. Names it in errors.
+    """Hold a lock on target in the block; yield whether no other user could write there before.
 
-    The kernel frees the lock however its process ends. The wait has no time limit: the process with the lock shows
-    its progress.
+    The kernel frees the lock when its process ends. The wait has no time limit, because the process with the lock shows
+    its progress. Raises: DataError that names the path, for system errors of the block, too.
     """
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -187,14 +190,15 @@ def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[bool]
     except OSError as error:
         path, reason = error.filename2 or error.filename or target, error.strerror or error
         advice = "fix that and run the same command again: what is copied is kept"
-        raise DataError(f"{path}: cannot be written ({reason}); {advice}") from error
+        raise DataError(f"{path}: cannot be used ({reason}); {advice}") from error
 
 
 def _is_complete(split: _Split) -> bool:
     """Return whether a split was staged from this source, by its index and the sizes of its files."""
     with suppress(OSError, DataError):  # missing or broken files are copied again
         # a copy by other means has no STAGED: it is verified first
-        if (split.target / STAGED).exists() and read_plain(split.target / INDEX) == split.index:
+        is_verified = read_plain(split.target / STAGED) in (split.index, OLD_WHOLE)
+        if is_verified and read_plain(split.target / INDEX) == split.index:
             read_packed(split.target)
             return True
     return False
@@ -207,7 +211,7 @@ def _begin(split: _Split) -> None:
     index, staged = split.target / INDEX, split.target / STAGED
     left = (path for path in split.target.iterdir() if path.suffix != UNFINISHED)
     held = next((path for path in (index, staged, *left) if path.exists()), None)
-    if held is None:
+    if held is None or (held == staged and read_plain(held) == OLD_PART):
         write_whole(staged, split.index, mark=UNFINISHED)
     elif held not in (index, staged) or read_plain(held) != split.index:
         remedy = "delete its folder to stage again, or name another DST"

@@ -118,7 +118,7 @@ class PatientReads:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Context in which begin and finish may be called. On exit the threads end; only without an error it waits.
+        """Context in which begin and finish may be called. The exit waits for the threads, except after an error.
 
         Nothing ends a thread that hangs in a file system, but it does not keep the process alive.
         """
@@ -262,8 +262,9 @@ class PatientReads:
         if missing:
             raise StuckError(
                 f"{self._source.name(missing[0])}: storage is too slow: {len(asked) - len(missing)} of {len(asked)} "
-                f"images were read in {awaited.read_seconds:.1f} s, and the limit is 2 * data.patience_seconds="
-                f"{self._patience_seconds:g}. Raise data.patience_seconds, or lower batch.microbatch_size"
+                f"images are read after the step has waited {awaited.read_seconds:.1f} s. The limit is twice "
+                f"data.patience_seconds={self._patience_seconds:g}, plus {GRACE_SECONDS:g} s. Raise it, or lower "
+                "batch.microbatch_size"
             )
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ from bigbatch.files import open_plain_sized
 from bigbatch.trainer.input.order import read_problem
 
 INDEX, SETTINGS, STAGED = "index.json", "pack.json", ".staged"
-"""Files of a packed split: its index, the settings of the packer, and the state of a staged copy."""
+"""Files of a packed split: its index, the settings of the packer, and the mark of a split that stage() wrote."""
 
 Stamp = tuple[int, int]
 """Size in bytes, and time of the last change in nanoseconds."""

@@ -121,7 +121,10 @@ def load_optimizer_state(
             here, there = ours.get("momentum_form"), theirs.get("momentum_form")
             raise ValueError(f"momentum_form is {there} in the checkpoint, {here} in the config")
         if ("betas" in ours) != ("betas" in theirs):
-            raise ValueError("one of checkpoint and config has momentum, the other means of squares of gradients")
+            raise ValueError(
+                "one of checkpoint and config has a momentum, the other means of gradients and of their squares: set "
+                "optimizer.name as in the checkpoint"
+            )
         counted = {} if stated is None else {key: theirs[key] for key in theirs.keys() - set(stated)}
         groups.append({**ours, **counted})
     # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
@@ -134,9 +137,7 @@ def _require_same_names(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
     if here == there:
         return
     if only_one := set(chain(*here)) ^ set(chain(*there)):
-        raise ValueError(
-            f"{min(only_one)} is trained either in the checkpoint or in the config: set model.frozen as it was"
-        )
+        raise ValueError(f"{min(only_one)} is trained in only one of checkpoint and config: set model.frozen as it was")
     raise ValueError(
         "groups of checkpoint and config differ: set optimizer.bias_lr_factor and optimizer.lr_factors as they were"
     )

@@ -193,7 +193,7 @@ def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
     named = ((node.host, node.images.items()) for node in nodes if not node.complaint)
     counts = {host: ", ".join(f"{number:,} {name}" for name, number in images) for host, images in named}
     odd = find_minority(counts)
-    return bad + [NodeFinding.at(host, f"has {counts[host]} images; most nodes have {usual}") for host, usual in odd]
+    return bad + [NodeFinding.at(host, f"has {counts[host]} images, elsewhere {usual}") for host, usual in odd]
 
 
 def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:

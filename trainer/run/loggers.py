@@ -197,8 +197,7 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
 class _TensorBoardRun:
     """Event files; a resumed run removes the events of the steps that it repeats.
 
-    The import takes up to half a second, in which the other ranks would wait after rank 0's loss if it did not run on
-    the logger's thread.
+    The import takes up to half a second. On the logger's thread no other rank waits for it after rank 0 is lost.
     """
 
     def __init__(self, rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> None:

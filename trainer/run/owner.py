@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from bigbatch.boot import own_kernel, start_ticks
-from bigbatch.comm.rendezvous.environ import launcher_start_id, slurm_job
+from bigbatch.comm.rendezvous.environ import read_launch_id, slurm_job
 from bigbatch.errors import RunFolderError
 from bigbatch.files import open_plain, parse_json, read_plain, write_new, write_whole
 from bigbatch.trainer.run.folder import writing
@@ -87,7 +87,7 @@ def own_claim(*, store: tuple[str, int] | None = None) -> Claim:
         kernel=own_kernel(),
         job=job,
         restart=restart,
-        launch_id=launcher_start_id(),
+        launch_id=read_launch_id(),
         store=f"{store[0]} {store[1]}" if store else "",
     )
 
@@ -267,7 +267,10 @@ def _path(folder: Path, number: int) -> Path:
 def _read(path: Path) -> Claim | None:
     """Return the claim of a file; None if it is gone, incomplete, or of another version."""
     try:
-        return Claim(**parse_json(read_plain(path)))
+        facts = parse_json(read_plain(path))
+        if isinstance(facts, dict) and "start" in facts:  # written by an older release
+            facts["launch_id"] = facts.pop("start")
+        return Claim(**facts)
     except (OSError, ValueError, TypeError):
         return None
 

@@ -120,7 +120,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
     backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=60), library="gloo", device=CPU)
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
-        backend._queue._explain = met.detector.make_error_and_disconnect  # type: ignore[union-attr]
+        backend._queue._explain = met.detector.make_error_and_stop_requests  # type: ignore[union-attr]
         with pytest.raises(PeerLostError, match=naming("rank 0", "barrier", "rank 1 on node1")):
             backend.close()
     finally:

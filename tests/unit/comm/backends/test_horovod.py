@@ -98,7 +98,7 @@ class FakeHorovod:
 def backend_over(hvd: FakeHorovod, monkeypatch: pytest.MonkeyPatch, *, device: torch.device) -> HorovodBackend:
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
     monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
-    detector = SimpleNamespace(make_error_and_disconnect=None, raise_if_failed=lambda label, seconds: None)
+    detector = SimpleNamespace(make_error_and_stop_requests=None, raise_if_failed=lambda label, seconds: None)
     control = cast(Control, SimpleNamespace(detector=detector))
     return HorovodBackend(ENV, control, device=device)
 

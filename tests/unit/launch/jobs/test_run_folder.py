@@ -41,7 +41,7 @@ def test_last_report_has_the_figures_that_are_numbers(tmp_path: Path) -> None:
 
 def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start: str) -> None:
     """The other ranks may take theirs to end."""
-    watch = FirstRankWatch(str(tmp_path / "run"), start=start)
+    watch = FirstRankWatch(str(tmp_path / "run"), launch_id=start)
     assert not any(check(watch) for _ in range(9)), "no process owns the folder yet"
     with owning(tmp_path / "run"):
         assert not any(check(watch) for _ in range(9))
@@ -51,7 +51,7 @@ def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start
 
 def test_job_without_a_run_folder_is_left_after_its_first_rank_recorded_a_failure(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    watch = FirstRankWatch(None, start=str(file))
+    watch = FirstRankWatch(None, launch_id=str(file))
     for record in ("", "begun", "0", "130"):
         file.write_text(record)
         assert not any(check(watch) for _ in range(CHECKS_AFTER_FAILURE + 2))
@@ -63,7 +63,7 @@ def test_run_is_not_left_for_the_failure_of_another_job(
     tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other job owned the folder, and ended while this job's ranks still import."""
-    watch = FirstRankWatch(str(tmp_path), start=start)
+    watch = FirstRankWatch(str(tmp_path), launch_id=start)
     for other in ("start 2", ""):
         monkeypatch.setenv(STOPPED_VARIABLE, other)
         fail(tmp_path)
@@ -73,7 +73,7 @@ def test_run_is_not_left_for_the_failure_of_another_job(
 def test_storage_that_does_not_answer_holds_no_launcher_up(tmp_path: Path, start: str) -> None:
     """It must react to Ctrl-C, and to the launcher's end."""
     os.mkfifo(tmp_path / ".owner-1")
-    watch = FirstRankWatch(str(tmp_path), start=start)
+    watch = FirstRankWatch(str(tmp_path), launch_id=start)
     assert not any(watch() for _ in range(9))
     os.close(os.open(tmp_path / ".owner-1", os.O_RDWR | os.O_NONBLOCK))  # lets the thread go
 

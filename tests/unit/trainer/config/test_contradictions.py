@@ -38,8 +38,8 @@ GROUPS = {
     "NOISE": {"run.noise_scale_every_steps": 5},
 }
 REFUSED = """
-comm.threshold_bytes=null | comm.threshold_bytes is null, so comm.table must give it | comm.table=t
-comm.buffer_bytes=null | comm.buffer_bytes is null, so comm.table must give it | comm.table=t
+comm.threshold_bytes=null | comm.threshold_bytes=null takes its value from comm.table | comm.table=t
+comm.buffer_bytes=null | comm.buffer_bytes=null takes its value from comm.table | comm.table=t
 comm.algorithm=hybrid | which is null: make one with bigbatch comm tune | comm.table=t
 comm.predivide=8.0 | comm.predivide=8.0 & comm.wire_dtype & 1.0 | comm.predivide=1.0
 comm.timeline_steps=[4, 3] | comm.timeline_steps=[4, 3] | comm.timeline_steps=[4, 4]

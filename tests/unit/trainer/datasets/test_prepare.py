@@ -139,12 +139,16 @@ def test_prepare_a_name_is_given_after_everything_reached_the_disk(tmp_path, off
     ]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
 def test_prepare_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, number):
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    if number == errno.EIO:
+        with pytest.raises(DataError, match=naming("root/.imagenet.unfinished", os.strerror(number))):
+            run(tmp_path / "root", official)
+        return
     assert_heals(tmp_path / "root", official)
 
 

@@ -183,8 +183,11 @@ def test_stage_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target
     assert not looks_whole(target / "train")
 
 
-def test_stage_a_copy_by_other_means_is_read_once_and_kept(source, target, read):
+@pytest.mark.parametrize("mark", [None, b"9f3c (the boot that an older release noted)", stage_module.OLD_PART])
+def test_stage_a_copy_by_other_means_is_read_once_and_kept(source, target, read, mark):
     shutil.copytree(source, target)  # pack.json, too
+    if mark:
+        (target / "train/.staged").write_bytes(mark)
     assert stage(source, target).bytes_kept > 0
     assert stage(source, target).bytes_kept == 0
     assert read == []
@@ -233,7 +236,7 @@ def test_stage_a_killed_copy_goes_on_where_it_was(source, target, read):
     wanted = {str(p.relative_to(source)) for p in source.rglob("*") if p.suffix in (".tar", ".npy")}
     assert sorted(read) == sorted(wanted - {f"train/{name}" for name in kept})
     assert summary.bytes_kept == sum((source / "train" / name).stat().st_size for name in kept)
-    assert " GB by an earlier call) in " in str(summary)
+    assert " GB were there already) in " in str(summary)
     assert staged(target) == staged(source)
 
 
@@ -483,8 +486,24 @@ def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(sourc
     assert sum(path.stat().st_size for path in target.glob(".stage.*")) == 0
 
 
+def test_stage_continues_a_copy_that_an_older_release_left_unfinished(source, target):
+    stage(source, target)
+    (target / "train/index.json").unlink()
+    (target / "train/.staged").write_bytes(stage_module.OLD_PART)
+    (target / "train/shard-000000.tar").unlink()
+    found = stage(source, target)
+    assert 0 < found.bytes_copied < found.bytes_copied + found.bytes_kept
+    assert staged(target) == staged(source)
+
+
+def test_stage_a_whole_copy_of_an_older_release_is_not_read_again(source, target, read):
+    stage(source, target)
+    (target / "train/.staged").write_bytes(stage_module.OLD_WHOLE)
+    assert stage(source, target).bytes_kept == 0
+
+
 def test_using_copy_keeps_a_data_set_that_stage_refused(source, target):
-    """Somebody's own packed images, named by mistake: only what stage() wrote may go."""
+    """Other packed images, named by mistake: only what stage() wrote may go."""
     shutil.copytree(source / "train", target / "train")
     (target / "train/index.json").write_text((target / "train/index.json").read_text() + " ")
     held = sorted(path.name for path in (target / "train").iterdir())

@@ -184,7 +184,7 @@ def test_loss_after_which_none_may_go_on_ends_a_join(
 def test_store_that_is_lost_while_the_first_rank_looks_who_joins_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     calls.find_join_requests.side_effect = RuntimeError("the store has ended")
-    monkeypatch.setattr(calls.control.detector, "make_error_and_disconnect", lambda what, seconds, error: lost(0))
+    monkeypatch.setattr(calls.control.detector, "make_error_and_stop_requests", lambda what, seconds, error: lost(0))
     calls.admit_ranks()
     ((loss, given),) = calls.went_on
     assert (given.get("group"), loss.lost_ranks) == (None, {0})
