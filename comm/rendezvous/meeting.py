@@ -93,8 +93,8 @@ def rendezvous(
     if env.local_rank == 0 and not addresses_of(address):
         tell(
             f"rank {env.rank} on {env.host}: cannot resolve MASTER_ADDR={address}; retrying for up to "
-            f"{timeout_seconds:g} s (the longer of meeting_seconds and timeout_seconds). If the name is wrong, stop the "
-            "job and correct MASTER_ADDR"
+            f"{timeout_seconds:g} s (the longer of meeting_seconds and timeout_seconds). If the name is wrong, "
+            "stop the job and correct MASTER_ADDR"
         )
     try:
         if env.master_runs:
