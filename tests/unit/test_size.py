@@ -10,7 +10,14 @@ from bigbatch.groups import GROUPS
 from bigbatch.trainer.config.schema import KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = {"bigbatch": 1_600, "comm": 12_700, "trainer": 32_500, "launch": 9_300, "experiments": 4_250, "benchmarks": 9_000}
+LINES = {
+    "bigbatch": 1_600,
+    "comm": 12_700,
+    "trainer": 32_500,
+    "launch": 9_300,
+    "experiments": 4_250,
+    "benchmarks": 9_000,
+}
 """Upper limits of the lines of each folder's Python files."""
 MAX_MODULE_LINES = 400
 
