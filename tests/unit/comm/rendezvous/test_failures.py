@@ -183,16 +183,6 @@ def test_rank_that_had_not_come_for_long_is_not_waited_for(
     assert lost_by(look(replace(job, ages=(AGED, 0, 0)), 0)) == {0, 1, 2} - answered - {0}
 
 
-def test_dead_process_is_named_without_waiting_for_an_answer() -> None:
-    job = look(look(replace(Job(), dead=frozenset({1})), 0), 2)
-    assert [event[:3] for event in look(job, 0).log] == [
-        ("failed", 0, LOST),
-        ("alive", 2),
-        ("verdict", 0, (1,)),
-        ("heard", 0),
-    ]
-
-
 def test_rank_that_counts_and_is_silent_is_replaced_and_is_not_called_dead() -> None:
     job = look(look(replace(Job(), stopped=frozenset({1})).append("failed", 1, LOST), 0), 2)
     job = look(replace(job, ages=(AGED, 0.0, 0.0)), 0)

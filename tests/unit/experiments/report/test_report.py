@@ -272,16 +272,6 @@ def test_report_plot_leaves_out_what_is_in_doubt() -> None:
 # --- as people read it ---
 
 
-def test_report_numbers_are_aligned_to_the_right() -> None:
-    rows = (
-        ("resnet50", "6c72049", "8,192", "75.0% ?", "1.5 ms", "90.0 to 110.0", "2 ranks"),
-        ("7", "2026-11-22", "64", "not measured", "", "1.0 to 2.0", "1 rank"),
-    )
-    table = Table("x", ("run", "commit", "batch", "efficiency", "step", "lowest to highest", "relative to"), rows)
-    assert table.is_number == (False, False, True, True, True, True, True)
-    assert markdown(table).splitlines()[3] == "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
-
-
 def test_report_text_of_runs_is_neither_markup_nor_a_control_sequence_in_its_pages() -> None:
     text = "[a](javascript:b) \\[c](d) <e>|f\x1b[31m"
     told = "\\[a](javascript:b) \\\\\\[c](d) &lt;e&gt;\\|f\\\\x1b\\[31m"
