@@ -61,11 +61,6 @@ def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
     return env.launcher, env.rank, env.world_size, env.local_rank, env.local_size
 
 
-def on_host(name: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int, int, int, int]:
-    monkeypatch.setattr(socket, "gethostname", lambda: name)
-    return place(read_process_env(variables))
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -146,4 +141,5 @@ def test_launcher_that_is_deeper_counts(
     expected: tuple[str, int, int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert on_host(host, variables, monkeypatch) == expected
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert place(read_process_env(variables)) == expected
