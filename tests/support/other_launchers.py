@@ -1,5 +1,7 @@
 """What other launchers leave in the environment of a shell, as it was recorded or as their manuals have it."""
 
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+
 FAMILIES = {
     "torchrun": "RANK=3 WORLD_SIZE=8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=4 GROUP_RANK=0 GROUP_WORLD_SIZE=2 ROLE_RANK=3 "
     "ROLE_NAME=default ROLE_WORLD_SIZE=8 MASTER_ADDR=login MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none "
@@ -42,6 +44,16 @@ SETTINGS = {
 """What is not a place of a rank."""
 
 
+def recorded(text: str) -> dict[str, str]:
+    """Return the variables of an environment; written as NAME=VALUE, with blanks between."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
 def left_by(family: str) -> dict[str, str]:
     """Return the variables of one of FAMILIES."""
-    return dict(word.split("=", 1) for word in FAMILIES[family].split())
+    return recorded(FAMILIES[family])
+
+
+def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
+    """The five facts that every launcher must yield."""
+    return env.launcher, env.rank, env.world_size, env.local_rank, env.local_size

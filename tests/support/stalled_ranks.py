@@ -34,9 +34,9 @@ class Rank:
         )
 
 
-def ranks(count: int) -> list[Rank]:
+def ranks(count: int, *, ends_job: bool = False) -> list[Rank]:
     store = HashStore()
-    return [Rank(rank, store, world_size=count) for rank in range(count)]
+    return [Rank(rank, store, world_size=count, ends_job=ends_job) for rank in range(count)]
 
 
 def look(*several: Rank) -> None:

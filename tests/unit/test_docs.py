@@ -6,7 +6,9 @@ import shlex
 import subprocess
 import sys
 import tarfile
+from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmark_process import fork_benchmark, fork_code
@@ -14,34 +16,19 @@ from faults.table import format_campaign, read_records
 from sample_images import encoded, smooth_image, write
 from torch import nn
 
+from bigbatch.cli import COMMANDS as TOP_COMMANDS
 from bigbatch.cli import main
-from bigbatch.comm.measure.bench import parse as parse_bench
-from bigbatch.experiments.batch.recommend import _parser as batch_parser
 from bigbatch.experiments.batch.recommend import short_run
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
-from bigbatch.experiments.report.publish import _parser as report_parser
 from bigbatch.experiments.search.options import parse_search
+from bigbatch.groups import GROUPS, load_command
 from bigbatch.launch.start import make_parser as launch_parser
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.datasets.subcommands import make_parser as data_parser
-from bigbatch.trainer.diff import _make_parser as diff_parser
-from bigbatch.trainer.doctor.command import _parser as doctor_parser
-from bigbatch.trainer.doctor.recorded_run import _parser as run_parser
-from bigbatch.trainer.inference.arguments import read_trained
-from bigbatch.trainer.inference.evaluate import _parser as evaluate_parser
-from bigbatch.trainer.inference.export import _parser as export_parser
-from bigbatch.trainer.inference.predict import _parser as predict_parser
-from bigbatch.trainer.mlperf.verify import _parser as verify_parser
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.replay import _make_parser as replay_parser
 from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.tune.communication import _ddp_parser as ddp_parser
-from bigbatch.trainer.tune.communication import _parser as tune_parser
-from bigbatch.trainer.tune.precision.recommend import main as tune_precision
-from bigbatch.trainer.tune.range.rising_rate import _parser as range_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -211,9 +198,35 @@ def write_quickstart(text: str, *, below: Path) -> None:
         (below / config.run.directory / "config.yaml").write_text(dump_config(config))
 
 
-TRAINED = {"evaluate": evaluate_parser, "export": export_parser, "predict": predict_parser}
-PARSERS = {"data": data_parser, "diff": diff_parser, "replay": replay_parser, "report": report_parser}
-PARSERS |= {"verify": verify_parser}
+class Parsed(BaseException):
+    """Ends a command once it has parsed its words, with what came of them."""
+
+
+def parse(words: list[str]) -> tuple[Any, list[str]]:
+    """Let a command parse its words and end; return its options, and the words that it leaves to the config."""
+    group = GROUPS.get(words[0])
+    name, rest = (group.commands[words[1]][0], words[2:]) if group else (TOP_COMMANDS[words[0]][0], words[1:])
+    command = load_command(name)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def end_after(place: Any, name: str) -> None:
+            call = getattr(place, name)
+
+            def run(*args: Any, **options: Any) -> None:
+                patch.undo()
+                raise Parsed(call(*args, **options))
+
+            patch.setattr(place, name, run)
+
+        if hasattr(command, "read_trained"):  # which reads the run's config, too
+            end_after(command, "read_trained")
+        else:
+            end_after(ArgumentParser, "parse_args")
+            end_after(ArgumentParser, "parse_known_args")
+        with pytest.raises(Parsed) as ended:
+            command.main(rest)
+    found = ended.value.args[0]
+    return found[:2] if isinstance(found, tuple) else (found, [])
 
 
 @pytest.fixture(scope="module")
@@ -426,31 +439,10 @@ def test_bigbatch_commands(
         monkeypatch.chdir(tmp_path)
         assert main(words) == 0
         return
-    if words[:2] == ["comm", "bench"]:
-        parse_bench([word for word in words[2:] if word != "--help"])
-    elif words[:3] == ["comm", "tune", "--ddp"]:
-        assert ddp_parser().parse_args(words[2 : words.index("--")]).ddp
-    elif words[:2] == ["comm", "tune"]:
-        arguments, overrides = tune_parser().parse_known_args(words[2:])
-        load_config(["--config", arguments.config, *overrides])
-    elif words[:2] == ["tune", "range"]:
-        arguments, overrides = range_parser().parse_known_args(words[2:])
-        config = load_config(["--config", arguments.config, *overrides])
-        assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
-    elif words[:2] == ["tune", "search"]:
+    if words[:2] == ["tune", "search"]:
         parse_search(words[2:]).check()
-    elif words[:2] == ["tune", "batch"]:
-        arguments, overrides = batch_parser().parse_known_args(words[2:])
-        if arguments.out:
-            short_run(arguments, overrides)
     elif words[:2] == ["tune", "precision"]:
-        assert tune_precision([*words[2:], "--dry-run"]) == 0
-    elif words[0] == "doctor" and not words[1].startswith("-"):
-        run_parser().parse_args(words[1:])
-    elif words[0] == "doctor":
-        arguments, overrides = doctor_parser().parse_known_args([word for word in words[1:] if word != "--help"])
-        config = load_config(["--config", arguments.config, *overrides])
-        assert accumulation_steps(config.batch, world_size=arguments.ranks) >= 1
+        assert main([*words, "--dry-run"]) == 0
     elif words[0] == "sweep":
         monkeypatch.chdir(tmp_path)
         (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -468,12 +460,16 @@ def test_bigbatch_commands(
         assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
     elif words[0] == "config" or words[0] == "explain":
         assert main(words) == 0
-    elif words[0] in TRAINED:
+    else:
         if not is_own:
             monkeypatch.chdir(request.getfixturevalue("run_folders"))  # only read
-        read_trained(TRAINED[words[0]](), words[1:])
-    else:
-        PARSERS[words[0]]().parse_args(words[1:])
+        arguments, overrides = parse(words)
+        if words[:2] == ["tune", "batch"] and arguments.out:
+            short_run(arguments, overrides)
+        elif words[0] in ("comm", "tune", "doctor") and getattr(arguments, "config", None):
+            config = load_config(["--config", arguments.config, *overrides])
+            world_size = getattr(arguments, "ranks", num_ranks)
+            assert words[0] == "comm" or accumulation_steps(config.batch, world_size=world_size) >= 1
 
 
 def test_page_of_faults_shows_the_recorded_campaign() -> None:

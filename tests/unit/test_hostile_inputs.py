@@ -52,25 +52,12 @@ EDITS = ("cut", "drop", "repeat", "flip", "swap", "insert", "insert")
 SHORT = 40
 CASES = {
     # of the long form, at least 10,000 of each kind; YAML is slow to parse, so that its kinds share them
-    "recipe": 5000,
-    "sweep": 2500,
-    "cluster": 2500,
-    "options": 10_000,
-    "site": 2500,
-    "rows": 2500,
-    "hosts": 5000,
-    "hostfile": 5000,
-    "torchrun": 3400,
-    "openmpi": 3400,
-    "srun": 3400,
-    "tuned": 10_000,
-    "metrics": 10_000,
+    **dict.fromkeys(("options", "tuned", "metrics", "shard"), 10_000),
     "checkpoint": 8000,
-    "manifest": 2000,
-    "index": 5000,
-    "entries": 5000,
-    "shard": 10_000,
-    "webdataset": 2000,
+    **dict.fromkeys(("recipe", "hosts", "hostfile", "index", "entries"), 5000),
+    **dict.fromkeys(("torchrun", "openmpi", "srun"), 3400),
+    **dict.fromkeys(("sweep", "cluster", "site", "rows"), 2500),
+    **dict.fromkeys(("manifest", "webdataset"), 2000),
     "webdataset index": 1000,
 }
 Read = Callable[[bytes], None]

@@ -52,6 +52,10 @@ EIGHT = ONE | {
 }
 
 
+SIXTEEN = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
+ORIGIN = {"source": "a page", "round_or_year": "2022"}
+
+
 def write(path: Path, *rows: dict[str, str]) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ONE | rows[0])
@@ -157,24 +161,22 @@ def test_global_batch_and_devices_of_a_node_do_for_what_is_not_stated():
 
 def test_second_row_counts_by_its_information():
     """A correction stays below the row's error, by the share of its own noise, and vanishes if both agree."""
-    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
-    alone, plain = predict_row(question, [Row(ONE)]), predict_row(Row(EIGHT), [Row(ONE)])
+    alone, plain = predict_row(SIXTEEN, [Row(ONE)]), predict_row(Row(EIGHT), [Row(ONE)])
     agreeing = Row(EIGHT | {"id": "agrees", "ms_per_step": f"{1e3 * plain.seconds:.6f}"})
-    found = predict_row(question, [Row(ONE), agreeing])
+    found = predict_row(SIXTEEN, [Row(ONE), agreeing])
     assert found.seconds == pytest.approx(alone.seconds)
     assert found.high / found.low < alone.high / alone.low
     slower = Row(EIGHT | {"id": "slower", "ms_per_step": f"{1.05e3 * plain.seconds:.6f}"})
-    assert 1 < predict_row(question, [Row(ONE), slower]).seconds / alone.seconds < 1.06
+    assert 1 < predict_row(SIXTEEN, [Row(ONE), slower]).seconds / alone.seconds < 1.06
 
 
 def test_second_row_with_the_questions_own_batch_is_the_one_that_corrects():
     """A ladder may hold several local batches, and small ones show other errors than large ones."""
-    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
     alone = [predict_row(Row(EIGHT | {"batch_per_accelerator": batch}), [Row(ONE)]).seconds for batch in ("51", "408")]
     own = Row(EIGHT | {"id": "own", "ms_per_step": f"{1e3 * alone[0]:.6f}"})
     large = EIGHT | {"id": "large", "batch_per_accelerator": "408", "ms_per_step": f"{1.05e3 * alone[1]:.6f}"}
-    found = predict_row(question, [Row(ONE), Row(large), own])
-    assert found.seconds == pytest.approx(predict_row(question, [Row(ONE), own]).seconds)
+    found = predict_row(SIXTEEN, [Row(ONE), Row(large), own])
+    assert found.seconds == pytest.approx(predict_row(SIXTEEN, [Row(ONE), own]).seconds)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,7 @@ def test_two_steps_of_one_system_contradict_each_other_and_those_of_two_systems_
     ],
 )
 def test_second_row_that_contradicts_the_model_is_refused(second, why):
-    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
-    alone, found = (predict_row(question, [Row(ONE), *more]) for more in ([], [Row(EIGHT | second | {"id": "odd"})]))
+    alone, found = (predict_row(SIXTEEN, [Row(ONE), *more]) for more in ([], [Row(EIGHT | second | {"id": "odd"})]))
     assert re.search(naming("odd", why), found.refused)
     assert found.seconds == alone.seconds
     assert found.low <= alone.low
@@ -214,13 +215,12 @@ def test_second_row_that_contradicts_the_model_is_refused(second, why):
 
 
 def test_second_row_outside_its_own_interval_widens_that_of_a_larger_size():
-    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
-    alone, checked = predict_row(question, [Row(ONE)]), predict_row(Row(EIGHT), [Row(ONE)])
+    alone, checked = predict_row(SIXTEEN, [Row(ONE)]), predict_row(Row(EIGHT), [Row(ONE)])
     widths = []
     for excess in (0.9, 1.1, 1.5, 2.5):  # of the second row's half width: inside, and outside
         seconds = checked.seconds * (checked.high / checked.seconds) ** excess
         second = Row(EIGHT | {"id": "second", "ms_per_step": f"{1e3 * seconds:.6f}"})
-        found = predict_row(question, [Row(ONE), second])
+        found = predict_row(SIXTEEN, [Row(ONE), second])
         assert not found.refused
         widths.append(math.log(found.high / found.low) / math.log(alone.high / alone.low))
     assert widths == pytest.approx([0.8, 1.1, 1.5, 2.5], rel=1e-3)
@@ -332,7 +332,6 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
     stored = json.loads(promised.read_text())
     assert stored["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
     assert re.fullmatch(r"[0-9a-f]{12}\+?", stored["commit"])
-    origin = {"source": "a page", "round_or_year": "2022"}
 
     def add(row: dict[str, str]) -> tuple[int, str]:
         new = write(tmp_path / "new.csv", row)
@@ -341,18 +340,18 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
         shown = capsys.readouterr()
         return code, shown.out + shown.err
 
-    write(given, ONE | origin | {"family": ""})
+    write(given, ONE | ORIGIN | {"family": ""})
     for row, why in (
         (EIGHT | {"ms_per_step": "19.7"}, "source"),
-        (EIGHT | origin, "ms_per_step"),
-        (ONE | origin, "in the table already"),
-        (ONE | origin | {"id": "other", "ms_per_step": "240"}, "contradict each other"),
-        (EIGHT | origin | {"ms_per_step": "0.0197", "images_per_second": "165685"}, "contradict"),
+        (EIGHT | ORIGIN, "ms_per_step"),
+        (ONE | ORIGIN, "in the table already"),
+        (ONE | ORIGIN | {"id": "other", "ms_per_step": "240"}, "contradict each other"),
+        (EIGHT | ORIGIN | {"ms_per_step": "0.0197", "images_per_second": "165685"}, "contradict"),
     ):
         code, shown = add(row)
         assert code == 1
         assert why in shown
-    code, shown = add(EIGHT | origin | {"family": "DGX", "ms_per_step": "19.7"})
+    code, shown = add(EIGHT | ORIGIN | {"family": "DGX", "ms_per_step": "19.7"})
     assert code == 0
     assert "inside the interval" in shown
     assert "1 of 1 inside" in shown
@@ -371,8 +370,7 @@ def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, ca
 
 
 def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeypatch):
-    origin = {"source": "a page", "round_or_year": "2022"}
-    given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
+    given, new = (write(tmp_path / f"{row['id']}.csv", row | ORIGIN) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
     missing = tmp_path / "promised.json"
     assert add_main([str(new), "--to", str(given), "--commitment", str(missing)]) == 1
     assert f"cannot read {missing}" in capsys.readouterr().err
@@ -397,8 +395,7 @@ def test_file_that_cannot_be_read_or_extended_is_named(tmp_path, capsys, monkeyp
     ],
 )
 def test_damaged_commitment_is_named_before_a_row_is_added(predictions, why, tmp_path, capsys):
-    origin = {"source": "a page", "round_or_year": "2022"}
-    given, new = (write(tmp_path / f"{row['id']}.csv", row | origin) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
+    given, new = (write(tmp_path / f"{row['id']}.csv", row | ORIGIN) for row in (ONE, EIGHT | {"ms_per_step": "19.7"}))
     before, promised = given.read_text(), tmp_path / "promised.json"
     promised.write_text(json.dumps({"sha256": "0" * 64, "commit": "0" * 12, "predictions": predictions}))
     assert add_main([str(new), "--to", str(given), "--commitment", str(promised)]) == 1

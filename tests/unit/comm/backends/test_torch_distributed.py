@@ -26,7 +26,6 @@ from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
-from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.errors import PeerLostError
 
 GPU = torch.device("cuda", 2)
@@ -60,12 +59,6 @@ def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedNccl
         start_script()
     backend_of("nccl").close()
     assert library.of("barrier") == [[2], [2]]
-
-
-def test_gloo_is_made_as_it_is_and_its_barrier_names_no_gpu(library: PlayedNccl) -> None:
-    backend_of("gloo").close()
-    assert library.of("options") == [None, None]
-    assert library.of("barrier") == [None]
 
 
 # --- what a group of NCCL's is made with ---
@@ -104,16 +97,6 @@ def test_groups_of_other_ranks_are_made_beside(library: PlayedNccl) -> None:
     assert library.of("new")[before:] == [[0, 1], [2, 3], [2], [3]]
     assert (pairs.ranks, pairs) == ((0, 1), halves)
     assert backend.new_group([[0, 1, 2, 3]]) == backend.world
-
-
-def test_all_node_groups_of_2048_ranks_are_one_split_of_the_world(library: PlayedNccl) -> None:
-    """A split of NCCL's is made by all ranks of the world together; one for each of 256 nodes would be 256."""
-    backend = backend_of("nccl", rank=9, world_size=2048)
-    hosts = [f"n{rank // 8}" for rank in range(2048)]
-    topology = make_topology(hosts, rank=9)
-    assert backend.new_group(topology.groups).ranks == tuple(range(8, 16))
-    (families,) = library.of("split")
-    assert (len(families), families[1], library.of("new")) == (256, list(range(8, 16)), [])
 
 
 def test_rank_whose_group_is_there_takes_part_in_the_split_for_others(library: PlayedNccl) -> None:

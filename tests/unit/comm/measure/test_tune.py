@@ -35,8 +35,6 @@ from bigbatch.comm.measure.whole_steps import (
 )
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.tuned import make_cluster, read_tuned, write_tuned
-from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.tune import communication as tune_comm
 
 CPU = torch.device("cpu")
 
@@ -267,12 +265,6 @@ def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(naming(path, "backend tcp there", "single here"), capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["resnet152", "alexnet_bn"])
-def test_model_by_name_brings_the_options_that_it_has(name: str) -> None:
-    arguments = tune_comm._parser().parse_args(["--model", name])
-    assert load_config(tune_comm._config_argv(arguments, [])).model.name == name
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -284,7 +276,11 @@ def test_model_by_name_brings_the_options_that_it_has(name: str) -> None:
         (["--model", "resnet51"], ("model.name=resnet51 ", "resnet50")),
         (["--config", "quickstart", "--budget-seconds", "0"], ("--budget-seconds 0 ",)),
         (["--config", "quickstart", "--comm.bufer_bytes", "1"], ("comm.bufer_bytes", "comm.buffer_bytes")),
-        ([*SMALL, "--budget-seconds", "1", "--output", "/proc/no/a.json"], ("/proc/no: ", "--output")),
+        # also a model by name, whose config has other options, comes as far as this
+        *(
+            ([*config, "--output", "/proc/no/a.json"], ("/proc/no: ", "--output"))
+            for config in (SMALL, ["--model", "resnet152"], ["--model", "alexnet_bn"])
+        ),
     ],
 )
 def test_tune_refuses_impossible_arguments(

@@ -22,7 +22,6 @@ from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerE
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
-from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import meet
@@ -102,14 +101,6 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
     job.detector.begin()
     with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")):
         job.detector.check_peers("buffer 1", 1.0)
-
-
-def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
-    job = half_a_job(rank_of_two(), 5.0)
-    job.detector.publish_crash()
-    job.detector.log.look()
-    assert job.store.get(LOG).splitlines() == [b'["crashed", 0, null]', b'["heard", 0]']
-    job.detector.check_peers("buffer 0", 1.0)  # its own
 
 
 @pytest.mark.parametrize(("code", "expected"), [(FAILED, FAILED), (CRASHED, LOST)])
@@ -319,9 +310,7 @@ def test_meeting_names_the_ranks_that_are_late(capfd: pytest.CaptureFixture[str]
     met.store.delete_key("bigbatch/host/1")
     with pytest.raises(PeerLostError, match=r"rank 0: meeting of all ranks \(meeting_seconds=0\.5\) failed.*rank 1"):
         meet(rank_of_two(), met)
-    assert capfd.readouterr().err.startswith(
-        "bigbatch: rank 0 on here waits for rank 1 to start (meeting_seconds=0.5)\n"
-    )
+    assert capfd.readouterr().err.startswith("bigbatch: rank 0 on here waits for rank 1 to start")
 
 
 def test_rank_that_finds_no_first_one_says_for_whom_it_waits(capfd: pytest.CaptureFixture[str]) -> None:

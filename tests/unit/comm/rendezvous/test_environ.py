@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
-from other_launchers import FAMILIES, SETTINGS, left_by
+from other_launchers import FAMILIES, SETTINGS, left_by, place, recorded
 
 from bigbatch.comm.rendezvous import launcher
 from bigbatch.comm.rendezvous.environ import (
     SECRET_VARIABLE,
-    ProcessEnv,
     prefer_interface,
     read_process_env,
     slurm_job,
@@ -25,41 +24,20 @@ from bigbatch.comm.rendezvous.environ import (
 from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import LaunchError, UserError
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "n0",
-    "MASTER_PORT": "29400",
-}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "6",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
-MPICH = {"PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
-SBATCH = {
-    # what a batch script sees: tasks of the allocation, but no step
-    "SLURM_JOB_ID": "123",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
-    "SLURM_JOB_NODELIST": "n[01-02]",
-}
-SRUN = {
-    **SBATCH,
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_STEP_NODELIST": "n[01-02]",
-    "SLURM_PROCID": "4",
-    "SLURM_NODEID": "1",
-    "SLURMD_NODENAME": "n02",
-}
+TORCHRUN = recorded("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n0 MASTER_PORT=29400")
+OPENMPI = recorded("""
+    OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=4
+""")
+MPICH = recorded("PMI_RANK=7 PMI_SIZE=8 MPI_LOCALRANKID=3 MPI_LOCALNRANKS=4")
+# what a batch script sees: tasks of the allocation, but no step
+SBATCH = recorded("""
+    SLURM_JOB_ID=123 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=4(x2)
+    SLURM_JOB_NODELIST=n[01-02]
+""")
+SRUN = SBATCH | recorded("""
+    SLURM_STEP_ID=2 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=n[01-02]
+    SLURM_PROCID=4 SLURM_NODEID=1 SLURMD_NODENAME=n02
+""")
 
 
 def test_secret_is_new_for_each_job_and_is_not_shown() -> None:
@@ -71,11 +49,6 @@ def test_secret_is_new_for_each_job_and_is_not_shown() -> None:
     assert env.secret == first[SECRET_VARIABLE].encode()
     assert first[SECRET_VARIABLE] not in repr(env)
     assert read_process_env({}).secret == b""
-
-
-def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
-    """The five facts that every launcher must yield."""
-    return env.launcher, env.rank, env.world_size, env.local_rank, env.local_size
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,9 @@ def test_rank_whose_main_thread_waits_for_the_gpu_ends_soon_after_another_rank(
     crashed: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only after comm.timeout_seconds; but a checkpoint that it is writing may be finished."""
-    store = HashStore()
-    first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    first, _ = ranks(2, ends_job=True)
     first.waits(3, seconds=0.1)
-    store.append(LOG, f"{crashed}\n")
+    first.control.store.append(LOG, f"{crashed}\n")
     look(first)
     assert end_of(first, monkeypatch) == []
     assert re.search(naming("rank 0", "buffer 3", "another rank reports a failure"), first.said[-1])
@@ -104,11 +103,10 @@ def test_rank_whose_main_thread_waits_for_the_gpu_ends_soon_after_another_rank(
 
 
 def test_watch_leaves_a_loss_to_the_thread_that_heals(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    first, _ = ranks(2, ends_job=True)
     first.control.detector.heals = True
     first.waits(3, seconds=0.1)
-    store.append(LOG, '["crashed", 1, null]\n')
+    first.control.store.append(LOG, '["crashed", 1, null]\n')
     look(first)
     monkeypatch.setattr(limits, "LEAVE_SECONDS", -1.0)
     assert end_of(first, monkeypatch) == []
@@ -195,10 +193,9 @@ def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
 ) -> None:
     """Rank 1 runs and is busy elsewhere, one collective behind; rank 2 is gone."""
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
-    store = HashStore()
-    first, behind, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
+    first, behind, _ = ranks(3, ends_job=True)
     first.waits(3, seconds=9)
-    store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
+    first.control.store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
     monkeypatch.setattr(hang_report, "dump_flight", lambda: recorded(41))
     look(behind)
     mine = recorded(42)
@@ -254,11 +251,10 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
     hangs = Event()
     monkeypatch.setattr(limits, "FLIGHT_SECONDS", 0.1)
     monkeypatch.setattr(hang_report, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
-    store = HashStore()
-    first, second, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
+    first, second, _ = ranks(3, ends_job=True)
     for rank in (first, second):
         rank.waits(3, seconds=9)
-    store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
+    first.control.store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
     with ThreadPoolExecutor(1) as pool:
         looks = pool.submit(second.watch.look)
         futures.wait([looks], timeout=200)
@@ -272,8 +268,7 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
 def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/no-such-folder/trace_")
     monkeypatch.setattr(hang_report, "dump_flight", lambda: text)
-    store = HashStore()
-    first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    first, _ = ranks(2, ends_job=True)
     first.waits(3, seconds=1)
     assert end_of(first, monkeypatch) == []
     first.waits(3, seconds=9)

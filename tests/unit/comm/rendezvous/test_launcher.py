@@ -4,32 +4,13 @@ import socket
 
 import pytest
 from error_texts import naming
+from other_launchers import left_by, place, recorded
 
-from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import LaunchError
 
-
-def recorded(text: str) -> dict[str, str]:
-    """Return the variables of an environment; written as NAME=VALUE, with blanks between."""
-    return dict(word.split("=", 1) for word in text.split())
-
-
-# two nodes with four ranks each, by HPE's mpiexec
-PALS = recorded("""
-    PALS_RANKID=5 PALS_LOCAL_RANKID=1 PALS_NODEID=1 PALS_APID=6ad4
-    PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4
-""")
-# the same by flux run; PMI_* are of its plug-in
-FLUX = recorded("""
-    FLUX_JOB_ID=f2xBt3 FLUX_JOB_SIZE=8 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=6 FLUX_TASK_LOCAL_ID=2
-    PMI_RANK=6 PMI_SIZE=8 PMI_FD=17 PMI_SPAWNED=0
-""")
-# srun -n2 -N2 in a batch job, the second task
-STEP = recorded("""
-    SLURM_JOB_ID=1 SLURM_STEP_ID=4 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1
-    SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_STEP_NODELIST=n[0-1]
-    SLURM_TASK_PID=312
-""")
+PALS, FLUX = left_by("PALS"), left_by("flux")  # two nodes with four ranks each
+STEP = left_by("srun") | {"SLURM_JOB_ID": "1"}  # srun -n2 -N2 in a batch job, the second task
 # a shell that mpirun -n 1 of Open MPI 5 started on n0
 OPENMPI = recorded("""
     OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1
@@ -47,23 +28,12 @@ IN_AN_INTERACTIVE_STEP = UNDER_A_DAEMON | recorded("""
     PMIX_NAMESPACE=prterun-n0-900@1 PMIX_HOSTNAME=n0 PMIX_SERVER_TMPDIR=/tmp/ompi.900
     SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=n0 SLURM_TASK_PID=870
 """)
-PRTERUN = recorded("""
-    PMIX_RANK=1 PMIX_NAMESPACE=prterun-n0-1871@1 PMIX_HOSTNAME=n0 PMIX_SERVER_TMPDIR=/tmp/prtrn.1871 PRTE_LAUNCHED=1
-""")
+PRTERUN = left_by("prterun")
 OF_PMIX = recorded("PMIX_RANK=1 PMIX_NAMESPACE=slurm.pmix.1.4 PMIX_HOSTNAME=n1")
 
 
 def without(prefix: str, variables: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not name.startswith(prefix)}
-
-
-def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
-    return env.launcher, env.rank, env.world_size, env.local_rank, env.local_size
-
-
-def on_host(name: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int, int, int, int]:
-    monkeypatch.setattr(socket, "gethostname", lambda: name)
-    return place(read_process_env(variables))
 
 
 @pytest.mark.parametrize(
@@ -146,4 +116,5 @@ def test_launcher_that_is_deeper_counts(
     expected: tuple[str, int, int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert on_host(host, variables, monkeypatch) == expected
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert place(read_process_env(variables)) == expected

@@ -12,11 +12,11 @@ import pytest
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs import foreground
-from bigbatch.launch.jobs.foreground import run_in_foreground
+from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 
 
-def in_foreground(argv: list[str]) -> int:
-    return run_in_foreground(argv, environ=os.environ, asks_to_stop=signal.SIGUSR1).code
+def in_foreground(*argv: str, **options: Any) -> Ended:
+    return run_in_foreground(list(argv), environ=os.environ, asks_to_stop=signal.SIGUSR1, **options)
 
 
 def test_foreground_ends_a_launcher_that_its_ranks_have_left(
@@ -26,12 +26,7 @@ def test_foreground_ends_a_launcher_that_its_ranks_have_left(
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(foreground, "END_SECONDS", 0.2)
     deaf = f"trap '' TERM; touch {tmp_path}/deaf; while :; do sleep 1; done"
-    ended = run_in_foreground(
-        ["sh", "-c", deaf],
-        environ=os.environ,
-        asks_to_stop=signal.SIGUSR1,
-        rank_0_ended=(tmp_path / "deaf").exists,
-    )
+    ended = in_foreground("sh", "-c", deaf, rank_0_ended=(tmp_path / "deaf").exists)
     assert (ended.code, ended.was_asked) == (128 + signal.SIGKILL, False)
     assert "sh still runs although the job's first rank has ended: ending it" in capfd.readouterr().err
 
@@ -50,11 +45,7 @@ def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
         return process
 
     monkeypatch.setattr(foreground.subprocess, "Popen", start_and_interrupt)
-    ended = run_in_foreground(
-        ["sleep", "600"] if is_interrupted else ["sh", "-c", "exit 3"],
-        environ=os.environ,
-        asks_to_stop=signal.SIGUSR1,
-    )
+    ended = in_foreground("sh", "-c", "exec sleep 600" if is_interrupted else "exit 3")
     assert (ended.code, ended.was_asked) == (code, is_interrupted)
 
 
@@ -64,7 +55,7 @@ def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
 )
 def test_missing_launcher_is_named_with_its_own_remedy(program: str, remedy: str) -> None:
     with pytest.raises(LaunchOptionError, match=f"^{re.escape(program)} is not installed here: .*{re.escape(remedy)}"):
-        in_foreground([program])
+        in_foreground(program)
 
 
 PARENT = """

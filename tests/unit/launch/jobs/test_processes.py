@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from error_texts import naming
@@ -19,22 +20,22 @@ FOREVER = 600
 """Longer than a test may take: a test that waits for such a sleep fails."""
 
 
-def ended_with(*scripts: str) -> int:
-    starts = [NodeProcess(0, (sys.executable, "-c", script)) for script in scripts]
-    return run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code
+def ended_with(*scripts: str, **options: Any) -> int:
+    """Run a process for each script of sh; return the job's exit code."""
+    starts = [NodeProcess(0, ("sh", "-c", script), name="rank") for script in scripts]
+    return run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, **options).code
 
 
 def test_run_processes_ends_all_after_the_first_that_fails_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", FOREVER)  # so that SIGTERM it was
-    waits = f"import time; time.sleep({FOREVER})"
-    assert ended_with(waits, "import time; time.sleep(0.1); raise SystemExit(3)") == 3
-    assert ended_with(waits, "import os; os.kill(os.getpid(), 9)") == 128 + 9
+    assert ended_with(f"exec sleep {FOREVER}", "sleep 0.1; exit 3") == 3
+    assert ended_with(f"exec sleep {FOREVER}", "kill -KILL $$") == 128 + 9
 
 
 def test_run_processes_wakes_who_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen rank would cost a job that heals all the time that is granted to those that end by themselves."""
     monkeypatch.setattr(processes, "GRACE_SECONDS", FOREVER)
-    assert ended_with("import os; os.kill(os.getpid(), 19)", "import time; time.sleep(0.3); raise SystemExit(3)") == 3
+    assert ended_with("kill -STOP $$", "sleep 0.3; exit 3") == 3
 
 
 def test_run_processes_takes_who_lost_another_rank_for_no_cause() -> None:
@@ -61,14 +62,12 @@ def test_run_processes_lets_the_others_go_on_in_a_job_that_heals(
     scripts: tuple[str, ...], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3 if "STOP" in scripts[-1] else FOREVER)
-    starts = [NodeProcess(0, ("sh", "-c", script), name="rank") for script in scripts]
-    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True).code == expected
+    assert ended_with(*scripts, heals=lambda: True) == expected
 
 
 def test_run_processes_ends_the_others_of_a_job_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", FOREVER)
-    starts = [NodeProcess(0, ("sh", "-c", script)) for script in ("kill -KILL $$", f"exec sleep {FOREVER}")]
-    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: False).code == 137
+    assert ended_with("kill -KILL $$", f"exec sleep {FOREVER}", heals=lambda: False) == 137
 
 
 @pytest.mark.parametrize(
@@ -90,9 +89,7 @@ def test_run_processes_starts_a_lost_process_again_to_join_the_others(
     starts_again = lost.startswith("kill")
     script = f'if [ "$BIGBATCH_JOINS" ]; then echo >> {tmp_path}/again; {again}; else {lost}; fi'
     waits = f"until [ -e {tmp_path}/again ]; do sleep 0.02; done; sleep 0.1; {other}" if starts_again else "sleep 0.2"
-    starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (script, waits)]
-    ended = run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2)
-    assert ended.code == expected
+    assert ended_with(script, waits, heals=lambda: True, joins=2) == expected
     assert (tmp_path / "again").exists() == starts_again
     assert not starts_again or (tmp_path / "again").read_text() == "\n", "one start was enough"
 
@@ -112,11 +109,7 @@ def test_run_processes_starts_the_only_process_of_a_node_again_to_join_those_of_
     lost: str, again: str, others: tuple[str, ...], joins: int, expected: int
 ) -> None:
     script = f'if [ "$BIGBATCH_JOINS" ]; then {again}; else {lost}; fi'
-    starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (script, *others)]
-    ended = run_processes(
-        starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=joins, is_part=True
-    )
-    assert ended.code == expected
+    assert ended_with(script, *others, heals=lambda: True, joins=joins, is_part=True) == expected
 
 
 def test_run_processes_starts_none_again_if_all_have_ended_at_once() -> None:
@@ -135,17 +128,15 @@ def test_run_processes_starts_a_process_again_that_has_joined_the_others(tmp_pat
     lost = f'echo >> {tmp_path}/starts; [ "$BIGBATCH_JOINS" ] && rm $BIGBATCH_JOINS; '
     lost += f"[ $(wc -l < {tmp_path}/starts) = 3 ] || kill -KILL $$"
     waits = f"until [ -e {tmp_path}/starts ] && [ $(wc -l < {tmp_path}/starts) = 3 ]; do sleep 0.02; done"
-    starts = [NodeProcess(0, ("sh", "-c", each), name="rank") for each in (lost, waits)]
-    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=lambda: True, joins=2).code == 0
+    assert ended_with(lost, waits, heals=lambda: True, joins=2) == 0
 
 
 def test_run_processes_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """It could say nothing itself."""
-    for script, said in (("kill -KILL $$", "bigbatch: rank 0 was ended by SIGKILL\n"), ("exit 3", "")):
-        start = NodeProcess(0, ("sh", "-c", script), name="rank 0")
-        run_processes([start], environ=os.environ, asks_to_stop=signal.SIGTERM)
+    for script, said in (("kill -KILL $$", "bigbatch: rank was ended by SIGKILL\n"), ("exit 3", "")):
+        ended_with(script)
         assert capfd.readouterr().err == said
 
 
@@ -154,9 +145,8 @@ def test_run_processes_kills_who_does_not_heed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
     stubborn = f"trap '' TERM; touch {tmp_path}/deaf; exec sleep {FOREVER}"
     fails = f"until [ -e {tmp_path}/deaf ]; do sleep 0.02; done; exit 3"
-    starts = [NodeProcess(0, ("sh", "-c", script)) for script in (stubborn, fails)]
     start = time.monotonic()
-    assert run_processes(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code == 3
+    assert ended_with(stubborn, fails) == 3
     assert time.monotonic() - start > 0.5
 
 
