@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms import make_allreduce, ring
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
-from bigbatch.comm.algorithms.ring import HOPS_AT_ONCE, ring_allreduce_, ring_order
+from bigbatch.comm.algorithms.ring import HOPS_AT_ONCE, SEGMENT_BYTES, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import ShardAssignment, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
@@ -145,6 +145,15 @@ class LoggingBackend(SingleBackend):
         self.log.append(f"start number {name}")
         receive.fill_(source)
         return SimpleNamespace(wait=lambda: self.log.append(f"wait for number {name}"))
+
+
+def test_wire_with_sums_in_fp32_sends_a_segment_on_before_it_waits_for_the_next() -> None:
+    """A part has two segments; rank 1 gets this rank's share of its own part first, then the sum of this rank's."""
+    backend, num_elements = LoggingBackend(), 3 * 2 * SEGMENT_BYTES // 2
+    ring_allreduce_(torch.ones(num_elements, dtype=BF16), backend, (0, 1, 2), wire=Wire(), staging=Staging())
+    log = backend.log
+    assert [log.index(f"start number {number} to 1") for number in (0, 1)] == [0, 1]
+    assert log.index("start number 2 to 1") < log.index("wait for number 1 to 2")
 
 
 @pytest.mark.parametrize("num_ranks", [2, HOPS_AT_ONCE, HOPS_AT_ONCE + 1, 2 * HOPS_AT_ONCE + 3])
