@@ -352,6 +352,11 @@ def test_report_a_summary_that_was_edited_is_shown_as_it_is(value: object) -> No
     assert rows({"metrics": value, **noise}) == [("metrics", str(value)), ("noise_scale", "not measured yet")]
 
 
+def test_report_a_list_of_a_summary_has_a_row_for_each_entry() -> None:
+    assert rows({"skipped": ["a [1]: cut off", "b: empty"]}) == [("skipped", "a [1]: cut off"), ("skipped", "b: empty")]
+    assert rows({"skipped": []}) == []
+
+
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
 
 
