@@ -318,13 +318,8 @@ def test_webdataset_is_indexed_once_and_anew_if_a_shard_changed(tmp_path, capsys
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("shard", 9),
-        ("shard", -1),
-        ("offset", 0),
-        ("offset", 1 << 40),
-        ("length", -1),
-        ("label", 7),
-        ("name_end", 1 << 40),
+        *(("shard", 9), ("shard", -1), ("offset", 0), ("offset", 1 << 40), ("length", -1)),
+        *(("label", 7), ("name_end", 1 << 40)),
     ],
 )
 def test_webdataset_an_index_that_someone_edited_is_made_anew(tmp_path, field, value):
