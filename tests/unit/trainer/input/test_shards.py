@@ -168,10 +168,7 @@ def as_pipe(name):
 
 
 DAMAGE = {
-    "no facts": (
-        lambda split: (split / "index.json").unlink(),
-        r"train: packing has not finished, index.json is missing",
-    ),
+    "no facts": (lambda split: (split / "index.json").unlink(), r"train: packing has not finished"),
     "facts are a folder": (
         lambda split: ((split / "index.json").unlink(), (split / "index.json").mkdir()),
         r"index.json: cannot be read",
@@ -201,10 +198,7 @@ DAMAGE = {
     "unknown label": (restated(edit_entries("label", 2)), r"a label is not one of 2 classes"),
     "no height": (restated(edit_entries("height", 0)), r"an image has no pixels"),
     "no width": (restated(edit_entries("width", 0)), r"an image has no pixels"),
-    "shard missing": (
-        lambda split: (split / "shard-000001.tar").unlink(),
-        r"shard-000001.tar: cannot be found \(No such",
-    ),
+    "shard missing": (lambda split: (split / "shard-000001.tar").unlink(), r"shard-000001.tar: .*\(No such"),
     "shard cut": (resize("shard-000001.tar", -512), r"shard-000001.tar: has \d+ bytes, index.json states \d+"),
     "shard grown": (resize("shard-000001.tar", 512), r"shard-000001.tar: has \d+ bytes, index.json states \d+"),
 }
