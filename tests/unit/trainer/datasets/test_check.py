@@ -23,13 +23,7 @@ from sample_images import REAL_DATA, encoded, exif, png_of, with_bad_tables, wri
 from bigbatch.cli import main
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop
-from bigbatch.trainer.datasets.check import (
-    CheckReport,
-    Spread,
-    check_dataset,
-    imagenet_finding,
-    list_folder,
-)
+from bigbatch.trainer.datasets.check import CheckReport, Spread, check_dataset, imagenet_finding, list_folder
 from bigbatch.trainer.datasets.check_image import TRAITS, examine
 from bigbatch.trainer.datasets.check_report import finding_lines, print_report, write_json
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
