@@ -14,6 +14,7 @@ import torch
 from error_texts import naming
 from recorded_graph import RecordedCapture
 from small_run import num_alive
+from tiny_training import TINY
 
 from bigbatch.errors import UserError
 from bigbatch.trainer.build import compute, parts
@@ -236,19 +237,9 @@ def test_out_of_memory_a_run_without_memory_ends_in_one_line_and_loses_nothing(t
     """It trains for an epoch; then its command asks for a larger microbatch, which 330 MB do not hold."""
 
     def train(microbatch_size: int, epochs: int) -> tuple[int, str]:
-        settings = {
-            "data.loader": "synthetic",
-            "data.num_synthetic_samples": 512,
-            "data.image_size": 32,
-            "data.probe_seconds": 0,
-            "model.options.width": 16,
-            "batch.global_batch_size": 512,
-            "batch.microbatch_size": microbatch_size,
-            "batch.bn_span": 32,
-            "schedule.warmup_epochs": 0,
-            "run.epochs": epochs,
-            "run.directory": tmp_path / "run",
-        }
+        settings = TINY | {"data.num_synthetic_samples": 512, "data.image_size": 32, "model.options.width": 16}
+        settings |= {"batch.global_batch_size": 512, "batch.microbatch_size": microbatch_size, "batch.bn_span": 32}
+        settings |= {"schedule.warmup_epochs": 0, "run.epochs": epochs, "run.directory": tmp_path / "run"}
         words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
         log = tmp_path / f"{microbatch_size}.log"
         rank = forked_ranks.start_rank(
