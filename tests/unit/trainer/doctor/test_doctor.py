@@ -159,18 +159,6 @@ def test_greedy_takes_what_is_faster_than_the_noise_on_top_of_the_others() -> No
     assert [each.is_closed for each in lab.started] == [False, True, True, True, False]  # base and the best stay
 
 
-def test_gain_within_the_spread_is_not_taken() -> None:
-    lab = Lab({"a": 1.1}, wobble=(1.0, 1.3, 0.8))  # of the same turn, so that the gain itself is steady
-    assert lab.greedy("a")[1][0].is_taken
-    other = Fake(iter([90.0, 110.0, 140.0]))
-    greedy = Greedy(Fake(cycle([100.0])), lambda values: other, turns=3, noise=0.0)
-    row = greedy.consider(Candidate("a", {"a": 1}))
-    assert row.measured is not None
-    assert (row.measured.gain, row.measured.spread) == (pytest.approx(0.1), pytest.approx(0.25))
-    assert not row.is_taken
-    assert other.is_closed
-
-
 def test_greedy_does_not_try_again_under_another_name() -> None:
     greedy, _ = Lab({"a": 1.5, "b": 0.9}).greedy("a", "b")  # a is taken, b is not
     assert not greedy.is_new(Candidate("both", {"a": 1, "b": 1}))
