@@ -255,6 +255,13 @@ def test_diff_says_what_only_one_run_recorded(made: Made, capsys: pytest.Capture
     assert expected in capsys.readouterr().out.splitlines()
 
 
+def test_diff_takes_other_weights_into_account_where_no_step_before_is_recorded(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([made("a", SPREAD), made("b", spread(layers={"conv": "xxxx", "fc": "xxxx"}))]) == DIFFERENT
+    assert "or other weights to begin with" in capsys.readouterr().out
+
+
 def test_diff_tells_config_and_job(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     a = made("a", step(), job={"threads": 1, "torch": "2.14"})
     b = made("b", step(gradients="xy"), job={"threads": 2, "torch": "2.14"}, seed=7)

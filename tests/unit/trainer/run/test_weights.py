@@ -105,6 +105,12 @@ def test_weights_a_bomb_is_refused_before_it_is_inflated(tmp_path: Path) -> None
     assert "compressed or overlap" in refusal(tmp_path / "a.pt", small())
 
 
+def test_tensor_is_refused_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    torch.save(torch.ones(3), tmp_path / "a.pt")
+    assert "holds a Tensor and no state_dict" in refusal(tmp_path / "a.pt", small())
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 def test_pipe_without_writer_is_refused(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
@@ -324,3 +330,19 @@ def test_part_of_weights_without_a_list_is_refused_with_the_key_that_takes_one(t
     weights = random_model(small()).state_dict()
     torch.save({name: tensor for name, tensor in weights.items() if "layer3" not in name}, tmp_path / "a.pt")
     assert "model.partial_weights" in refusal(tmp_path / "a.pt", small())
+
+
+def test_run_tells_which_weights_are_from_a_file(tmp_path: Path) -> None:
+    torch.save(random_model(small()).state_dict(), tmp_path / "a.pt")
+    config = small(
+        f"model.weights={tmp_path / 'a.pt'}",
+        "model.partial_weights=[prep.*]",
+        "data.loader=synthetic",
+        "data.num_synthetic_samples=512",
+    )
+    with connect(env=ALONE, device=torch.device("cpu")) as communicator:
+        parts = make_parts(
+            config, communicator, plan=make_plan(config, communicator, num_samples=512, first_step=0), tuned=None
+        )
+        parts.reducer.close()
+    assert re.search(naming("model.partial_weights", "6 of ", "are initialized"), parts.notes[0])
