@@ -122,11 +122,12 @@ def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest, said: 
 
 def test_stop_is_asked_for_by_the_end_of_the_launcher(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """If torchrun is killed, its ranks would otherwise train on unnoticed."""
-    stop = StopRequest(launcher=os.getppid())
+    launcher = os.getppid()
+    stop = StopRequest(launcher=launcher)
     with stop.watch(alone(), acknowledge=said.put):
         time.sleep(0.05)
         assert said.empty()
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        monkeypatch.setattr(os, "getppid", lambda: launcher + 1)
         assert said.get(timeout=200) == "the end of its launcher"
         wait_until_told(stop)
         assert stop.is_due()
