@@ -4,27 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_training import TINY
 
 from bigbatch import cli
 from bigbatch.errors import OutOfMemory, UserError
 from bigbatch.trainer.in_python import train
 from bigbatch.trainer.training_loop import TrainingHooks
 
-KEYS: dict[str, Any] = {
-    "run.epochs": 6,
-    "run.eval_every_epochs": 6,
-    "run.checkpoint_every_steps": 2,
-    "run.loggers": [],
-    "data.loader": "synthetic",
-    "data.num_synthetic_samples": 8,
-    "data.image_size": 16,
-    "model.options.width": 4,
-    "batch.global_batch_size": 8,
-    "batch.microbatch_size": 4,
-    "batch.bn_span": 4,
-    "schedule.warmup_epochs": 0,
-    "schedule.base_lr": 0.1,
-}
+KEYS: dict[str, Any] = {**TINY, "run.epochs": 6, "run.eval_every_epochs": 6, "run.checkpoint_every_steps": 2}
+KEYS |= {"run.loggers": [], "schedule.warmup_epochs": 0, "schedule.base_lr": 0.1}
 
 
 def notes_after(step: int, error: Exception, folder: Path, **keys: Any) -> tuple[BaseException, list[str]]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from tiny_training import TINY
 from torch import nn
 
 from bigbatch.trainer.in_python import train
@@ -19,18 +20,6 @@ def test_autocast_of_a_model_s_own_sees_the_weights_of_each_step(tmp_path: Path)
         with torch.no_grad():
             layer.weight.fill_(step)
 
-    keys = {
-        "data.loader": "synthetic",
-        "data.num_synthetic_samples": 8,
-        "data.image_size": 16,
-        "model.options.width": 4,
-        "batch.global_batch_size": 4,
-        "batch.microbatch_size": 4,
-        "batch.bn_span": 4,
-        "schedule.warmup_epochs": 0,
-        "run.epochs": 2,
-        "run.loggers": [],
-        "run.directory": tmp_path,
-    }
-    train("quickstart", keys, hooks=TrainingHooks(on_step=use_and_update), quiet=True)
+    run = {"run.epochs": 1, "run.loggers": [], "run.directory": tmp_path, "schedule.warmup_epochs": 0}
+    train("quickstart", TINY | run, hooks=TrainingHooks(on_step=use_and_update), quiet=True)
     assert seen[1:] == [1, 2, 3]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_run import PLAN, make_parts
+from small_run import PLAN
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
@@ -33,13 +33,3 @@ def test_a_cycle_of_less_than_two_steps_is_refused() -> None:
     config = load_config(["--config", "quickstart", *CYCLIC, "--schedule.options.cycle_epochs=0.25"])
     with pytest.raises(ConfigError, match=r"schedule: a cycle must have at least 2 steps, not 1\.0"):
         make_schedule_of(config, PLAN_OF_FOUR)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "lars inside"])
-def test_the_momentum_of_a_step_is_written_into_all_groups(optimizer: str) -> None:
-    parts = make_parts(optimizer=optimizer)
-    before = [group["momentum"] for group in parts.optimizer.param_groups]
-    parts.set_lr_(step=3)
-    assert [group["momentum"] for group in parts.optimizer.param_groups] == before
-    replace(parts, momentum=lambda step: 0.9 - step / 10).set_lr_(step=3)
-    assert {round(group["momentum"], 9) for group in parts.optimizer.param_groups} == {0.6}

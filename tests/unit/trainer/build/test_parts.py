@@ -25,14 +25,14 @@ from bigbatch.trainer.build.job import _calibrates, join_job, without_choices
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.parts import make_parts, make_precision
 from bigbatch.trainer.build.plan import make_plan, make_schedule_of
-from bigbatch.trainer.config.batch import Division, accumulation_steps
+from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.machine import host
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import BlurConv2d
-from bigbatch.trainer.run.summary import replayed, shares, uneven
+from bigbatch.trainer.run.summary import replayed
 
 
 def one_rank() -> Communicator:
@@ -384,13 +384,3 @@ def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch
 )
 def test_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size: int, lines: list[str]) -> None:
     assert replayed(virtual_ranks, world_size=world_size) == lines
-
-
-def test_run_says_what_uneven_shares_cost() -> None:
-    assert (shares(Division(36, 4), 64), uneven(Division(36, 4))) == ("4 ranks x 9 microbatches x 64", [])
-    assert shares(Division(36, 5), 64) == "36 microbatches x 64 on 5 ranks"
-    assert shares(Division(2, 2), 64) == "2 ranks x 1 microbatch x 64"
-    assert uneven(Division(36, 5)) == [
-        "uneven shares: 1 rank x 8 and 4 ranks x 7 microbatches in a step, which takes as long as the larger share: "
-        "90% of the ranks' time is used"
-    ]

@@ -200,11 +200,6 @@ def test_load_config_names_the_successor_of_a_key_that_is_no_more():
     assert "run.heal=in_place" in refusal("--config", "quickstart", "--run.memory_every_steps", "20")
 
 
-def test_load_config_asks_for_a_key_that_a_choice_needs_and_that_has_no_default(tmp_path):
-    message = refusal("--config", write(tmp_path / "recipe.yaml", "data:\n  loader: synthetic\n"))
-    assert re.search(naming("data.num_synthetic_samples ", "data.loader=synthetic"), message)
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(PACKAGED)))
 def test_recipe_states_what_makes_it_that_recipe(path):
     """Each value differs from what would hold without it, or has a comment: its source, or why."""

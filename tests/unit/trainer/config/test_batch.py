@@ -23,33 +23,6 @@ def job_refusal(changes: Batch, *, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_bn_span_names_a_legal_one():
-    message = refusal({"batch.bn_span": 7})
-    assert message.startswith("batch.bn_span=7 ")
-    assert message.endswith(" batch.microbatch_size=64: 4 is")
-    assert refusal({"batch.bn_span": 96}).endswith(" batch.microbatch_size=64: 64 is")
-    for legal in (4, 64, 128, 256):
-        make_config({"batch.bn_span": legal})
-
-
-def test_global_batch_size_names_a_microbatch():
-    """96 is not a multiple of 64, but of 32, the largest multiple of bn_span that divides it."""
-    message = refusal({"batch.global_batch_size": 96})
-    assert re.search(naming("batch.global_batch_size=96 ", "batch.microbatch_size=64: "), message)
-    assert message.endswith("batch.microbatch_size to 32")
-    # 100 is not a multiple of bn_span: no microbatch helps alone
-    for size, others, together in ((100, "64 or 128", 25), (16, "64", 16)):
-        message = refusal({"batch.global_batch_size": size})
-        assert message.endswith(f"to {others}, or batch.microbatch_size and batch.bn_span to {together}")
-        make_config({"batch.global_batch_size": size, "batch.microbatch_size": together, "batch.bn_span": together})
-    # batch norm of fewer than 8 images is not a remedy
-    assert refusal({"batch.global_batch_size": 101}).endswith("set batch.global_batch_size to 64 or 128")
-    # nor of the ghost batch that two ranks share
-    assert refusal({"batch.global_batch_size": 320, "batch.bn_span": 128}).endswith(
-        "set batch.global_batch_size to 256 or 384, or batch.bn_span to 64"
-    )
-
-
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_accumulation_steps(world_size, expected):
     assert accumulation_steps(make_config().batch, world_size=world_size) == expected
@@ -84,75 +57,66 @@ def test_division_by_hand(rank, ranks_per_ghost, expected):
     assert list(Division(12, 4, ranks_per_ghost).of(rank)) == expected
 
 
+SPANNED: Batch = {"batch.bn_span": 128}
+"""A ghost batch of two ranks' microbatches."""
+MANY: Batch = {"batch.global_batch_size": 24576, "batch.microbatch_size": 256}
+
+
 @pytest.mark.parametrize(
-    ("batch", "world_size", "remedy"),
+    ("changes", "world_size", "named", "remedy"),
     [
-        ({}, 8, "set batch.microbatch_size to 32"),  # 256 / 8
-        ({}, 5, "set batch.microbatch_size to 32"),  # 2, 2, 2, 1, 1 of 8
+        # world_size 0: the config alone is refused
+        ({"batch.bn_span": 7}, 0, "batch.microbatch_size=64", ": 4 is"),
+        ({"batch.bn_span": 96}, 0, "batch.microbatch_size=64", ": 64 is"),
+        # 96 is not a multiple of 64, but of 32, the largest multiple of bn_span that divides it
+        ({"batch.global_batch_size": 96}, 0, "batch.microbatch_size=64", "batch.microbatch_size to 32"),
+        # 100 is not a multiple of bn_span: no microbatch helps alone
+        ({"batch.global_batch_size": 100}, 0, "to 64 or 128", "batch.microbatch_size and batch.bn_span to 25"),
+        ({"batch.global_batch_size": 16}, 0, "to 64", "batch.microbatch_size and batch.bn_span to 16"),
+        # batch norm of fewer than 8 images is not a remedy, nor of the ghost batch that two ranks share
+        ({"batch.global_batch_size": 101}, 0, "", "set batch.global_batch_size to 64 or 128"),
+        ({"batch.global_batch_size": 320, **SPANNED}, 0, "to 256 or 384", "batch.bn_span to 64"),
+        ({"batch.virtual_ranks": 5}, 0, "batch.global_batch_size=256 ", ": 4 can"),  # 4 microbatches
+        ({"batch.virtual_ranks": 3, **SPANNED}, 0, "batch.global_batch_size=256 ", ": 2 can"),
+        ({"batch.virtual_ranks": 1, **SPANNED}, 0, "batch.global_batch_size=256 ", ": 2 can"),
+        # 4 ghost batches of 4 ranks each
+        ({"batch.virtual_ranks": 12, "batch.microbatch_size": 16, "batch.bn_span": 64}, 0, "", ": 8 can"),
+        ({}, 8, "fewer than 8 ", ": set batch.microbatch_size to 32"),  # 256 / 8
+        ({}, 5, "fewer than 5 ", ": set batch.microbatch_size to 32"),  # 2, 2, 2, 1, 1 of 8
         # 2 of 128 for most ranks, but 1 for a quarter of them; or of 96
-        ({"batch.global_batch_size": 24576, "batch.microbatch_size": 256}, 130, "set batch.microbatch_size to 96"),
+        (MANY, 130, "fewer than 130 ", ": set batch.microbatch_size to 96"),
         # 16 samples a rank hold no ghost batch of 32: 16 x 64, or two ranks to a ghost batch
-        ({}, 16, "set batch.global_batch_size to 1024, or, without mixup and cutmix, batch.microbatch_size to 16"),
-        ({}, 9, "set batch.global_batch_size to 576"),  # 8 ghost batches, and 9 ranks form no groups
+        ({}, 16, "set batch.global_batch_size to 1024", "batch.microbatch_size to 16"),
+        ({}, 9, "fewer than 9 ", ": set batch.global_batch_size to 576"),  # 8 ghost batches, and 9 ranks form no groups
+        # 3 ghost batches of two ranks each: their statistics are exchanged at the same places of all ranks' steps
+        ({"batch.global_batch_size": 384, **SPANNED}, 4, "2 groups of 2 ranks", ": set batch.microbatch_size to 32"),
+        (SPANNED, 1, "batch.bn_span=128 ", ": set batch.microbatch_size to 128"),  # one rank holds a ghost batch whole
+        # 3 ghost batches: pairs of ranks share 1 or 3
+        ({**SPANNED, "batch.global_batch_size": 384}, 5, "batch.bn_span=128 ", ": start 2 ranks"),
+        ({**SPANNED, "batch.virtual_ranks": 4}, 1, "microbatch_size to 128", "batch.virtual_ranks to 2"),
+        ({"batch.bn_span": 256, "batch.virtual_ranks": 4}, 2, "microbatch_size to 128", "batch.virtual_ranks to 2"),
+        ({"batch.virtual_ranks": 2}, 4, " 4 ranks", ": leave it out, or start 2 ranks"),
     ],
 )
-def test_more_ranks_than_microbatches_get_a_remedy(batch, world_size, remedy):
-    message = job_refusal(batch, world_size=world_size)
-    assert re.search(naming("batch.global_batch_size=", "batch.microbatch_size=", f"fewer than {world_size} "), message)
-    assert message.endswith(f": {remedy}")
-
-
-def test_groups_of_ranks_need_equal_shares():
-    """3 ghost batches of two ranks each: their statistics are exchanged at the same places of all ranks' steps."""
-    batch: Batch = {"batch.bn_span": 128, "batch.global_batch_size": 384}
-    message = job_refusal(batch, world_size=4)
-    assert re.search(naming("batch.global_batch_size=384 ", "3 ghost batches", "2 groups of 2 ranks"), message)
-    assert message.endswith(": set batch.microbatch_size to 32")  # 4 ranks for each ghost batch
-    for world_size in (2, 6):
-        accumulation_steps(make_config(batch).batch, world_size=world_size)
+def test_batch_refusal_names_its_remedy(changes, world_size, named, remedy):
+    """What it names is legal: test_batch_remedies_are_all_legal follows it."""
+    message = job_refusal(changes, world_size=world_size) if world_size else refusal(changes)
+    assert message.startswith("batch.")
+    assert re.search(naming(named, *(f"{key}={value}" for key, value in [*changes.items()][:1])), message)
+    assert message.endswith(remedy)
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "remedy"),
+    ("changes", "world_sizes"),
     [
-        ({}, 1, "set batch.microbatch_size to 128"),  # the one rank holds a ghost batch whole
-        ({"batch.global_batch_size": 384}, 5, "start 2 ranks"),  # 3 ghost batches: pairs of ranks share 1 or 3
-        ({"batch.virtual_ranks": 4}, 1, "set batch.microbatch_size to 128 and batch.virtual_ranks to 2"),
-        ({"batch.bn_span": 256, "batch.virtual_ranks": 4}, 2, "set batch.microbatch_size to 128 and "
-         "batch.virtual_ranks to 2"),
-    ],
-)  # fmt: skip
-def test_accumulation_steps_of_ranks_that_form_no_groups_get_a_remedy(changes, world_size, remedy):
-    changes = {"batch.bn_span": 128, **changes}
-    message = job_refusal(changes, world_size=world_size)
-    span = changes["batch.bn_span"]
-    named = (f"batch.bn_span={span} ", f" {span // 64} ranks", "batch.microbatch_size=64", f" {world_size} rank")
-    assert re.search(naming(*named), message)
-    assert message.endswith(f": {remedy}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "virtual_ranks", "fitting"),
-    [
-        ({}, 5, 4),  # 4 microbatches
-        ({"batch.bn_span": 128}, 3, 2),
-        ({"batch.bn_span": 128}, 1, 2),
-        ({"batch.microbatch_size": 16, "batch.bn_span": 64}, 12, 8),  # 4 ghost batches of 4 ranks each
+        *(({"batch.bn_span": span}, ()) for span in (4, 64, 128, 256)),
+        ({"batch.global_batch_size": 384, **SPANNED}, (2, 6)),
+        ({"batch.virtual_ranks": 3}, (1, 2, 3)),
     ],
 )
-def test_virtual_ranks_share_the_global_batch(changes, virtual_ranks, fitting):
-    message = refusal({**changes, "batch.virtual_ranks": virtual_ranks})
-    assert re.search(naming(f"batch.virtual_ranks={virtual_ranks} ", "batch.global_batch_size=256 "), message)
-    assert message.endswith(f": {fitting} can")
-    make_config({**changes, "batch.virtual_ranks": fitting})
-
-
-def test_virtual_ranks_are_as_many_as_those_of_the_job_or_more():
-    message = job_refusal({"batch.virtual_ranks": 2}, world_size=4)
-    assert re.search(naming("batch.virtual_ranks=2 ", " 4 ranks"), message)
-    assert message.endswith(": leave it out, or start 2 ranks")
-    for world_size in (1, 2, 3):
-        accumulation_steps(make_config({"batch.virtual_ranks": 3}).batch, world_size=world_size)
+def test_batch_that_divides_is_legal(changes, world_sizes):
+    batch = make_config(changes).batch
+    assert all(accumulation_steps(batch, world_size=world_size) for world_size in world_sizes)
 
 
 def followed(batch: Batch, world_size: int, message: str) -> tuple[Batch, int]:

@@ -64,12 +64,6 @@ def write_text(tmp_path):
     return write_text
 
 
-def changed(old: str, new: str) -> str:
-    text = QUICKSTART.read_text()
-    assert text.count(old) == 1
-    return text.replace(old, new)
-
-
 def test_packaged_configs():
     assert set(packaged_configs()) >= NAMES
     assert packaged_configs() == sorted(packaged_configs())
@@ -110,14 +104,6 @@ def test_dicts_for_other_packages_go_through_a_command_line_and_a_file(key, valu
     config = load_config(["--config", "quickstart", *words])
     assert lookup(config, key) == value
     assert load_config(["--config", write_text(dump_config(config))]) == config
-
-
-def test_load_config_makes_floats_of_whole_numbers(write):
-    """The dump, which ranks and resumed runs compare, must not depend on how a number was typed."""
-    config = load_config(["--config", write({"schedule.base_lr": "8", "data.std": "[1, 2, 3]"})])
-    again = load_config(["--config", "quickstart", "--schedule.base_lr", "8.0", "--data.std", "[1.0, 2.0, 3.0]"])
-    assert "base_lr: 8.0" in dump_config(config)
-    assert dump_config(config) == dump_config(again)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +177,6 @@ def test_names_of_others_lead_to_keys():
     assert not set(KEY_OF_OTHER_NAME) & {key.name for key in KEYS.values()}
 
 
-def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
-    path = write_text(changed("  label_smoothing: ", "  label_smothing: "))
-    named = naming(f"{path}: ", " optimizer.label_smothing;", " optimizer.label_smoothing")
-    assert re.search(named, refusal("--config", path))
-    path = write_text(changed("optimizer:\n", "optimiser:\n"))
-    assert re.search(naming(f"{path}: ", " optimiser;", " optimizer"), refusal("--config", path))
-
-
 @pytest.mark.parametrize(
     "section", ["run", "data", "augment", "model", "batch", "compute", "optimizer", "schedule", "comm"]
 )
@@ -222,24 +200,18 @@ def test_resolve_of_a_config_that_states_nothing_is_all_defaults(write_text):
     assert load_config(["--config", write_text(dump_config(resolved.config))]) == resolved.config
 
 
-def test_load_config_refuses_a_key_stated_twice(write_text):
-    path = write_text(changed("run:\n", "run:\n  epochs: 1\n"))
-    assert re.search(naming(f"{path} ", "YAML: epochs ", "line 4"), refusal("--config", path))
-
-
-@pytest.mark.parametrize("text", ["", "- run\n- data\n", "run: 5\n"])
-def test_load_config_refuses_what_is_no_mapping(text, write_text):
-    path = write_text(text)
-    assert re.search(naming(path, "section"), refusal("--config", path))
-
-
 @pytest.mark.parametrize(
-    "content",
-    [*(b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"), b"[" * 600 + b"]" * 600],
+    ("content", "named"),
+    [
+        *((text, "section") for text in (b"", b"- run\n- data\n", b"run: 5\n")),
+        *((text, "YAML: ") for text in (b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x")),
+        (b"[" * 600 + b"]" * 600, "YAML: "),
+        (b"run:\n  epochs: 1\n  epochs: 1\n", "YAML: epochs "),
+    ],
 )
-def test_load_config_refuses_unreadable_yaml(content, write_text):
+def test_load_config_refuses_what_is_no_mapping_of_sections(content, named, write_text):
     path = write_text(content)
-    assert re.search(naming(f"{path} ", "YAML: "), refusal("--config", path))
+    assert re.search(naming(path, named), refusal("--config", path))
 
 
 @pytest.mark.parametrize("word", ["2026-13-45", "010", "no", "!!int x", "&a", "[" * 600 + "]" * 600])

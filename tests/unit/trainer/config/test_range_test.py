@@ -42,10 +42,7 @@ def test_the_peak_is_what_the_range_test_suggests(place: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (
-            ["--model.options.width=8"],
-            ("another recipe", "model.options.width=8 there and 16 here", "repeat bigbatch tune range"),
-        ),
+        (["--model.options.width=8"], ("model.options.width=8 there and 16 here", "repeat bigbatch tune range")),
         (["--data.mean=[0, 0, 0]"], ("data.mean=[0.0, 0.0, 0.0] there and [0.5, 0.5, 0.5] here",)),
         (["--optimizer.momentum=0.5"], ("optimizer.momentum=0.5 there and 0.9 here",)),
         (["--batch.global_batch_size=1024"], ("batch.global_batch_size=1024 there and 512 here",)),

@@ -22,15 +22,7 @@ def test_refusals_come_all_at_once(tmp_path: Path) -> None:
     recipe.write_text(
         "base: quickstart\nrun: {seed: -1, epochz: 3}\noptimiser: {momentum: 0.5}\nmodel: {width: wide}\n"
     )
-    options = (
-        "--data.flip=maybe",
-        "--comm.foo",
-        "3",
-        "--zzqq",
-        "1",
-        "--batch.global_batch_size=96",
-        "--schedule.end_lr=100",
-    )
+    options = "--data.flip=maybe --comm.foo 3 --zzqq 1 --batch.global_batch_size=96 --schedule.end_lr=100"
     named = (
         ("comm.foo",),
         ("zzqq", "--help"),
@@ -42,7 +34,7 @@ def test_refusals_come_all_at_once(tmp_path: Path) -> None:
         ("batch.global_batch_size=96", "batch.microbatch_size=128"),
         ("schedule.end_lr=100", "schedule.base_lr=8"),
     )
-    lines = refusals(*options, config=str(recipe))
+    lines = refusals(*options.split(), config=str(recipe))
     assert len(lines) == len(named)
     for parts in named:
         assert any(re.search(naming(*parts), line) for line in lines), parts

@@ -10,20 +10,10 @@ from bigbatch.trainer.config.short_run import differences, shorten
 
 
 def test_short_run_shrinks_what_is_stated_in_epochs(tmp_path):
-    long = load_config(
-        [
-            *("--config", "imagenette", "--run.epochs", "20", "--data.train_sizes", "[[0,128],[1,144],[15,160]]"),
-            *(
-                "--schedule.name",
-                "step",
-                "--schedule.options.milestone_epochs",
-                "[10,15]",
-                "--schedule.options.gamma",
-                "0.1",
-            ),
-            *("--schedule.end_lr", "null", "--schedule.warmup_epochs", "2"),
-        ]
-    )
+    schedule = {"name": "step", "options.milestone_epochs": "[10,15]", "options.gamma": 0.1, "end_lr": "null"}
+    words = [f"--schedule.{key}={value}" for key, value in schedule.items()]
+    words += ["--run.epochs=20", "--data.train_sizes=[[0,128],[1,144],[15,160]]", "--schedule.warmup_epochs=2"]
+    long = load_config(["--config", "imagenette", *words])
     short = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path)
     assert (short.run.epochs, short.run.eval_every_epochs, short.run.directory) == (4, 1, str(tmp_path))
     assert short.schedule.warmup_epochs == pytest.approx(0.4)

@@ -533,7 +533,7 @@ def add_member(train):
         (flip_byte, r"shard-000001.tar: its bytes are not those that were packed; delete it and run"),
         (
             restated(swap_entries),
-            r"shard-000000.tar: image 0: the shard holds \(.*index.npy states .*; delete the shard and run",
+            r"shard-000000.tar: image 0: the shard holds \(.*index.npy states .*; delete the shard",
         ),
         (restated(relabel), r"shard-000000.tar: image 0: the shard holds .*, 0\) as .*states .*, 1\)"),
         (rename_member, r"image 90000000: the shard holds .*, index.npy states \(0, "),

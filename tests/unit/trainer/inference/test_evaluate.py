@@ -3,13 +3,11 @@
 import json
 import re
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from error_texts import naming
 from PIL import Image
 from torch import nn
@@ -170,18 +168,3 @@ def test_evaluate_an_option_that_is_not_there_is_named_before_its_value() -> Non
     """Which looks like a run folder."""
     with pytest.raises(ConfigError, match=naming("unknown key lr", "schedule.base_lr")):
         read(["--config", "quickstart", "--weights", "a.pt", "--lr", "3"])
-
-
-def test_evaluate_takes_a_run_folder_from_before_keys_existed(tmp_path: Path) -> None:
-    config = load_config(["--config", "quickstart"])
-    older = yaml.safe_load(dump_config(config))
-    del (
-        older["compute"],
-        older["optimizer"]["clip_norm"],
-        older["model"]["options"]["pool_first"],
-        older["data"]["stage"],
-    )
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    _, found, _ = read([str(tmp_path), "--checkpoint", "c"])
-    computed = replace(config.compute, mode_keeps=("batch.microbatch_size",))
-    assert found == replace(config, compute=computed)

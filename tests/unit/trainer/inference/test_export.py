@@ -216,25 +216,19 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "form", "name", "message"),
+    ("model", "form", "name", "parts"),
     [
-        ("resnet9", "torchvision", "a.pth", "torchvision has no resnet9: choose --format safetensors, onnx or "),
-        (
-            "blurred",
-            "timm",
-            "a.pth",
-            "timm's resnet18 does not blur and this one does (model.options.blurpool): choose ",
-        ),
-        ("resnet9", "onnx", "a.pth", "onnx writes .onnx; name it "),
-        ("resnet9", "torch_export", "a", "torch_export writes .pt2; name it "),
+        ("resnet9", "torchvision", "a.pth", ("torchvision has no resnet9", "--format safetensors, onnx")),
+        ("blurred", "timm", "a.pth", ("timm's resnet18", "model.options.blurpool")),
+        ("resnet9", "onnx", "a.pth", ("onnx writes .onnx",)),
+        ("resnet9", "torch_export", "a", ("torch_export writes .pt2",)),
     ],
 )
 def test_export_messages_of_what_does_not_go_together(
-    model: str, form: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, form: str, name: str, parts: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The room's catalogue of messages: the one test here that holds whole sentences."""
     assert export(model, form, tmp_path / name)[1] == 1
-    assert message in refusal(capsys)
+    assert re.search(naming(*parts), refusal(capsys))
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 

@@ -129,14 +129,6 @@ def test_stream_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
     assert recorder.events == [("save", 1, None)]
 
 
-def test_stream_images_that_were_skipped_before_the_failure_are_told() -> None:
-    """The resumed run does not meet them again in this epoch."""
-    first, *others = make_batches(ACCUMULATION)
-    batches = failing([with_bad(first, 7), *others])
-    recorder, _ = run(replace(STEPS, log_every_steps=3), batches, precision="fp32", optimizer="sgd")
-    assert recorder.events == [("skipped", 1, {"train/7": "7.JPEG: is not an image"}), ("save", 1, None)]
-
-
 def test_stream_skipped_images_are_told_at_the_report() -> None:
     batches = make_batches()
     batches[0], batches[1] = with_bad(batches[0], 3), with_bad(batches[1], 3, 12)

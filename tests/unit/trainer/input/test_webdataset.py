@@ -213,10 +213,7 @@ def zeroed(path):
 
 
 DAMAGE = {
-    "symbolic link": (
-        [A, CLS, *special("b.jpg", tarfile.SYMTYPE, linkname="/etc/passwd")],
-        "b.jpg' is a symbolic link",
-    ),
+    "symbolic link": ([A, CLS, *special("b.jpg", tarfile.SYMTYPE, linkname="/etc/x")], "b.jpg' is a symbolic link"),
     "hard link": ([A, CLS, *special("b.jpg", tarfile.LNKTYPE, linkname="a.jpg")], "b.jpg' is a hard link"),
     "long link": ([A, CLS, *special("b.jpg", tarfile.SYMTYPE, linkname="x" * 200)], "b.jpg' is a symbolic link"),
     "device": ([A, CLS, *special("b.jpg", tarfile.CHRTYPE)], "b.jpg' is a device or a pipe"),
@@ -238,13 +235,10 @@ DAMAGE = {
     "a JSON of none": ([A, ("a.json", b'{"width": 1}')], "a.json': states no class, such as {'label': 3}, but None"),
     "no JSON": ([A, ("a.json", b"[" * 60_000)], "a.json': states no class"),
     "a truth": ([A, ("a.json", b'{"label": true}')], "a.json': states no class, such as {'label': 3}, but True"),
-    "a number among names": (
-        [*sample(0, "cat"), *sample(1, 3)],
-        "has the class '3', those of the train shards are 1 names",
-    ),
+    "a number among names": ([*sample(0, "cat"), *sample(1, 3)], "has the class '3', those of the train shards are 1 "),
     "a name among numbers": (
         [*sample(0, 3), *sample(1, "cat")],
-        "has the class 'cat', those of the train shards are 0 to 3",
+        "has the class 'cat', those of the train shards are 0",
     ),
     "a huge number": ([*sample(0, 0), *sample(1, 9_999_999)], "has the class '9999999', those"),
     "two spellings": ([*sample(0, "cat"), *sample(1, "Cat")], "'Cat' and 'cat' are spellings of one class"),
@@ -254,13 +248,10 @@ DAMAGE = {
     "cut in a header": (cut(100), "is cut off or damaged (no tar header and no end mark at byte 0)"),
     "no end": (lambda path: path.write_bytes(tar(path, sample(0)).read_bytes().rstrip(b"\0")), "is cut off"),
     "a zeroed header": (zeroed, "ends at byte 3,072, with further bytes after it"),
-    "two tars": (
-        lambda path: path.write_bytes(2 * tar(path, sample(0)).read_bytes()),
-        "with further bytes after it; fetch the tar again",
-    ),
+    "two tars": (lambda path: path.write_bytes(2 * tar(path, sample(0)).read_bytes()), "with further bytes after it"),
     "space for what did not come": (
         lambda path: path.write_bytes(tar(path, sample(0)).read_bytes() + bytes(1 << 20)),
-        "with zeros after it; fetch the tar again",
+        "with zeros after it",
     ),
     "a pipe": (os.mkfifo, "0.tar: cannot be read (it is not a regular file)"),
     "a link to nothing": (lambda path: path.symlink_to("1.tar"), "cannot be read (No such file or directory); fix"),
@@ -318,13 +309,8 @@ def test_webdataset_is_indexed_once_and_anew_if_a_shard_changed(tmp_path, capsys
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("shard", 9),
-        ("shard", -1),
-        ("offset", 0),
-        ("offset", 1 << 40),
-        ("length", -1),
-        ("label", 7),
-        ("name_end", 1 << 40),
+        *(("shard", 9), ("shard", -1), ("offset", 0), ("offset", 1 << 40), ("length", -1)),
+        *(("label", 7), ("name_end", 1 << 40)),
     ],
 )
 def test_webdataset_an_index_that_someone_edited_is_made_anew(tmp_path, field, value):

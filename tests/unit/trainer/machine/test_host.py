@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_training import TINY
 
 from bigbatch.trainer.machine import host
 
@@ -50,15 +51,8 @@ def test_threads_are_stated_or_the_share_of_the_cores_or_one_for_the_same_bits(
 @pytest.mark.parametrize("is_reproducible", [False, True])
 def test_host_a_run_does_not_import_the_compiler(is_reproducible: bool, tmp_path: Path) -> None:
     """Nor where it saves and resumes: in a process of its own, as others' imports are here already."""
-    settings = {
-        "data.loader": "synthetic",
-        "data.num_synthetic_samples": 32,
-        "data.image_size": 8,
-        "model.options.width": 2,
-        "run.reproducible": is_reproducible,
-    }
-    settings |= {f"batch.{key}": 16 for key in ("global_batch_size", "microbatch_size", "bn_span")}
-    settings |= {"schedule.warmup_epochs": 0, "run.directory": str(tmp_path / "run")}
+    settings = TINY | {"run.reproducible": is_reproducible, "run.directory": str(tmp_path / "run")}
+    settings |= {"schedule.warmup_epochs": 0}
     words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
     script = (
         "import sys, bigbatch; from bigbatch.cli import main\n"

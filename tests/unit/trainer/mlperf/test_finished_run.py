@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 from mlperf_runs import RULES, START, verified, write_run
+from tiny_training import TINY
 
 from bigbatch.cli import main
 from bigbatch.errors import RunFolderError
@@ -118,17 +119,8 @@ def test_finished_run_a_run_that_does_not_reach_the_target_fails(
 def test_finished_run_what_a_training_leaves_can_be_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = {
-        "run.directory": tmp_path / "run",
-        "run.epochs": 2,
-        "run.eval_every_epochs": 1,
-        "data.loader": "synthetic",
-        "data.num_synthetic_samples": 48,
-        "model.options.width": 2,
-        "batch.global_batch_size": 16,
-        "batch.microbatch_size": 8,
-        "batch.bn_span": 8,
-    }
+    words = TINY | {"run.directory": tmp_path / "run", "run.epochs": 2, "run.eval_every_epochs": 1}
+    words |= {"data.num_synthetic_samples": 48}
     assert main(["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in words.items())]) == 0
     capsys.readouterr()
     code, lines = verified(capsys, tmp_path / "run")

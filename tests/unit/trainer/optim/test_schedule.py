@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigbatch.trainer.optim.schedule import (
-    cosine,
-    cyclic,
-    mirrored_momentum,
-    one_cycle,
-    polynomial,
-    step_decay,
-)
+from bigbatch.trainer.optim.schedule import cosine, cyclic, mirrored_momentum, one_cycle, polynomial, step_decay
 
 
 def series(schedule, num_steps):

@@ -120,27 +120,12 @@ TROUBLES = (
     ("port errors", gpus(**RISEN), "mlx5_0/1 symbol_error rose by 37 while links were measured"),
     ("GPUDirect", gpus(has_gpudirect=False), BY_HOST),
     ("locked memory", limited(locked_bytes=8 << 20), "a rank may lock 8,192 KiB, below 1,048,576"),
-    (
-        "bandwidth",
-        gpus(link_gbit_per_second=23.0),  # TCP on the Ethernet card, where RDMA has 400
-        "its best link carries 23.00 Gbit/s, below 200: its 2 RDMA ports have 400",
-    ),
-    (
-        "bandwidth",
-        cpus(link_gbit_per_second=0.94),
-        "its best link carries 0.94 Gbit/s, below 1.5: eth1 has 100, and ranks use eth0",
-    ),
-    (
-        "bandwidth",
-        cpus(link_gbit_per_second=0.09, is_interface_stated=True),
-        "its best link carries 0.09 Gbit/s, below 0.5: eth0 has 1",
-    ),
+    # TCP on the Ethernet card, where RDMA has 400; ranks use eth0, and eth1 has 100; a card of 1 Gbit/s at a tenth
+    ("bandwidth", gpus(link_gbit_per_second=23.0), "23.00 Gbit/s, below 200: its 2 RDMA ports have 400"),
+    ("bandwidth", cpus(link_gbit_per_second=0.94), "0.94 Gbit/s, below 1.5: eth1 has 100, and ranks use eth0"),
+    ("bandwidth", cpus(link_gbit_per_second=0.09, is_interface_stated=True), "0.09 Gbit/s, below 0.5: eth0 has 1"),
     ("open files", limited(open_files=256), "a rank may open 256 files, below 1,024"),
-    (
-        "open files",
-        replace(limited(max_open_files=4096), world_size=2048),
-        "4,096 open files at most, below 9,216 for 2,048 ranks",
-    ),
+    ("open files", replace(limited(max_open_files=4096), world_size=2048), "4,096 open files at most, below 9,216"),
     ("threads", limited(tasks=1000), "1,000 more threads may start, below 256 for each of 8 ranks"),
     ("memory", limited(memory_bytes=4e9), "4.0 GB of memory left, below 8 for 8 ranks"),
     ("cores", limited(cores=2.5), "2.5 cores for 8 ranks"),
@@ -150,7 +135,9 @@ TROUBLES = (
 
 @pytest.mark.parametrize(("name", "host", "told"), TROUBLES)
 def test_trouble_is_told(name: str, host: Host, told: str) -> None:
-    assert find_troubles(host) == {name: [told]}
+    ((found, (text,)),) = find_troubles(host).items()
+    assert found == name
+    assert told in text
     (check,) = [check for check in CHECKS if check.name == name]
     assert links_are_broken(host) is check.breaks_links
 

@@ -11,19 +11,21 @@ from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.findings import find_faults, find_minority, gbit, remarks
 from bigbatch.trainer.preflight.meeting import absence_findings, host_faults
 
+NOISY = [
+    node(f"n{i}", multiply_gflops=700e3 * share, copy_gb_per_second=1500 * share, link_bytes_per_second={"x": share})
+    for i, share in enumerate((1.0, 0.85, 1.1, 0.95))
+]
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
-def test_equal_nodes_are_fit(count: int) -> None:
-    assert find_faults([node(f"n{i}") for i in range(count)]) == []
 
-
-def test_noise_is_no_finding() -> None:
-    nodes = [
-        node(
-            f"n{i}", multiply_gflops=700e3 * share, copy_gb_per_second=1500 * share, link_bytes_per_second={"x": share}
-        )
-        for i, share in enumerate((1.0, 0.85, 1.1, 0.95))
-    ]
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        *([node(f"n{i}") for i in range(count)] for count in (1, 2, 3, 4, 9)),
+        NOISY,
+        cluster(2, rate=lambda a, b: GBIT),  # slow links of two nodes have none to compare with
+    ],
+)
+def test_equal_nodes_are_fit(nodes: list[Any]) -> None:
     assert find_faults(nodes) == []
 
 
@@ -54,10 +56,6 @@ def test_slow_path_between_two_good_nodes_is_a_pair() -> None:
     nodes = cluster(rate=lambda a, b: (10 if {a, b} == {1, 3} else 100) * GBIT)
     assert texts(nodes) == ["n1 to n3: 10.00 Gbit/s, the median node's link 100.00 Gbit/s"]
     assert blamed(nodes) == []
-
-
-def test_slow_links_of_two_nodes_have_none_to_compare_with() -> None:
-    assert find_faults(cluster(2, rate=lambda a, b: GBIT)) == []
 
 
 @pytest.mark.parametrize(

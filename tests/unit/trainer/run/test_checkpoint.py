@@ -319,15 +319,6 @@ def test_checkpoint_that_does_not_end_names_itself_and_the_limit_is_its_own(monk
     assert float(re.findall(r"after ([\d.]+) s", waiting)[0]) >= 0.7
 
 
-@pytest.mark.parametrize("kind", [CheckpointError, UserError])
-def test_checkpoint_that_fails_is_told_to_all_ranks_in_the_same_words(kind: type[UserError]) -> None:
-    def write(ended: Event) -> None:
-        raise kind("cannot write checkpoint x/step-3: disk full")
-
-    words = "cannot write checkpoint x/step-3: disk full"
-    assert ranks_that_write(write, limit=60) == [f"{kind.__name__}: {words}", f"CheckpointError: {words}"]
-
-
 def test_checkpoint_with_an_unexpected_error_names_its_rank_to_the_others() -> None:
     """The text of a defect alone does not say on which rank it was."""
 

@@ -13,18 +13,7 @@ from small_run import PLAN
 
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
-from bigbatch.trainer.run.noise_scale import (
-    FEWEST,
-    KEPT,
-    KIND,
-    Moments,
-    NoiseScale,
-    Share,
-    describe_noise_scale,
-    running,
-    student_quantile,
-    unbiased,
-)
+from bigbatch.trainer.run.noise_scale import FEWEST, KEPT, KIND, Moments, Share, running, student_quantile, unbiased
 
 SMALL, LARGE = 4, 32
 
@@ -109,13 +98,6 @@ def test_few_measurements_give_no_figure() -> None:
     assert running(records[1:]).noise_scale(global_batch_size=LARGE) is None
     assert running(records).noise_scale(global_batch_size=LARGE) is not None, "of a run, too, whose figure forgets"
     assert Moments().add(0.0, 0.0).share() is None
-
-
-def test_figures_are_told_in_words() -> None:
-    assert describe_noise_scale(NoiseScale(1130.4, 900, 1500).record()) == "1,130 (900 to 1,500)"
-    assert describe_noise_scale(NoiseScale(1130.4, 900, None).record()) == "1,130 (900 to no bound)"
-    assert describe_noise_scale(NoiseScale(None, 900, None).record()) == "above 900"
-    assert describe_noise_scale(dict.fromkeys(NoiseScale(None, 0, None).record())) == "not measured yet"
 
 
 class Told:

@@ -196,11 +196,16 @@ class Ranks:
         return record, steps.totals
 
 
+def reports(*facts: dict[str, Any]) -> list[tuple[dict[str, Any], Totals]]:
+    """What each rank gets; a rank had 100 s and waited for nothing if its facts do not say otherwise."""
+    ranks, usual = Ranks(len(facts)), {"seconds": 100.0, "wait": 0.0, "exposed": 0.0}
+    with ThreadPoolExecutor(len(facts)) as pool:
+        results = [pool.submit(ranks.report, rank, **(usual | own)) for rank, own in enumerate(facts)]
+    return [result.result() for result in results]
+
+
 def test_report_a_wait_of_one_rank_is_a_wait_of_all() -> None:
-    ranks, fates = Ranks(3), {0: (1.0, 60.0), 1: (80.0, 0.0), 2: (0.0, 30.0)}
-    with ThreadPoolExecutor(3) as pool:
-        results = [pool.submit(ranks.report, r, seconds=100.0, wait=w, exposed=e) for r, (w, e) in fates.items()]
-    for record, totals in (result.result() for result in results):
+    for record, totals in reports({"wait": 1.0, "exposed": 60.0}, {"wait": 80.0}, {"exposed": 30.0}):
         assert (record["loss"], record["top1"]) == (2.0, 0.25)
         expected = {
             "input_wait_fraction": 0.8,
@@ -215,26 +220,15 @@ def test_report_a_wait_of_one_rank_is_a_wait_of_all() -> None:
 
 def test_report_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_step_lasts() -> None:
     """Rank 0 starts late, as it wrote a checkpoint: rank 1 meanwhile waited for longer than their mean window."""
-    ranks, fates = Ranks(2), {0: (10.0, 0.0), 1: (50.0, 40.0)}
-    with ThreadPoolExecutor(2) as pool:
-        results = [pool.submit(ranks.report, r, seconds=s, wait=w, exposed=0.0) for r, (s, w) in fates.items()]
-    for record, totals in (result.result() for result in results):
+    for record, totals in reports({"seconds": 10.0}, {"seconds": 50.0, "wait": 40.0}):
         assert record["input_wait_fraction"] == pytest.approx(0.8, rel=0.01)
         assert record["compute_images_per_second"] == pytest.approx(80 / 30 / 0.2, rel=0.01)
         assert totals.input_wait_seconds == pytest.approx(0.8 * 30, rel=0.01)
 
 
-def after_the_first() -> Totals:
-    """Return the totals of a run of four ranks that has reported once."""
-    return Totals(first_report_seconds=40.0, lag_seconds_P=[0.0] * 4)
-
-
 def test_report_the_first_report_names_no_straggler() -> None:
     """What happens once in a run happens there, and no rank is to blame."""
-    ranks = Ranks(2)
-    with ThreadPoolExecutor(2) as pool:
-        results = [pool.submit(ranks.report, r, seconds=100.0, wait=0.0, exposed=50.0 * r) for r in range(2)]
-    for record, totals in (result.result() for result in results):
+    for record, totals in reports({}, {"exposed": 50.0}):
         assert record["straggler_fraction"] == pytest.approx(0.25, rel=0.01)
         assert (totals.straggler_seconds, totals.lag_seconds_P) == (0.0, [0.0, 0.0])
         assert totals.first_report_seconds == pytest.approx(100, rel=0.01)
@@ -242,13 +236,10 @@ def test_report_the_first_report_names_no_straggler() -> None:
 
 def test_report_what_ranks_wait_for_adds_up() -> None:
     """Rank 1 is slow: the others wait 20 s for it and 5 s, as it does, for the wire; each waits 3 s for images."""
-    ranks, exposed = Ranks(4), (25.0, 5.0, 25.0, 25.0)
-    with ThreadPoolExecutor(4) as pool:
-        results = [
-            pool.submit(ranks.report, r, seconds=100.0, wait=3.0, exposed=e, joules=100.0 * r, before=after_the_first())
-            for r, e in enumerate(exposed)
-        ]
-    for record, totals in (result.result() for result in results):
+    once = [Totals(first_report_seconds=40.0, lag_seconds_P=[0.0] * 4) for _ in range(4)]
+    facts = [{"wait": 3.0, "exposed": 25.0, "joules": 100.0 * rank, "before": once[rank]} for rank in range(4)]
+    facts[1]["exposed"] = 5.0
+    for record, totals in reports(*facts):
         assert record["exposed_communication_fraction"] == pytest.approx(0.2, rel=0.01)  # 15 of it for rank 1
         assert record["straggler_fraction"] == pytest.approx(0.15, rel=0.01)
         assert totals.straggler_seconds == pytest.approx(15, rel=0.01)
@@ -350,6 +341,11 @@ def test_report_a_summary_that_was_edited_is_shown_as_it_is(value: object) -> No
     assert [told.removesuffix(" s") for _, told in rows(edited)] == [str(value)] * 4
     noise = {"noise_scale": value, "noise_scale_low": value}
     assert rows({"metrics": value, **noise}) == [("metrics", str(value)), ("noise_scale", "not measured yet")]
+
+
+def test_report_a_list_of_a_summary_has_a_row_for_each_entry() -> None:
+    assert rows({"skipped": ["a [1]: cut off", "b: empty"]}) == [("skipped", "a [1]: cut off"), ("skipped", "b: empty")]
+    assert rows({"skipped": []}) == []
 
 
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}

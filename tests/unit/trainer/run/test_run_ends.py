@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from error_texts import naming
 from owned_folder import owning
+from tiny_training import TINY
 
 from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
 from bigbatch.trainer import train
@@ -25,21 +26,10 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.step import stop_request
 
 STEPS_PER_EPOCH = 2
-SMALL = {
-    "data.loader": "synthetic",  # labels that no image tells: nothing can be learned
-    "data.num_synthetic_samples": 64,
-    "data.image_size": 8,
-    "data.probe_seconds": 0,
-    "model.options.width": 2,
-    "batch.global_batch_size": 32,
-    "batch.microbatch_size": 16,
-    "batch.bn_span": 16,
-    "run.epochs": 6,
-    "run.log_every_steps": 1,
-    "run.eval_every_epochs": 1,
-    "run.keep_checkpoints": 100,
-    "schedule.warmup_epochs": 1,
-}
+SMALL = {**TINY, "data.image_size": 8, "batch.global_batch_size": 32, "batch.microbatch_size": 16, "batch.bn_span": 16}
+"""Labels that no image tells: nothing can be learned."""
+SMALL |= {"run.epochs": 6, "run.log_every_steps": 1, "run.eval_every_epochs": 1, "run.keep_checkpoints": 100}
+SMALL |= {"schedule.warmup_epochs": 1}
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 256.0, "optimizer.loss_scale_growth_steps": 3}
 HARDLY = {"schedule.base_lr": 1e-9, "schedule.end_lr": 0}
 

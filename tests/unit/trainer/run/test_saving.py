@@ -3,6 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -152,6 +153,15 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
     return on_ranks(2, run)
 
 
+def save_third(
+    saver: CheckpointSaver, rank: int, *, wait: bool, on_start: Callable[[Any], object] = lambda write: None
+) -> None:
+    start(saver, done=3)
+    on_start(saver._write)
+    while saver.collect(wait=wait) is None:
+        pass
+
+
 def test_saving_tells_all_ranks_of_a_checkpoint_once_it_is_on_disk(tmp_path: Path, storage: Storage) -> None:
     def job(saver: CheckpointSaver, rank: int) -> list[Saved | None]:
         assert saver.collect(wait=True) is None, "there is none"
@@ -180,12 +190,7 @@ def test_saving_that_fails_ends_all_ranks_with_the_path(
 
     monkeypatch.setattr(torch, "save", fail)
 
-    def job(saver: CheckpointSaver, rank: int) -> None:
-        start(saver, done=3)
-        while saver.collect(wait=wait) is None:
-            pass
-
-    one, other = on_two_ranks(job, tmp_path)
+    one, other = on_two_ranks(partial(save_third, wait=wait), tmp_path)
     assert one == other
     assert one.startswith(f"cannot write checkpoint {tmp_path}/checkpoints/step-00000003: No space left")
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -198,18 +203,14 @@ def test_saving_that_takes_too_long_ends_all_ranks_and_gets_no_name(
     writers: list[Any] = []
 
     def job(saver: CheckpointSaver, rank: int) -> None:
-        start(saver, done=3)
-        if rank == 0:
-            writers.append(saver._write)
-        while saver.collect(wait=wait) is None:
-            pass
+        save_third(saver, rank, wait=wait, on_start=writers.append)
 
     one, other = on_two_ranks(job, tmp_path, limit=0.3)
     assert one == other
     for words in (f"{tmp_path}/checkpoints/step-00000003 is not on disk after 0.3 s", "checkpoint_timeout_seconds"):
         assert words in one
     storage.goes_on.set()
-    assert writers[0].ends_within(LONG_SECONDS)
+    assert next(filter(None, writers)).ends_within(LONG_SECONDS)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -219,11 +220,7 @@ def test_saving_without_memory_for_the_copy_ends_all_ranks(tmp_path: Path, monke
 
     monkeypatch.setattr(saving, "copy_to_host", refuse)
 
-    def job(saver: CheckpointSaver, rank: int) -> None:
-        start(saver, done=3)
-        saver.collect(wait=True)
-
-    one, other = on_two_ranks(job, tmp_path)
+    one, other = on_two_ranks(partial(save_third, wait=True), tmp_path)
     assert one == other
     assert one.startswith(f"cannot copy the state for checkpoint {tmp_path}/checkpoints/step-00000003: the host")
 

@@ -55,6 +55,9 @@ def of(
     return describe_sums(communicator, fused(buffer_bytes), is_sharded=is_sharded)
 
 
+TABLED = of("hybrid", table=TABLE)
+
+
 def test_sums_are_described_by_what_decides_their_order() -> None:
     table = hashlib.sha256(b'[[4096, "doubling"], [null, "ring"]]').hexdigest()[:8]
     plan = hashlib.sha256(b'[["d", "c"], ["b", "a"]]').hexdigest()[:8]
@@ -72,26 +75,19 @@ def test_sums_are_described_by_what_decides_their_order() -> None:
         (of("hierarchical"), of("hierarchical", hosts="aaab"), "nodes 2x2, now 3+1"),
         (of(), of(hosts="abab"), "nodes any, now 2x2 scattered"),  # another ring
         (of(is_sharded=True), of(is_sharded=False), "algorithm reduce-scatter, ring beside over tcp, now ring"),
+        (TABLED, of("hybrid", table=OTHER_TABLE), "algorithm"),
+        (TABLED, of("hybrid", table=TABLE, buffer_bytes=400), "fusion plan"),
     ],
 )
 def test_sums_that_go_another_way_are_told_with_what_changed(
     before: dict[str, str], now: dict[str, str], told: str
 ) -> None:
     (line,) = sums_notes(before, now)
-    assert line.startswith(f"{SAID} ({told}): ")
+    changed = told if told not in before else f"{told} {before[told]}, now {now[told]}"
+    assert line.startswith(f"{SAID} ({changed}): ")
     assert line.endswith("run.reproducible would keep them")
     assert sums_notes(now, before)
     assert not sums_notes(now, now)
-
-
-def test_sums_go_another_way_by_another_table_or_plan() -> None:
-    tabled = of("hybrid", table=TABLE)
-    for now, key in (
-        (of("hybrid", table=OTHER_TABLE), "algorithm"),
-        (of("hybrid", table=TABLE, buffer_bytes=400), "fusion plan"),
-    ):
-        (line,) = sums_notes(tabled, now)
-        assert line.startswith(f"{SAID} ({key} {tabled[key]}, now {now[key]}): ")
 
 
 @pytest.mark.parametrize(

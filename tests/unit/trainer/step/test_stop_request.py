@@ -25,6 +25,16 @@ def stop() -> StopRequest:
     return StopRequest()
 
 
+Said = SimpleQueue[str]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Said:
+    """What acknowledges a request; the listener looks often."""
+    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
+    return SimpleQueue()
+
+
 def test_signals_let_a_second_ctrl_c_interrupt_at_once(stop: StopRequest) -> None:
     assert not stop.is_set
     os.kill(os.getpid(), signal.SIGINT)
@@ -43,10 +53,9 @@ def wait_until_told(stop: StopRequest) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.Signals[name] for name in ASKING])
-def test_stop_is_acknowledged_and_due_at_the_next_boundary(number: signal.Signals) -> None:
+def test_stop_is_acknowledged_and_due_at_the_next_boundary(number: signal.Signals, said: Said) -> None:
     signal.signal(number, signal.SIG_DFL)  # nohup leaves SIGHUP ignored
     stop = StopRequest()
-    said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put):
         assert not stop.is_due()
         os.kill(os.getpid(), number)
@@ -67,9 +76,7 @@ def test_stop_does_not_take_a_closed_terminal_from_nohup() -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
-    said: SimpleQueue[str] = SimpleQueue()
+def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, said: Said) -> None:
     with stop.watch(alone(), acknowledge=said.put):
         stop._departure.ask()
         assert said.get(timeout=200) == stop.asked_by == "another rank's signal"
@@ -78,10 +85,8 @@ def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, monkeypatch: py
 
 
 def test_ranks_that_want_to_join_end_the_run_at_a_boundary_and_nothing_says_that_it_stops(
-    stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+    stop: StopRequest, said: Said
 ) -> None:
-    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
-    said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put, wants_join=lambda: True):
         assert stop.joining is None
         wait_until_told(stop)
@@ -92,26 +97,21 @@ def test_ranks_that_want_to_join_end_the_run_at_a_boundary_and_nothing_says_that
     assert said.empty()
 
 
-def test_stop_is_heeded_although_no_look_for_ranks_that_join_succeeds(
-    stop: StopRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
+def test_stop_is_heeded_although_no_look_for_ranks_that_join_succeeds(stop: StopRequest, said: Said) -> None:
     looked: SimpleQueue[str] = SimpleQueue()
 
     def fail() -> None:
         looked.put("looked")
         raise OSError("no such data set any more")
 
-    said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put, wants_join=fail):
         looked.get(timeout=200)
         os.kill(os.getpid(), signal.SIGTERM)
         assert said.get(timeout=200) == "SIGTERM"
 
 
-def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest) -> None:
+def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest, said: Said) -> None:
     """mpirun ends all ranks after one was killed, so no checkpoint will be saved."""
-    said: SimpleQueue[str] = SimpleQueue()
     control = alone()
     control.world_size = 2  # the other one writes nothing
     with stop.watch(control, acknowledge=said.put):
@@ -120,30 +120,27 @@ def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest) -> Non
     assert said.empty()
 
 
-def test_stop_is_asked_for_by_the_end_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_is_asked_for_by_the_end_of_the_launcher(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """If torchrun is killed, its ranks would otherwise train on unnoticed."""
-    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
-    said: SimpleQueue[str] = SimpleQueue()
-    stop = StopRequest(launcher=os.getppid())
+    launcher = os.getppid()
+    stop = StopRequest(launcher=launcher)
     with stop.watch(alone(), acknowledge=said.put):
         time.sleep(0.05)
         assert said.empty()
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        monkeypatch.setattr(os, "getppid", lambda: launcher + 1)
         assert said.get(timeout=200) == "the end of its launcher"
         wait_until_told(stop)
         assert stop.is_due()
 
 
-def test_stop_that_came_before_it_was_watched_for_is_not_lost(stop: StopRequest) -> None:
+def test_stop_that_came_before_it_was_watched_for_is_not_lost(stop: StopRequest, said: Said) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert not stop.is_due(), "not watched, as in bigbatch doctor"
-    said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put):
         assert said.get(timeout=200) == "SIGTERM"
 
 
-def test_stop_of_a_forked_process_is_its_own(stop: StopRequest) -> None:
-    said: SimpleQueue[str] = SimpleQueue()
+def test_stop_of_a_forked_process_is_its_own(stop: StopRequest, said: Said) -> None:
     with stop.watch(alone(), acknowledge=said.put):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
