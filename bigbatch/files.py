@@ -196,7 +196,7 @@ def open_plain_sized(name: str | Path, flags: int = os.O_RDONLY | os.O_CLOEXEC) 
     facts = os.fstat(descriptor)
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):  # a read reports that path is a folder
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file", str(name))
     return descriptor, facts.st_size
 
 

@@ -1,12 +1,13 @@
 """Stage a packed data set: copy it to a node's own disk or memory, and verify every byte.
 
-One process of a node copies, while others wait for it. While a split is copied, its file STAGED holds the source's
-index.json; index.json itself is written last, and marks a whole split.
+One process of a node copies, while others wait for it. The file STAGED of a split that is copied holds the source's
+index.json; index.json itself is written last, and marks a whole split. A copy by other means is verified, and kept.
 """
 
 import hashlib
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +29,10 @@ from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
 from bigbatch.words import count
 
 LOCK, USERS = ".stage.lock", ".stage.users"
-OLD_PART, OLD_WHOLE = b"copied in part\n", b"checked and on disk\n"
-"""Content of STAGED in copies of older releases, unfinished and whole."""
+CHECKED, OLD_PART = b"checked and on disk\n", b"copied in part\n"
+"""Content of STAGED in verified copies by other means or by older releases; in unfinished ones of older releases."""
 CHUNK_BYTES = 8 << 20
+WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,23 @@ def stage(
     if not plans:
         raise DataError(f"{source}: holds none of {', '.join(splits)}; name the DST of `bigbatch data pack`")
     # lock before looking at the copy: another process may have completed it meanwhile
-    with _only_process(target, on_wait) as was_private:
-        start = time.monotonic()
-        # if others could write there, sizes do not prove that the files are whole
-        todo = [plan for plan in plans if not (was_private and _is_complete(plan))]
+    with _only_process(target, on_wait):
+        start, mode = time.monotonic(), target.stat().st_mode
+        # if others can write there, sizes do not prove that the files are whole
+        todo = [plan for plan in plans if mode & WRITABLE or not _is_complete(plan)]
+        for plan in todo:
+            _require_free(plan)
+        for plan in todo:
+            plan.target.mkdir(exist_ok=True)
+            sweep_unfinished(plan.target)
+        _require_room(target, todo)
+        if mode & WRITABLE and not mode & stat.S_ISVTX:  # in /tmp others keep their right to write
+            target.chmod(mode & ~WRITABLE)
         for plan in todo:
             _begin(plan)
-        _require_room(target, todo)
         bytes_copied, bytes_kept = _copy_all(todo, num_workers=num_workers, on_progress=on_progress)
         for plan in todo:
-            write_whole(plan.target / INDEX, plan.index, mark=UNFINISHED, sync=True)
+            _finish(plan)
         return StageSummary(
             num_images=sum(plan.facts.num_images for plan in plans),
             num_shards=sum(len(plan.facts.shards) for plan in plans),
@@ -119,7 +128,8 @@ def stage(
 def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
     """Keep the staged copy in target while the block runs; with keep=False the last process to leave removes it.
 
-    The copy may be staged later. Ignores a target that cannot be locked, which stage() reports. Other files stay.
+    The copy may be staged later. Ignores a target that cannot be locked, which stage() reports. Other files stay, and a
+    copy by other means.
     """
     users = None
     with suppress(OSError):
@@ -137,13 +147,13 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
 
 
 def _remove(target: Path) -> None:
-    """Remove what stage() wrote to target, unless another process stages there. Raises: OSError."""
+    """Remove the splits that stage() copied to target, unless another process stages there. Raises: OSError."""
     with open_lock(target / LOCK) as lock:
         if not try_lock(lock):
             return
         for split in (target / name for name in SPLITS):
-            if split.is_symlink() or not (split / STAGED).exists():
-                continue  # not written here: a data set that stage() refused
+            if split.is_symlink() or not (split / STAGED).is_file() or read_plain(split / STAGED) == CHECKED:
+                continue
             # STAGED last: shards without it and without an index would be taken for WebDataset's
             made = split / INDEX, split / ENTRIES, *split.glob("shard-*.tar"), *split.glob(f".*{UNFINISHED}")
             for path in (*made, split / STAGED):
@@ -168,11 +178,11 @@ def _plan(source: Path, target: Path) -> _Split:
 
 
 @contextmanager
-def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
-    """Hold a lock on target in the block; yield whether no other user could write there before.
+def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[None]:
+    """Hold a lock on target in the block. Raises: DataError that names the path, for system errors of the block, too.
 
     The kernel frees the lock when its process ends. The wait has no time limit, because the process with the lock shows
-    its progress. Raises: DataError that names the path, for system errors of the block, too.
+    its progress.
     """
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -184,11 +194,11 @@ def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[bool]
                 raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
             if target.stat().st_uid != os.geteuid():
                 raise DataError(f"{target}: belongs to another user, so its images may change; name another DST")
-            was_private = not target.stat().st_mode & 0o022
-            target.chmod(0o700)
-            yield was_private
+            yield
     except OSError as error:
         path, reason = error.filename2 or error.filename or target, error.strerror or error
+        if isinstance(error, FileExistsError):
+            reason = "it is no folder"
         advice = "fix that and run the same command again: what is copied is kept"
         raise DataError(f"{path}: cannot be used ({reason}); {advice}") from error
 
@@ -197,28 +207,41 @@ def _is_complete(split: _Split) -> bool:
     """Return whether a split was staged from this source, by its index and the sizes of its files."""
     with suppress(OSError, DataError):  # missing or broken files are copied again
         # a copy by other means has no STAGED: it is verified first
-        is_verified = read_plain(split.target / STAGED) in (split.index, OLD_WHOLE)
+        is_verified = read_plain(split.target / STAGED) in (split.index, CHECKED)
         if is_verified and read_plain(split.target / INDEX) == split.index:
             read_packed(split.target)
             return True
     return False
 
 
-def _begin(split: _Split) -> None:
-    """Mark a split's target as unfinished. Raises: DataError if it holds something else; OSError."""
+def _require_free(split: _Split) -> None:
+    """Raise DataError if the source is not whole, or the target holds something else. Changes nothing."""
     read_packed(split.source)  # to find a missing or cut shard now, not after an hour
-    split.target.mkdir(exist_ok=True)
     index, staged = split.target / INDEX, split.target / STAGED
-    left = (path for path in split.target.iterdir() if path.suffix != UNFINISHED)
-    held = next((path for path in (index, staged, *left) if path.exists()), None)
-    if held is None or (held == staged and read_plain(held) == OLD_PART):
-        write_whole(staged, split.index, mark=UNFINISHED)
-    elif held not in (index, staged) or read_plain(held) != split.index:
+    if index.exists():
+        held = None if read_plain(index) == split.index else index
+    elif staged.exists():
+        held = None if read_plain(staged) in (split.index, CHECKED, OLD_PART) else staged
+    else:
+        there = split.target.iterdir() if split.target.exists() else ()
+        held = next((path for path in there if path.suffix != UNFINISHED), None)
+    if held:
         remedy = "delete its folder to stage again, or name another DST"
         raise DataError(f"{held}: does not come from {split.source}; {remedy}")
-    elif held == index:
-        index.replace(staged)  # the split must not look whole while files are replaced
-    sweep_unfinished(split.target)
+
+
+def _begin(split: _Split) -> None:
+    """Mark a split as unfinished, unless it has an index: then a missing file keeps it from looking whole."""
+    if not (split.target / INDEX).exists():
+        write_whole(split.target / STAGED, split.index, mark=UNFINISHED)
+
+
+def _finish(split: _Split) -> None:
+    """Mark a verified split as whole."""
+    staged = split.target / STAGED
+    if not staged.exists() or read_plain(staged) != split.index:
+        write_whole(staged, CHECKED, mark=UNFINISHED, sync=True)  # a copy by other means
+    write_whole(split.target / INDEX, split.index, mark=UNFINISHED, sync=True)
 
 
 def _require_room(target: Path, splits: Sequence[_Split]) -> None:
@@ -266,7 +289,7 @@ def _copy(split: _Split, file: Shard, advance: Callable[[int, bool], None]) -> N
         if sha256_of(target) == file.sha256:
             advance(file.num_bytes, False)
             return
-        target.unlink()  # to make room
+        target.unlink()  # at once: if index.json exists, the split must not look whole
     # synced, so that a power cut does not leave the full size without the content
     with replacing(target, mark=UNFINISHED, sync=True) as copy:
         for chunk in _chunks(source):

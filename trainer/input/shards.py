@@ -21,7 +21,7 @@ from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.image_files import list_split
 from bigbatch.trainer.input.listed import SPLITS, listed_classes, read_images
 from bigbatch.trainer.input.order import require_same_classes
-from bigbatch.trainer.input.shard_files import INDEX, ShardFiles, ShardReader, is_packed
+from bigbatch.trainer.input.shard_files import INDEX, STAGED, ShardFiles, ShardReader, is_packed
 from bigbatch.trainer.input.storage import Cache, RemoteShards, Storage, url_of
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset import (
@@ -142,6 +142,9 @@ def read_split_index(folder: Path) -> SplitIndex:
     try:
         return parse_split_index(read_plain(path).decode(), path=path)
     except FileNotFoundError as error:
+        if (folder / STAGED).exists():
+            advice = "run `bigbatch data stage SRC DST` again"
+            raise DataError(f"{folder}: staging has not finished, {INDEX} is missing; {advice}") from error
         raise DataError(f"{folder}: packing has not finished, {INDEX} is missing; {REPACK}") from error
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error

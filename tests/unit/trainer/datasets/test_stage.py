@@ -78,6 +78,10 @@ def staged(root):
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name not in ours}
 
 
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def looks_whole(folder):
     try:
         open_split(folder.parent, folder.name)
@@ -141,7 +145,7 @@ def test_stage_a_copy_that_others_could_plant_is_read(source, target):
     target.chmod(0o777)
     flip_byte(target / "train/shard-000001.tar")
     stage(source, target)
-    assert target.stat().st_mode & 0o777 == 0o700
+    assert target.stat().st_mode & 0o777 == 0o755
     assert verify(target) == len(FILES)
     assert staged(target) == staged(source)
 
@@ -349,9 +353,10 @@ def test_stage_room_is_looked_for_first_and_counts_what_is_there(source, target,
     sizes = re.findall(r"(\S+) GB", str(raised.value))
     assert sizes == [f"{total / 1e9:.4g}", f"{free[0] / 1e9:.4g}"]
     assert read == []
-    assert [path.name for path in (target / "train").iterdir()] == [".staged"], "what is of no use makes room first"
+    assert list((target / "train").iterdir()) == [], "what is of no use makes room first"
     first = source / "train/shard-000000.tar"
     shutil.copy(first, target / "train")
+    shutil.copy(source / "train/index.json", target / "train/.staged")
     free[0] -= first.stat().st_size - 1
     stage(source, target)
     assert staged(target) == staged(source)
@@ -414,16 +419,16 @@ def test_stage_one_split_will_do(source, target):
 
 
 @pytest.mark.parametrize(
-    ("in_the_way", "named", "number"),
+    ("in_the_way", "named", "reason"),
     [
-        ("node", "node/staged:", errno.ENOTDIR),
-        ("node/staged", "node/staged:", errno.EEXIST),
-        ("node/staged/val", "node/staged/val:", errno.EEXIST),
+        ("node", "node/staged:", os.strerror(errno.ENOTDIR)),
+        ("node/staged", "node/staged:", "no folder"),
+        ("node/staged/val", "node/staged/val:", os.strerror(errno.ENOTDIR)),
     ],
 )
-def test_stage_a_target_that_cannot_be_made_is_named(source, target, tmp_path, in_the_way, named, number):
+def test_stage_a_target_that_cannot_be_made_is_named(source, target, tmp_path, in_the_way, named, reason):
     sample_images.write(tmp_path, {in_the_way: b"a file"})
-    with pytest.raises(DataError, match=naming(named, os.strerror(number))):
+    with pytest.raises(DataError, match=naming(named, reason)):
         stage(source, target)
 
 
@@ -498,18 +503,35 @@ def test_stage_continues_a_copy_that_an_older_release_left_unfinished(source, ta
 
 def test_stage_a_whole_copy_of_an_older_release_is_not_read_again(source, target, read):
     stage(source, target)
-    (target / "train/.staged").write_bytes(stage_module.OLD_WHOLE)
+    (target / "train/.staged").write_bytes(stage_module.CHECKED)
     assert stage(source, target).bytes_kept == 0
 
 
-def test_using_copy_keeps_a_data_set_that_stage_refused(source, target):
-    """Other packed images, named by mistake: only what stage() wrote may go."""
+@pytest.mark.parametrize("refused", ["other index", "other split", "no room"])
+def test_using_copy_keeps_what_stage_refused(source, target, refused, monkeypatch):
+    """Packed images of the user: a refusal changes nothing, and only what stage() copied may go."""
     shutil.copytree(source / "train", target / "train")
-    (target / "train/index.json").write_text((target / "train/index.json").read_text() + " ")
-    held = sorted(path.name for path in (target / "train").iterdir())
-    with pytest.raises(DataError, match="does not come from"), using_copy(target, keep=False):
+    if refused == "other index":
+        (target / "train/index.json").write_text((target / "train/index.json").read_text() + " ")
+    elif refused == "other split":
+        sample_images.write(target, {"val/mine": b"x"})
+    else:
+        monkeypatch.setattr(stage_module.shutil, "disk_usage", lambda path: Usage(10**12, 0, 0))
+    target.chmod(0o755)
+    held = files_of(target / "train")
+    with pytest.raises(DataError), using_copy(target, keep=False):
         stage(source, target)
-    assert sorted(path.name for path in (target / "train").iterdir()) == held
+    assert files_of(target / "train") == held
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
+def test_using_copy_keeps_a_copy_by_other_means(source, target):
+    shutil.copytree(source, target)
+    held = files_of(target)
+    for _ in range(2):
+        with using_copy(target, keep=False):
+            stage(source, target)
+        assert held.items() <= files_of(target).items()
 
 
 def test_using_copy_of_ranks_that_end_at_the_same_moment_is_removed(target, monkeypatch):
