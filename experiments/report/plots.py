@@ -49,7 +49,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
 
 def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     """Draw the parts of lost efficiency as a stacked bar for each point; none of the points is its own base."""
-    title = "Where it goes" + _left_out(points)
+    title = "Lost efficiency" + _left_out(points)
     points = points[:MAX_BARS]
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{plain_text(variant_name(each))}, {count(each.point.ranks, 'rank')}" for each in points]
@@ -73,7 +73,7 @@ def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=1)
-    xlabel = "share of the step (%): what is lost to 100% efficiency; left of 0: won"
+    xlabel = "lost efficiency, share of the step (%); negative: gained"
     axes.set(xlabel=xlabel, title=_title(title, name))
     figure.legend(loc="outside lower center", ncols=len(bars), fontsize=8)
     return figure

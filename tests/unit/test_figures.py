@@ -224,6 +224,12 @@ def test_figures_of_exact_sums_between_nodes() -> None:
         require(limit, row["ways"]["grid"]["limit_seconds"] / row["ways"]["fp32"]["limit_seconds"])
 
 
+def test_figures_of_the_scaling_plot() -> None:
+    shares = [100 * point["efficiency"] for point in record("sweep-scaling-cpu")["points"] if point["ranks"] == 2]
+    text = (ROOT / "README.md").read_text().partition("sweep-scaling-cpu.json)): efficiency is ")[2]
+    require(text.partition("%.")[0], min(shares), max(shares))
+
+
 def test_figures_of_many_ranks() -> None:
     found = record("comm-meeting")["found"]
     for (_, cell), key in zip(
