@@ -217,7 +217,9 @@ _SHORTENED.maxstring, _SHORTENED.maxother = 80, 200
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, without the place in the C++ sources."""
-    text = str(error).strip() or type(error).__name__
+    text = str(error).strip()
+    if not re.search(r"[^\W\d_]", text):  # such as SystemExit(3)
+        text = f"{type(error).__name__} {text}".strip()
     return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
 
 

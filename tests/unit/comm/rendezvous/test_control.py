@@ -167,6 +167,7 @@ def test_first_line_of_an_error() -> None:
     assert first_line(RuntimeError(gloo)) == "Connection closed by peer [127.0.0.1]:4321"
     assert first_line(RuntimeError("[rank 1] lost")) == "[rank 1] lost"
     assert first_line(KeyError()) == "KeyError"
+    assert first_line(SystemExit(3)) == "SystemExit 3"
 
 
 # --- the rendezvous ---
