@@ -61,7 +61,7 @@ def _start_copy(config: Config, host: str) -> Callable[[], State]:
 
     That function raises the copy's error, except DataError.
     """
-    source, target, limit = config.data.root, config.data.stage, config.comm.timeout_seconds
+    source, target, limit = Path(config.data.root), Path(str(config.data.stage)), config.comm.timeout_seconds
     progress, moved_at = f"starting on {host}", awake_seconds()
 
     def advance(done_bytes: int, total_bytes: int) -> None:
@@ -90,8 +90,6 @@ def _start_copy(config: Config, host: str) -> Callable[[], State]:
         raise error
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="bigbatch-stage")
-    copy = thread.submit(
-        stage, Path(source), Path(str(target)), num_workers=NUM_WORKERS, on_progress=advance, on_wait=wait_for_another
-    )
+    copy = thread.submit(stage, source, target, num_workers=NUM_WORKERS, on_progress=advance, on_wait=wait_for_another)
     thread.shutdown(wait=False)  # if another rank is lost, this one exits at once, with its copy unfinished
     return state

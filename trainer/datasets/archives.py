@@ -12,7 +12,7 @@ from bigbatch.errors import DataError, StorageError, first_line, shortened
 from bigbatch.files import replacing
 from bigbatch.trainer.datasets.show_progress import Report
 from bigbatch.trainer.input import tar_headers
-from bigbatch.trainer.input.formats import MAX_PIXELS
+from bigbatch.trainer.input.formats import MAX_PIXELS, excess_bytes
 from bigbatch.trainer.input.tar_headers import MAX_MEMBERS, Window
 
 TIMEOUT_SECONDS = 60.0
@@ -51,11 +51,8 @@ class ArchiveMember:
 
     def read(self) -> bytes:
         """Return all bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
-        most = 4 * self.max_pixels  # a decoded RGBA image takes as much
-        if self.num_bytes > most:
-            limit = f"more than an image of {self.max_pixels / 1e6:g} megapixels takes ({most:,})"
-            advice = "get another archive, or raise --max-megapixels"
-            raise DataError(f"{self}: claims {self.num_bytes:,} bytes, {limit}; it is refused: {advice}")
+        if excess := excess_bytes(self.num_bytes, max_pixels=self.max_pixels):
+            raise DataError(f"{self}: {excess}; it is refused: get another archive, or raise --max-megapixels")
         with _named_errors(str(self)):
             data = self.part(self.num_bytes, 0)
             if len(data) < self.num_bytes:

@@ -17,9 +17,14 @@ _ADVICE = "replace or remove it"
 _FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
 """Default limit of an image's pixels: half a megabyte of PNG may hold 600 million, which take 2.4 GB decoded."""
-MAX_IMAGE_BYTES = 4 * MAX_PIXELS
-"""Limit of an encoded image in a tar file, whose header may claim any length: decoded RGBA of MAX_PIXELS takes less."""
-TOO_LONG = f"more than an image of {MAX_PIXELS / 1e6:g} megapixels takes ({MAX_IMAGE_BYTES:,})"
+
+
+def excess_bytes(num_bytes: int, *, max_pixels: int = MAX_PIXELS) -> str:
+    """Return why so many bytes are no encoded image, as the header of a tar member may claim any length; else ""."""
+    most = 4 * max_pixels  # decoded RGBA takes as much
+    if num_bytes <= most:
+        return ""
+    return f"claims {num_bytes:,} bytes, more than an image of {max_pixels / 1e6:g} megapixels takes ({most:,})"
 
 
 class UnsupportedImageError(DataError):

@@ -22,7 +22,7 @@ import numpy as np
 
 from bigbatch.errors import DataError, StorageError, print_line, shortened
 from bigbatch.files import open_plain, parse_json
-from bigbatch.trainer.input.formats import MAX_IMAGE_BYTES, TOO_LONG
+from bigbatch.trainer.input.formats import excess_bytes
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, UNREAD_SUFFIXES, is_hidden, require_one_spelling
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shard_files import Stamp
@@ -195,9 +195,8 @@ def _add_sample(path: str, key: str, sample: Mapping[str, Member], window: Windo
     image = images[0]
     if len(images) > 1:
         raise DataError(f"{path}: members {' and '.join(m.name for m in images)}: two images in one sample; {_REMEDY}")
-    if image.num_bytes > MAX_IMAGE_BYTES:
-        text = f"{path}: member {shortened(image.name)}: claims {image.num_bytes:,} bytes, {TOO_LONG}; {_REMEDY}"
-        raise DataError(text)
+    if excess := excess_bytes(image.num_bytes):
+        raise DataError(f"{path}: member {shortened(image.name)}: {excess}; {_REMEDY}")
     found.labels.append(_label(path, image, sample, window))
     found.rows.append((image.offset, image.num_bytes, image.header))
     found.names.append(image.name)

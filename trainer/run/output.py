@@ -182,11 +182,14 @@ class RunOutput:
                 spent=total_spent(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
+        self._print_summary(summary)
+        return dict(summary)
+
+    def _print_summary(self, summary: dict[str, Any]) -> None:
         self.leave_terminal()
         for name, text in rows(summary):
             self.say(f"{name:32} {text}")
-        self.say(f"plot: {rundir.plot}")
-        return dict(summary)
+        self.say(f"plot: {self._rundir.plot}")
 
     def record_timeline(self, step: int, *, wait: Callable[[], None]) -> None:
         """Start the trace of comm.timeline_steps at the first of them, write it after the last. Collective.
