@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -13,16 +13,17 @@ from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type
+from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type, size_of
 from bigbatch.comm.backends.host_staging import HostStaging, Staged, via_memory
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.regroup import Endpoints
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.comm.rendezvous.watch import Watch
+from bigbatch.comm.rendezvous.watch import TensorSize, Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import exit_code_of
 from bigbatch.exit_codes import CRASHED
@@ -60,6 +61,8 @@ class Communicator:
     """Why the algorithm was chosen, if the config names none."""
     calibration: str = ""
     """Measurements of this cluster, for the run folder; empty if none were requested."""
+    order: OperationOrder = field(default_factory=OperationOrder)
+    """Of the operations of this connection, also of those through with_algorithm()."""
     endpoints: Endpoints | None = None
     """Where the ranks can form a new group after a rank is lost; None if they cannot."""
 
@@ -157,8 +160,9 @@ class Communicator:
         It uses the queue, copies and errors of start(). algorithm and wire name it in a trace.
         """
         _require_summable(self, tensor_N)
-        timeline, backend = self.timeline, self.backend
-        operation = via_memory(collective_, tensor_N, self.memory, self.staging, backend=backend, label=label)
+        timeline = self.timeline
+        finish, memory, staging = self._finish_all, self.memory, self.staging
+        operation = via_memory(collective_, tensor_N, memory, staging, finish=finish, label=label)
         timeline.mark(label, row="buffers ready")
 
         def recorded() -> None:
@@ -167,8 +171,29 @@ class Communicator:
                 operation()
 
         self.control.detector.begin()
-        work = backend.submit(recorded if timeline.is_active else operation, label=label)
+        size = size_of(tensor_N)
+        work = self.submit(recorded if timeline.is_active else operation, label=label, size=size)
         return work if self.staging is None else Staged(work, self.staging)
+
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
+        """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
+        self.order.start_held()
+        if ranks is None:
+            self.order.note(f"{label} {size}")
+        return self.backend.submit(operation, label=label, ranks=ranks, size=size)
+
+    def _finish_all(self) -> None:
+        """Wait until all ranks have ended the operations so far."""
+        # with a message, by which a rank notices another one that does not call this
+        one_1 = torch.zeros(1)
+        self.submit(lambda: self.backend.all_reduce_(one_1, self.backend.world), label="growth of shared memory").wait()
 
     def algorithm_for(self, tensor_N: Tensor) -> str:
         """Return the algorithm that sums this tensor: for hybrid, the table's choice by size."""

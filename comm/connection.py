@@ -21,6 +21,7 @@ from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.lifetime import close_at_exit
+from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_begin
@@ -253,6 +254,7 @@ def _make_communicator(
         table=None,
         device=device,
         timeline=Timeline(device),
+        order=OperationOrder(control.agree if transport.name == "nccl" else None),
     )
 
 

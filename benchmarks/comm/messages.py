@@ -23,7 +23,7 @@ from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.comm.rendezvous.watch import Pending
+from bigbatch.comm.rendezvous.watch import Pending, TensorSize
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_
@@ -80,7 +80,14 @@ class CountingBackend:
         """Count the sent message."""
         return self.start_send(send, to=to)
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         """Run it at once."""
         operation()
         return Done()

@@ -8,10 +8,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.watch import Pending
+from bigbatch.comm.rendezvous.watch import Pending, TensorSize
 
 HALF = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)
+
+
+def size_of(tensor_N: Tensor) -> TensorSize:
+    """Return what all ranks must have in common of a tensor that they sum."""
+    return tensor_N.numel(), tensor_N.dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -98,10 +103,18 @@ class Backend(Protocol):
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Start one hop of a ring: sending to one rank while receiving from another."""
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         """Start an operation made of collectives and messages; submitted operations run one after another.
 
-        All ranks submit the same operations, in the same order. ranks: the participants, if not the whole world.
+        All ranks submit the same operations, in the same order. ranks: the participants, if not the whole world. On
+        host memory a rank whose operation has another number, label or size than another rank's fails with a CommError.
         """
 
     def oldest(self) -> Pending | None:

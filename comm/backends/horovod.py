@@ -10,9 +10,11 @@ from torch import Tensor
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.mpi import on_queue
+from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.watch import TensorSize
 from bigbatch.errors import CommError, first_line, tell
 
 PAGE = "docs/compare.md#horovod-as-a-backend"
@@ -83,6 +85,8 @@ class HorovodBackend:
         self.world_size: int = self._hvd.size()
         self.world = Group(tuple(range(self.world_size)), self._hvd.global_process_set)
         self._process_sets = {self.world.ranks: self.world.handle}
+        # _name() does not tell two sums of one size apart
+        self._queue.begin = partial(require_same_operation, self, tags=OperationTags(self.rank))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make a process set for each family that has none yet; Horovod needs every rank to make all of them."""
@@ -121,11 +125,18 @@ class HorovodBackend:
 
     start_send = start_receive = start_exchange = _refuse
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         """Start the operation on a thread, while backward continues, after the GPU's work so far."""
         if self._gpu is not None:  # Horovod itself waits only for the stream of that thread
             operation = behind_kernels(operation, self._gpu)
-        return self._queue.submit(operation, label=label, ranks=ranks)
+        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
 
     def close(self) -> None:
         if self._queue.is_closed:

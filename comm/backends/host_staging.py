@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Backend, InFlight
+from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.backends.node_memory import NodeMemory
 
 
@@ -84,22 +84,24 @@ def via_memory(
     memory: NodeMemory | None,
     staging: HostStaging | None,
     *,
-    backend: Backend,
+    finish: Callable[[], None],
     label: str,
 ) -> Callable[[], None]:
-    """Return what the backend runs: the collective on the tensor, or on shared memory with copies there and back."""
+    """Return what the backend runs: the collective on the tensor, or on shared memory with copies there and back.
+
+    finish: waits for all operations that were submitted. Collective; called seldom, because scratch memory doubles.
+    """
     if not tensor_N.numel():
         return lambda: None
     if memory is None or memory.views(tensor_N) is not None:
         return lambda: collective_(tensor_N)
 
-    def finish(outgrown_N: Tensor) -> None:
-        """Wait for operations that may use this scratch memory. Collective, and seldom: scratch doubles."""
-        backend.submit(lambda: None, label="growth of shared memory").wait()
+    def finish_and_unpin(outgrown_N: Tensor) -> None:
+        finish()
         if staging is not None:
             staging.unpin(outgrown_N)
 
-    scratch_N = memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=finish, what=label)
+    scratch_N = memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=finish_and_unpin, what=label)
     if staging is None:
 
         def by_way_of_scratch() -> None:

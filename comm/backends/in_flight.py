@@ -12,7 +12,7 @@ import torch
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight, Started
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
-from bigbatch.comm.rendezvous.watch import Pending
+from bigbatch.comm.rendezvous.watch import Pending, TensorSize
 from bigbatch.errors import CommError, PeerLostError
 
 ABORT_SECONDS = 2.0
@@ -22,6 +22,7 @@ Explain = Callable[[str, float, Exception], CommError]
 """(label, seconds waited, cause) -> the error to raise."""
 WhileWaiting = Callable[[str, float], None]
 """(label, seconds waited so far): called every POLL_SECONDS of a wait; raises to give up."""
+Begin = Callable[[Pending], object]
 
 
 class LateError(Exception):
@@ -39,8 +40,17 @@ class ThreadQueue:
     a daemon: if it hangs in a collective, it does not keep a failed process alive.
     """
 
-    def __init__(self, explain: Explain, *, while_waiting: WhileWaiting, number: int = 0) -> None:
-        """number: that of the last operation in the queue that this one replaces, if any."""
+    def __init__(
+        self,
+        explain: Explain,
+        *,
+        while_waiting: WhileWaiting,
+        begin: Begin = lambda pending: None,
+        number: int = 0,
+    ) -> None:
+        """begin: see self.begin. number: that of the last operation in the queue that this one replaces, if any."""
+        self.begin = begin
+        """Called on the thread before each operation; may raise to refuse it."""
         self._explain = explain
         self._while_waiting = while_waiting
         self._failure: CommError | None = None
@@ -50,19 +60,26 @@ class ThreadQueue:
         """Limit of a wait, which then raises LateError; None: while_waiting's alone."""
         self._under_way: deque[Pending] = deque()
         self.is_closed = False
-        self._jobs: SimpleQueue[tuple[futures.Future[None], Callable[[], None], str] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[futures.Future[None], Callable[[], None], Pending] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         """Queue the operation; its failure is raised by wait(). Raises: CommError after close()."""
         if self.is_closed:
             raise CommError(f"{label} cannot start: the communicator is closed")
         future: futures.Future[None] = futures.Future()
         self.number += 1
-        pending = Pending(self.number, label, awake_seconds(), ranks)
+        pending = Pending(self.number, label, awake_seconds(), ranks, size)
         self._under_way.append(pending)
-        self._jobs.put((future, operation, label))
+        self._jobs.put((future, operation, pending))
 
         def wait() -> None:
             start = awake_seconds()
@@ -79,10 +96,10 @@ class ThreadQueue:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, operation, label = job
-            self._under_way[0] = replace(self._under_way[0], since=awake_seconds())
+            future, operation, pending = job
+            self._under_way[0] = replace(pending, since=awake_seconds())
             try:
-                self._run(operation, label)
+                self._run(operation, pending)
                 future.set_result(None)
             except Exception as error:  # raised again by wait()
                 future.set_exception(error)
@@ -92,18 +109,19 @@ class ThreadQueue:
         """Return the operation that runs now, or is the next to run."""
         return next(iter(self._under_way.copy()), None)
 
-    def _run(self, operation: Callable[[], None], label: str) -> None:
+    def _run(self, operation: Callable[[], None], pending: Pending) -> None:
         # after a failure the peers would match this operation with a different one
         if self._failure:
             raise self._failure
         start = awake_seconds()
         try:
+            self.begin(pending)
             operation()
         except PeerLostError as error:  # explained already
             self._failure = error
             raise
         except Exception as error:
-            self._failure = self._failure or self._explain(label, awake_seconds() - start, error)
+            self._failure = self._failure or self._explain(pending.label, awake_seconds() - start, error)
             raise self._failure from error
 
     def close(self) -> None:
@@ -114,7 +132,8 @@ class ThreadQueue:
 
     def successor(self, *, num_missed: int) -> "ThreadQueue":
         """Return a new queue. num_missed: number of operations that other ranks have submitted and this one has not."""
-        return ThreadQueue(self._explain, while_waiting=self._while_waiting, number=self.number + num_missed)
+        number = self.number + num_missed
+        return ThreadQueue(self._explain, while_waiting=self._while_waiting, begin=self.begin, number=number)
 
     def give_up(self, error: CommError, *, end: Callable[[], None]) -> None:
         """Fail the queued operations, and stop the thread; wait up to ABORT_SECONDS for the operation under way.
@@ -175,11 +194,18 @@ class StreamQueue:
         """Guards _enqueued, which the submitting thread and the watching threads all pop from."""
         self.is_closed = False
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
         self.number += 1
-        pending = Pending(self.number, label, awake_seconds(), ranks)
+        pending = Pending(self.number, label, awake_seconds(), ranks, size)
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay would repeat the capture's number
         if is_watched:
             with self._lock:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from bigbatch.awake import awake_seconds
+from bigbatch.comm.backends.operation_tags import TAG, OperationTags
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -29,8 +30,8 @@ MAX_UNAUTHENTICATED = 64
 """Most unauthenticated connections in addition to the job's own; the oldest is dropped first."""
 UNPACED = ("cubic", "reno")
 """Congestion controls that do not pace, so that a burst fills a link at once; in order of preference."""
-LENGTH = struct.Struct("!Q")
-"""Header of each message: its length in bytes."""
+HEADER = struct.Struct("!Q" + TAG.format[1:])
+"""Header of each message: its length in bytes, and the tag of the operation that sends it."""
 RECEIVED = struct.Struct("=Q")
 RECEIVED_AT = 128
 """Offset of tcpi_bytes_received in Linux's struct tcp_info."""
@@ -40,14 +41,15 @@ WhileWaiting = Callable[[float], None]
 
 
 class Transfer:
-    """One message on its way to or from a peer: its length in bytes, then the bytes."""
+    """One message on its way to or from a peer: its header, then its bytes."""
 
-    __slots__ = ("done", "left", "length", "links")
+    __slots__ = ("done", "header", "left", "links", "tag")
 
-    def __init__(self, data: memoryview, links: "Links", length: bytearray) -> None:
-        self.length = length
-        # length and data go to the kernel in one call, without a copy that joins them
-        self.left = [memoryview(length), data]
+    def __init__(self, data: memoryview, links: "Links", *, is_sent: bool) -> None:
+        self.tag = links.tags.tag
+        self.header = bytearray(HEADER.pack(len(data), *self.tag) if is_sent else HEADER.size)
+        # header and data go to the kernel in one call, without a copy that joins them
+        self.left = [memoryview(self.header), data]
         self.links = links
         self.done = False
 
@@ -113,8 +115,8 @@ class Link:
     def receive_ready(self) -> None:
         """Receive the expected bytes that have arrived, without blocking.
 
-        Raises: ConnectionError if the peer left; CommError if it does not know the job's secret, or sends a message of
-        another length.
+        Raises: ConnectionError if the peer left; CommError if it does not know the job's secret, runs another
+        operation, or sends a message of another length.
         """
         if self.proof and not self._check_proof():
             return
@@ -130,15 +132,21 @@ class Link:
                 raise ConnectionResetError(f"rank {self.peer} closed the connection")
             expected = len(transfer.left[-1])
             transfer.advance(count)
-            # checked once, as soon as the length is complete
-            if is_first and len(transfer.left) < 2 and (length := LENGTH.unpack(transfer.length)[0]) != expected:
-                raise CommError(
-                    f"rank {self.peer} sent a message of {length} bytes where {expected} were expected: all ranks must "
-                    "sum the same tensors in the same order"
-                )
+            if is_first and len(transfer.left) < 2:  # checked once, as soon as the header is complete
+                self._check_header(transfer, expected)
             if not transfer.done:
                 return
             self.incoming.popleft()
+
+    def _check_header(self, transfer: Transfer, expected: int) -> None:
+        length, *tag = HEADER.unpack(transfer.header)
+        if tuple(tag) != transfer.tag:
+            raise transfer.links.tags.error(self.peer, tuple(tag))
+        if length != expected:
+            raise CommError(
+                f"rank {self.peer} sent a message of {length} bytes where {expected} were expected: all ranks must "
+                "sum the same tensors in the same order"
+            )
 
     def _check_proof(self) -> bool:
         """Compare the bytes of the peer's proof so far; return whether it is complete."""
@@ -166,6 +174,8 @@ class Links:
     ) -> None:
         self._control = control
         self._rank, self._world_size = env.rank, env.world_size
+        self.tags = OperationTags(env.rank)
+        """Of the operation to which new messages belong; peers must send the same tag."""
         self._while_waiting = while_waiting
         self._links: dict[int, Link] = {}
         self._by_fd: dict[int, Link] = {}
@@ -191,7 +201,7 @@ class Links:
 
     def send(self, data: memoryview, *, to: int) -> Transfer:
         """Start to send; data must not change until the transfer is done."""
-        transfer = Transfer(data, self, bytearray(LENGTH.pack(len(data))))
+        transfer = Transfer(data, self, is_sent=True)
         link = self._links.get(to) or self._open(to)
         link.outgoing.append(transfer)
         # otherwise it waits its turn: messages of a stream keep their order
@@ -200,7 +210,7 @@ class Links:
         return transfer
 
     def receive(self, data: memoryview, *, source: int) -> Transfer:
-        transfer = Transfer(data, self, bytearray(LENGTH.size))
+        transfer = Transfer(data, self, is_sent=False)
         link = self._links.get(source) or self._open(source)
         link.incoming.append(transfer)
         return transfer

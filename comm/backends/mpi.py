@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight, Started
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
+from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.watch import TensorSize
 from bigbatch.errors import CommError, first_line
 
 T = TypeVar("T")
@@ -61,6 +64,8 @@ class MpiBackend:
         self.rank = communicator.rank
         self.world_size = communicator.size
         self.world = Group(tuple(range(self.world_size)), communicator)
+        # MPI, too, would add up two sums of one size
+        self._queue.begin = partial(require_same_operation, self, tags=OperationTags(self.rank))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Split the world by family, keeping the order within each."""
@@ -114,10 +119,17 @@ class MpiBackend:
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         return AllOf((self.start_receive(receive, source=source), self.start_send(send, to=to)))
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         if self._gpu is not None:
             operation = behind_kernels(operation, self._gpu)
-        return self._queue.submit(operation, label=label, ranks=ranks)
+        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
 
     def close(self) -> None:
         if self._queue.is_closed:

@@ -122,8 +122,9 @@ class NodeMemory:
             os.ftruncate(number, num_bytes)
             own = _map(number, num_bytes)
             # the inode shows a reader whether another process has taken these numbers since
-            described = f"{os.getpid()} {number} {os.fstat(number).st_ino}"
+            described = f"{os.getpid()} {number} {os.fstat(number).st_ino} {num_bytes}"
             everyone = self._control.gather_text(described, what=what)
+            self._require_size(num_bytes, everyone, what=what)
             shared = tuple(
                 own if place == self._place else self._open(everyone, place, num_bytes)
                 for place in range(len(self._node))
@@ -134,9 +135,18 @@ class NodeMemory:
             os.close(number)
         return shared
 
+    def _require_size(self, num_bytes: int, everyone: Sequence[str], *, what: str) -> None:
+        """Refuse ranks that ask for memory of different sizes: a page beyond another rank's would end the process."""
+        for rank, text in enumerate(everyone):
+            if (other := int(text.rpartition(" ")[2])) != num_bytes:
+                raise CommError(
+                    f"rank {rank} asks for {other} bytes of {what}, while rank {self._control.rank} asks for "
+                    f"{num_bytes}: all ranks must sum tensors of equal size, in the same order"
+                )
+
     def _open(self, everyone: Sequence[str], place: int, num_bytes: int) -> Tensor:
         peer = self._node[place]
-        process, number, inode = everyone[peer].split()
+        process, number, inode, _ = everyone[peer].split()
         path = Path("/proc", process, "fd", number)
         try:
             mine = os.open(path, os.O_RDWR)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
-from bigbatch.comm.rendezvous.watch import Pending
+from bigbatch.comm.rendezvous.watch import Pending, TensorSize
 
 
 class SingleBackend:
@@ -44,7 +44,14 @@ class SingleBackend:
         receive.copy_(send)
         return Done()
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         operation()
         return Done()
 

@@ -11,7 +11,7 @@ from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.watch import Pending
+from bigbatch.comm.rendezvous.watch import Pending, TensorSize
 from bigbatch.errors import CommError
 
 
@@ -32,7 +32,10 @@ class TcpBackend:
         self._control = control
         self._make_links = partial(Links, env, control, interface=interface, while_waiting=self._give_up)
         self._links = self._make_links()
-        self._queue = ThreadQueue(self._explain, while_waiting=control.detector.check_peers)
+        self._queue = ThreadQueue(self._explain, while_waiting=control.detector.check_peers, begin=self._begin)
+
+    def _begin(self, pending: Pending) -> None:
+        self._links.tags.begin(pending)
 
     def _give_up(self, seconds: float) -> None:
         pending = self.oldest()
@@ -138,8 +141,15 @@ class TcpBackend:
         """Return the bytes received from each rank, as the kernel counts them. Call it while nothing is under way."""
         return self._links.received_bytes()
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        return self._queue.submit(operation, label=label, ranks=ranks)
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
+        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
 
     def close(self) -> None:
         if self._queue.is_closed:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,14 @@ from torch import Tensor
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue, behind_kernels
+from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
-from bigbatch.comm.rendezvous.watch import Pending
+from bigbatch.comm.rendezvous.watch import Pending, TensorSize
 from bigbatch.errors import CommError, PeerLostError, first_line
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
@@ -81,7 +83,10 @@ class TorchDistributedBackend:
         elif is_nccl:
             self._queue = StreamQueue(device)
         else:
-            self._queue = ThreadQueue(detector.make_error_and_stop_requests, while_waiting=detector.check_peers)
+            same = partial(require_same_operation, self, tags=OperationTags(env.rank))
+            self._queue = ThreadQueue(
+                detector.make_error_and_stop_requests, while_waiting=detector.check_peers, begin=same
+            )
 
     def oldest(self) -> Pending | None:
         return self._queue.oldest()
@@ -175,13 +180,20 @@ class TorchDistributedBackend:
         some = [hop for hop in hops if hop.tensor.numel()]
         return AllOf(tuple(dist.batch_isend_irecv(some)) if some else ())  # type: ignore[arg-type]
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         """Start the operation during backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
         if self._stream is not None:
             operation = behind_kernels(operation, self._stream.device, stream=self._stream)
         start = awake_seconds()
         try:
-            return self._queue.submit(operation, label=label, ranks=ranks)
+            return self._queue.submit(operation, label=label, ranks=ranks, size=size)
         except dist.DistError as error:  # NCCL's operations are started here, on the calling thread
             raise self._control.detector.make_error_and_stop_requests(label, awake_seconds() - start, error) from error
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import AllOf, require_type
+from bigbatch.comm.backends.base import AllOf, require_type, size_of
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.late_ranks import name_ranks
 from bigbatch.errors import CommError
@@ -70,7 +70,7 @@ def send_object(value: Any, communicator: Communicator, *, source: int, to: Coll
                 elif flat_N.numel():
                     backend.start_receive(flat_N, source=source).wait()
 
-        backend.submit(operation, label=label, ranks=tuple(sorted({source, *to}))).wait()
+        communicator.submit(operation, label=label, ranks=tuple(sorted({source, *to}))).wait()
 
     tensors: list[Tensor] = []
 
@@ -125,7 +125,8 @@ def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average
     backend = communicator.backend
     carrier = tensor.dtype if tensor.dtype in backend.capabilities.dtypes else torch.float64
     total = tensor.detach().to(communicator.transport_device, carrier, copy=True).contiguous()
-    backend.submit(lambda: backend.all_reduce_(total.view(-1), backend.world), label=label).wait()
+    sum_: Callable[[], None] = lambda: backend.all_reduce_(total.view(-1), backend.world)  # noqa: E731
+    communicator.submit(sum_, label=label, size=size_of(total)).wait()
     if op == "average":
         total.div_(communicator.world_size)
     return total.to(tensor.device, tensor.dtype)
@@ -178,7 +179,7 @@ def _broadcast_(tensors: Sequence[Tensor], communicator: Communicator, root_rank
             if each.numel():
                 backend.broadcast_(each.view(-1).view(torch.uint8), backend.world, root=root_rank)
 
-    backend.submit(operation, label=label).wait()
+    communicator.submit(operation, label=label).wait()
     for tensor, each in zip(tensors, dense, strict=True):
         if each.data_ptr() != tensor.data_ptr():
             tensor.copy_(each)

@@ -37,6 +37,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Source: horovod.torch.DistributedOptimizer of Horovod 0.28.1.
     """
 
+    _step_supports_amp_scaling = False
+    """GradScaler then unscales the gradients itself, before step()."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -81,19 +84,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer: param_groups, state, defaults, its hooks."""
         return getattr(object.__getattribute__(self, "_optimizer"), name)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Return False, so that GradScaler unscales the gradients; it reads this attribute first.
-
-        Raises: RuntimeError if it would unscale gradients that are still under way.
-        """
-        if not self._is_synchronized:
-            raise RuntimeError(
-                "a GradScaler needs the averaged gradients: call optimizer.synchronize() before scaler.unscale_() or "
-                "scaler.step(), and scaler.step() inside optimizer.skip_synchronize()"
-            )
-        return False
 
     def _count_pass(self, name: str, parameter: nn.Parameter) -> None:
         self._is_synchronized = False

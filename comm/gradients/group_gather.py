@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bigbatch.comm.backends.host_staging import Staged
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.reducer import ExposedTime
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.words import count
 
 GroupGather = Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
                     staging.copy_back(all_RN, receive_RN)
 
         with exposed.measure([own_N]):
-            work = backend.submit(run, label=label, ranks=group.ranks)
+            work = communicator.submit(run, label=label, ranks=group.ranks)
             (work if staging is None else Staged(work, staging)).wait()
         return all_RN
 

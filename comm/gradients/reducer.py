@@ -1,9 +1,6 @@
 """Gradients summed over all ranks while backward still runs."""
 
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -15,10 +12,20 @@ from bigbatch.comm.backends.base import Done, InFlight, dtype_name, require_type
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import Start, require_same_start_
 from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.grid import Grid
+from bigbatch.comm.gradients.readiness import Readiness
 from bigbatch.comm.gradients.trained_set import TrainedSet
+from bigbatch.comm.gradients.written import WrittenVersions, versions
 from bigbatch.errors import CommError
+
+REACHED_TWICE = (
+    "call wait() after the last backward of a step, and set is_active = False on this reducer for all others, such as "
+    "earlier microbatches, or the backward of another network through this one (GAN). Activation checkpoints: "
+    "use_reentrant=False"
+)
+"""Remedies for a gradient that backward adds to after its sum has started."""
 
 
 class GradientReducer:
@@ -34,8 +41,9 @@ class GradientReducer:
     threshold_bytes, buffer_bytes, first_buffer_bytes: see PlanSizes.
     order: the order in which gradients become ready, which determines the rounding of sums. A resumed run that must end
     with the same bits passes `order` of the earlier reducer. None: last parameter first.
-    learn_order: without order, all ranks use rank 0's order of the first step from the second step on. Gradient buffers
-    may move at the end of the first step; capture a CUDA graph only after that.
+    learn_order: without order, all ranks learn from rank 0's first step in which order gradients become ready, and how
+    often backward adds to each. The sums of that step start in wait(). Gradient buffers may move at its end; capture a
+    CUDA graph only after that.
     unused: "zero": a parameter without a gradient counts as zero; "error": wait() refuses it.
     scatter: each rank gets only its own part of each sum (own_part of each of `buffers`), see ScatterGather.
     grid: a fixed-point grid on which the sums are exact, see GridSums.
@@ -46,6 +54,9 @@ class GradientReducer:
     replace trained parameters while the reducer is open: wait(), or a backward that reaches one first, raises an error
     that names it. After such a change, close() the reducer and make another one.
     Side effect: step() of any optimizer that updates summed parameters refuses parameters that no reducer sums.
+    step() also refuses gradients that were not summed since backward.
+    With several open reducers on one connection all sums start in wait(): see OperationOrder. To start them during
+    backward, give one reducer the parameters of all models.
     All ranks must call the same methods. After a failed backward, wait() and zero_grad() prepare the next one.
     Raises: TypeError for an argument of a wrong type; ValueError if two parameters have one name, if one is on another
     device or in another open reducer, or if there is nothing to reduce; CommError if ranks differ in parameters,
@@ -67,7 +78,7 @@ class GradientReducer:
         grid: Grid | None = None,
         weights: Start = "equal",
         average: bool = False,
-        exposed: "ExposedTime | None" = None,
+        exposed: ExposedTime | None = None,
     ) -> None:
         require_type(communicator, Communicator, what="communicator", legal="what connect() returns")
         self._communicator = communicator
@@ -90,8 +101,8 @@ class GradientReducer:
         require_same_start_(self._parameters, communicator, weights=weights)
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
-        # None: there is nothing to learn, or it is learned already
-        self._learned: list[str] | None = [] if learn_order and order is None else None
+        self._ready = Readiness(self._parameters, learns=learn_order and order is None)
+        self._written = WrittenVersions()
         self._places, self.plan = _Places(self._trained, communicator), FusionPlan(())
         # averaging twice changes nothing (all ranks hold the same average), so a second wait() is harmless
         self._repeats = average and not scatter
@@ -103,6 +114,7 @@ class GradientReducer:
             for name, parameter in self._parameters.items()
         ]
         self._trained.watch()
+        communicator.order.open(self)
 
     def _lay_out(self, order: list[str]) -> None:
         """Plan the buffers for this order of readiness, and move each gradient with its value there. Collective."""
@@ -117,8 +129,11 @@ class GradientReducer:
             self._start_over()
 
     def _start_over(self) -> None:
-        self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
+        self._ready.start_over(self.plan)
+        self._written.start_over()
         self._num_started = 0
+        self._holds = False
+        """Whether backward has begun this step, and sums may not have started."""
         self._last: InFlight = Done()
         """The sum started last: a backend runs sums one after another, so all are done when it is."""
 
@@ -126,29 +141,43 @@ class GradientReducer:
         index = self._places.buffer_of[name]
         # its buffer has been started: adding now would change a sum under way
         if index < self._num_started:
-            raise RuntimeError(
-                f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
-                "microbatch of a step, and set is_active = False for the others"
-            )
+            self._written.start_over()  # this error suffices: wait() then prepares the next step
+            raise RuntimeError(f"backward reached {name} while its gradient is summed over ranks: {REACHED_TWICE}")
         self._places.take(name)
         self._summed = None
+        self._trained.has_unsummed = True
         if not self.is_active:
             return
         self._communicator.timeline.mark(name)
-        if self._learned is not None:
-            self._learned.append(name)
-        self._missing[index].discard(name)
+        self._written.note_backward(index, self.buffers)
+        self._ready.add(name, index=index)
+        self._holds = True
+        if self._ready.is_learning or not self._communicator.order.has_one_reducer:
+            return
         # in the plan's order, even if a later buffer is full first: all ranks must start the same sums
-        while self._num_started < len(self.buffers) and not self._missing[self._num_started]:
+        while self._num_started < len(self.buffers) and not self._ready.missing(self._num_started):
             self._start_next()
 
     def _start_next(self) -> None:
-        index = self._num_started
-        for name in self._missing[index]:  # these gradients took no part in this backward
+        index, buffer_N = self._num_started, self.buffers[self._num_started]
+        self._written.check(index, buffer_N)
+        for name in self._ready.missing(index):  # these gradients took no part in this backward
             self._places.take(name)
+        self._written.note_own(index, buffer_N)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
-        self._last = self._sums.start(index, self.buffers[index], label=label)
         self._num_started += 1
+        # data: another version counter, so that the sum does not count as a change by the script
+        self._last = self._sums.start(index, buffer_N.data, label=label)
+
+    def start_held(self) -> None:
+        """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
+        if self._holds:
+            self._holds = False  # first: each start asks again
+            self._start_rest()
+
+    def _start_rest(self) -> None:
+        while self._num_started < len(self.buffers):
+            self._start_next()
 
     def fold(self) -> None:
         """Add a microbatch's gradients to the exact sums, and set them to zero; without a grid, do nothing."""
@@ -175,50 +204,58 @@ class GradientReducer:
         """Return when every gradient is the sum, or the average, over all ranks.
 
         Raises: PeerLostError naming the buffer and the missing ranks; CommError naming a trained parameter that changed
-        on this rank since the reducer was made; RuntimeError for unused parameters with unused="error", and for a
-        second call that would sum the sums of the first one.
+        on this rank since the reducer was made, or a gradient that changed since backward; RuntimeError for unused
+        parameters with unused="error", and for a second call that would sum the sums of the first one.
         """
         if not self._hooks:
             raise RuntimeError("this GradientReducer or DistributedOptimizer is closed: make a new one, on all ranks")
         # detected by version counters of tensors, not by hooks: a rank without images has no backward, but zeroes them
-        if not self._repeats and self._summed == self._versions() and all(map(self._places.hold, self._parameters)):
+        is_summed = self._summed == versions(self.buffers) and all(map(self._places.hold, self._parameters))
+        if is_summed and not self._repeats:
             raise RuntimeError(
                 "the gradients are sums over ranks already: a second wait() or synchronize() without backward or "
                 "zero_grad() before it would sum them again; call it once per step"
             )
-        if self._unused == "error" and (unused := set().union(*self._missing[self._num_started :])):
+        unreached = self._parameters.keys() - self._ready.reached
+        if self._unused == "error" and unreached:
             raise RuntimeError(
-                f"backward gave no gradient to {', '.join(sorted(unused))}: freeze what the loss does not use by "
+                f"backward gave no gradient to {', '.join(sorted(unreached))}: freeze what the loss does not use by "
                 'requires_grad_(False), or pass unused="zero" to count it as zero'
             )
-        while self._num_started < len(self.buffers):
-            self._start_next()
+        self._holds = False
+        self._start_rest()
+        changed = [f"buffer {k} ({self.plan.buffers[k]})" for k in self._written.changed(self.buffers)]
         self._last = self._sums.start_counts() or self._last
+        self._communicator.order.compare()
         with self.exposed.measure(self.buffers):
             self._last.wait()
         self._sums.read_(self.buffers)
         if self._divisor != 1:
             for buffer_N in self.buffers:
                 buffer_N.div_(self._divisor)
-        unreached = set().union(*self._missing)
+        passes = self._ready.passes() if self._ready.is_learning else None
         self._start_over()
+        self._trained.has_unsummed = False
         # after the all-reduces, so that other ranks do not hang; a replaced parameter would not get the summed gradient
         self._trained.require_unchanged()
         self._trained.require_in_model(unreached)
-        if lost := next((name for name in self._parameters if not self._places.hold(name)), None):
-            raise CommError(
-                f"the gradient of {lost} was replaced between backward and wait(), while it was being summed over "
-                "ranks: change gradients after wait(), or keep is_active = False until wait()"
-            )
-        if self._learned is not None:
-            # a parameter may get its gradient in several passes: the first one counts; unseen parameters come last
-            mine = dict.fromkeys((*self._learned, *reversed(self._parameters)))
-            self._lay_out(self._communicator.gather([*mine])[0])
-            self._learned = None
-        self._summed = self._versions()
+        self._require_unwritten(changed)
+        if passes is not None:
+            passes = self._communicator.gather(passes)[0]
+            self._ready.learn(passes)
+            self._lay_out([name for name, _ in passes])
+            self._start_over()
+        self._summed = versions(self.buffers)
 
-    def _versions(self) -> list[int]:
-        return [buffer_N._version for buffer_N in self.buffers]
+    def _require_unwritten(self, changed: Sequence[str]) -> None:
+        """Raise CommError if the script has changed or replaced gradients since backward."""
+        lost = next((name for name in self._parameters if not self._places.hold(name)), None)
+        if lost or changed:
+            what = f"gradient {lost} was replaced" if lost else f"gradients of {changed[0]} were changed"
+            raise CommError(
+                f"{what} between backward and wait() or synchronize(), which sum them over the ranks: clip, unscale or "
+                "change gradients after it, or set is_active = False before backward"
+            )
 
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
@@ -230,6 +267,9 @@ class GradientReducer:
         for buffer_N in self.buffers:
             buffer_N.zero_()
         self._sums.zero_()
+        self._trained.has_unsummed = False
+        if self._ready.reached:  # by a backward that no wait() followed, such as another network's
+            self._start_over()
 
     def close(self) -> None:
         """Remove the hooks; gradients stay in place, except those of parameters that were frozen since.
@@ -241,6 +281,7 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._communicator.order.close(self)
         self._trained.close()
         self._places.release()
         self._sums.release()
@@ -264,7 +305,8 @@ class _Places:
             (round_up(buffer.num_elements, multiple), parameters[buffer.tensors[0].name].dtype)
             for buffer in plan.buffers
         ]
-        self._buffers = self._communicator.allocate_all(sizes)
+        # data: with a version counter of its own, since tensors of one allocation share one
+        self._buffers = [buffer_N.data for buffer_N in self._communicator.allocate_all(sizes)]
         for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self._buffers, strict=True)):
             for tensor, first in buffer.places():
                 p = parameters[tensor.name]
@@ -318,48 +360,3 @@ def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the tensor's strides, with gaps between its elements removed: a buffer has no gaps."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-class ExposedTime:
-    """Counts the seconds that the update waited for communication: what backward did not hide.
-
-    On a GPU the wait is on the device, so it is timed by events and read only when asked for.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextmanager
-    def measure(self, buffers: list[Tensor]) -> Iterator[None]:
-        """Time a block that waits for these buffers."""
-        if not (buffers and buffers[0].is_cuda):
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-        elif torch.cuda.is_current_stream_capturing():  # a replay records no times
-            yield
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(torch.cuda.current_stream(buffers[0].device))
-            yield
-            end.record(torch.cuda.current_stream(buffers[0].device))
-            self.add_events(begin, end)
-
-    def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Add the device time between two events after both have completed."""
-        self._events.append((start, end))
-        # folded when complete: a run that never calls take_seconds() would keep a pair of events per step
-        while self._events and self._events[0][1].query():
-            self._fold(*self._events.popleft())
-
-    def take_seconds(self) -> float:
-        """Return the seconds since the last call. Waits for the device on a GPU: call it only when reporting."""
-        while self._events:
-            self._events[0][1].synchronize()
-            self._fold(*self._events.popleft())
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _fold(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._seconds += start.elapsed_time(end) / 1e3

@@ -1,7 +1,7 @@
 """The parameters that a reducer sums, with checks that refuse changes after which the ranks' weights would diverge."""
 
 from collections.abc import Container, Iterable, Sequence
-from functools import cache
+from functools import cache, wraps
 from weakref import WeakSet
 
 import torch
@@ -69,6 +69,8 @@ class TrainedSet:
                     f"parameter {self._names[shared.pop()]} belongs to another GradientReducer or "
                     "DistributedOptimizer: close() that one first"
                 )
+        self.has_unsummed = False
+        """Whether backward has given gradients that the reducer has not summed; optimizers then refuse a step."""
         self._replaced: set[str] = set()
         self._kinds = {name: _kind(p) for name, p in self.parameters.items()}
         self._frozen = {name: p for name, p in given.items() if not p.requires_grad}
@@ -119,6 +121,15 @@ class TrainedSet:
 @cache
 def _watch_torch() -> None:
     register_optimizer_step_pre_hook(_require_summed)
+    unscale_ = torch.amp.GradScaler.unscale_
+
+    @wraps(unscale_)
+    def unscale_summed_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        # torch counts no version for this change, so the reducer could not notice it later
+        _require_summed(optimizer, (), {})
+        unscale_(scaler, optimizer)
+
+    torch.amp.GradScaler.unscale_ = unscale_summed_  # type: ignore[method-assign, assignment]
     register_module_module_registration_hook(_note_replaced)
     register_module_parameter_registration_hook(_note_replaced)
 
@@ -137,7 +148,7 @@ def _held_by(thing: nn.Module | nn.Parameter | None) -> set[int]:
 
 
 def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
-    """Refuse a step that updates summed parameters together with others, which would differ between ranks.
+    """Refuse a step that would make ranks differ: by gradients that were not summed, or also of other parameters.
 
     Not checked: an optimizer that does not update all summed half-precision parameters, because it has master weights,
     which cannot be distinguished from other parameters; a compiled step. No host sync.
@@ -146,6 +157,11 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
         return
     updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     sets = [each for each in tuple(_watched) if not each._names.keys().isdisjoint(updated)]
+    if any(each.has_unsummed for each in sets):
+        raise CommError(
+            f"{type(optimizer).__name__} would use gradients that are not summed over the ranks: call wait() or "
+            "synchronize() after backward, before unscale_() and step()"
+        )
     alone = updated.keys() - {key for each in sets for key in each._names}
     if not (sets and alone) or any(each._has_masters(updated) for each in sets):
         return

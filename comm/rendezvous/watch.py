@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
 
+import torch
+
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.control import Control
@@ -18,6 +20,9 @@ from bigbatch.exit_codes import LOST
 FIRST_UNQUEUED_NUMBER = -1_000_000
 """Number of the first operation outside of a queue; such numbers stay below those of a queue."""
 
+TensorSize = tuple[int, torch.dtype]
+"""Number of elements, and dtype."""
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -28,6 +33,8 @@ class Pending:
     since: float
     ranks: tuple[int, ...] | None = None
     """Ranks that take part; None for all."""
+    size: TensorSize | None = None
+    """Of the tensor, equal on all ranks; None if the operation has no single tensor."""
 
     @property
     def seconds(self) -> float:

@@ -117,14 +117,18 @@ def check_reconnect(*backends: str) -> int:
     return passed(communicator)
 
 
-def check_mismatch(hosts: str, backend: str, algorithm: str, *lengths: str) -> int:
-    """Ranks that sum tensors of different lengths fail, and say so."""
+def check_mismatch(hosts: str, backend: str, algorithm: str, *sums: str) -> int:
+    """Ranks that sum tensors of different names or lengths, such as metric:20, fail and say so."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
     limits.ROLL_CALL_SECONDS = PATIENCE_SECONDS  # no count needs it: both ranks answer
     communicator = connect(env=env_on(hosts), backend=backend, algorithm=algorithm, timeout_seconds=60)
-    tensor_N = communicator.allocate(100, torch.float32)[: int(lengths[communicator.rank])]
+    each = [(label, int(length)) for label, _, length in (text.partition(":") for text in sums)]
+    for known in {label: None for label, _ in each}:
+        communicator.sum_(torch.ones(1), label=known)
+    label, length = each[communicator.rank]
+    tensor_N = communicator.allocate(100, torch.float32)[:length]
     with pytest.raises(PeerLostError) as caught:
-        communicator.sum_(tensor_N, label="buffer 0")
+        communicator.sum_(tensor_N, label=label)
     print(f"rank {communicator.rank} failed: {caught.value}", flush=True)
     return 0
 

@@ -16,7 +16,13 @@ from gpu_ranks import over_nccl
 from played_gpus import PlayedGpus
 from played_nccl import PlayedNccl
 from ranks_norm import check_norm
-from ranks_reducer import check_gradients, check_uneven_use
+from ranks_reducer import (
+    check_changed_gradients,
+    check_gradients,
+    check_one_order,
+    check_sum_between,
+    check_uneven_use,
+)
 from ranks_sums import LONGEST, Case, as_bytes, check_several_at_once, check_sum, check_sums, values
 from recorded_graph import RecordedCapture
 from torch import Tensor
@@ -62,6 +68,9 @@ def check_contract(communicator: Communicator, *, longest: int = LONGEST, record
         "halves": check_halves,
         "gradients": check_gradients,
         "uneven use": check_uneven_use,
+        "one order": check_one_order,
+        "sum between": check_sum_between,
+        "changed gradients": check_changed_gradients,
         "norm": check_norm,
         "groups": check_groups_are_kept,
         "stream": check_stream_order,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.group_gather import make_group_gather
-from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.errors import PeerLostError
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.spread_norm import RankGroup

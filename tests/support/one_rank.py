@@ -11,6 +11,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.watch import TensorSize
 
 
 def alone(
@@ -40,8 +41,15 @@ class RecordingBackend(SingleBackend):
         self.events: list[str] = []
         self.ranks: list[tuple[int, ...] | None] = []
 
-    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        *,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        size: TensorSize | None = None,
+    ) -> InFlight:
         """Submit as usual."""
         self.events.append(label)
         self.ranks.append(ranks)
-        return super().submit(operation, label=label, ranks=ranks)
+        return super().submit(operation, label=label, ranks=ranks, size=size)

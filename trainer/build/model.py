@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.group_gather import make_group_gather
-from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import Start
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
-from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, tensor_spec
+from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_

@@ -37,7 +37,9 @@ class WideAccumulation:
         yield
         if is_last:
             for parameter in tuple(self._unfinished):  # this backward did not use them, but earlier ones may have
-                self._finish(parameter)
+                if parameter.grad is not None:
+                    # not in place: the reducer takes a new gradient, and refuses one that changes after backward
+                    parameter.grad = self._sums[parameter].to(parameter.dtype)
             return
         used = [(sum_N, parameter.grad) for parameter, sum_N in self._sums.items() if parameter.grad is not None]
         if used:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import StreamQueue
 from bigbatch.comm.backends.node_memory import SMALLEST_SCRATCH_BYTES
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.group_gather import make_group_gather
-from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+from bigbatch.comm.gradients.reducer import GradientReducer
 
 LIBRARIES = ("nccl", "gloo")
 """gloo: by way of the host."""
@@ -32,7 +33,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedGpu]:
 def test_reducer_waits_for_what_it_must(gpu: RecordedGpu, library: str, algorithm: str) -> None:
     with first_rank(algorithm=algorithm, library=library) as communicator:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(GPU)
-        reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=32, buffer_bytes=32)
+        sizes = {"threshold_bytes": 32, "buffer_bytes": 32}
+        reducer = GradientReducer(model.named_parameters(), communicator, **sizes, learn_order=False)
         assert len(reducer.buffers) > 2
         gpu.trace.judge_from_here()
         for _ in range(2):

@@ -73,7 +73,8 @@ def test_transports_on_a_thread_are_timed_there(make: Callable[[], Communicator]
 def test_timeline_shows_each_buffer_ready_started_and_done_beside_backward(algorithm: str) -> None:
     alone = connect(algorithm=algorithm, env=ALONE, device=CPU)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    reducer = GradientReducer(model.named_parameters(), alone, threshold_bytes=1, buffer_bytes=1)
+    sizes = {"threshold_bytes": 1, "buffer_bytes": 1}
+    reducer = GradientReducer(model.named_parameters(), alone, **sizes, learn_order=False)
     alone.timeline.is_active = True
     with alone.timeline.span("backward", row="step"):
         model(torch.ones(1, 4)).sum().backward()

@@ -9,6 +9,7 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from error_texts import naming
@@ -205,6 +206,8 @@ def test_mpi_meeting_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) 
 def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> mpi.MpiBackend:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(mpi, "is_cuda_aware", lambda: False)
+    # the other rank runs the same operations
+    calls.setdefault("Allgather", lambda mine, everyone: everyone.__setitem__(slice(None), np.tile(mine, 2)))
     world = SimpleNamespace(rank=0, size=2, Dup=lambda: SimpleNamespace(rank=0, size=2, **calls))
     vars(world).update(calls)
     library = SimpleNamespace(COMM_WORLD=world, Status=SimpleNamespace, BYTE="byte")

@@ -94,6 +94,9 @@ class FakeHorovod:
         self.asked.append((threading.current_thread().name, torch.cuda.current_device()))
         tensor_N.mul_(2)
 
+    def allgather(self, tensor_N: torch.Tensor, *, name: str, process_set: Any) -> torch.Tensor:
+        return tensor_N.repeat(2)
+
 
 def backend_over(hvd: FakeHorovod, monkeypatch: pytest.MonkeyPatch, *, device: torch.device) -> HorovodBackend:
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)

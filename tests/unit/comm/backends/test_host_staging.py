@@ -13,7 +13,7 @@ from played_gpus import PlayedGpus
 
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import StreamQueue
-from bigbatch.comm.gradients.reducer import ExposedTime
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.timeline import Timeline
 
 THIRD = torch.device("cuda", 2)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from error_texts import naming
 from torch.distributed import HashStore
 
 from bigbatch.comm.backends import links
-from bigbatch.comm.backends.links import LENGTH, Links, avoid_bbr
+from bigbatch.comm.backends.links import HEADER, Links, avoid_bbr
 from bigbatch.comm.backends.tcp import as_bytes
 from bigbatch.comm.rendezvous import secret as proofs
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError
 
 SECRET = b"of this job"
+CRITICS = (1, "second"), (0, "first")
 
 
 @pytest.fixture
@@ -132,7 +135,7 @@ def test_links_refuse_a_peer_that_cannot_prove_itself(store: HashStore, threads:
         stream, _ = impostor.accept()
         with stream:
             assert len(stream.recv(1000)) == proofs.HELLO_BYTES
-            stream.sendall(bytes(proofs.PROOF_BYTES) + LENGTH.pack(5) + b"wrong")
+            stream.sendall(bytes(proofs.PROOF_BYTES) + HEADER.pack(5, 0, 0, 0, 0) + b"wrong")
             with pytest.raises(CommError, match=naming("rank 0", "does not know this job's secret")):
                 heard.result()
     first.close()
@@ -178,7 +181,7 @@ def test_links_without_descriptors_go_on(store: HashStore, monkeypatch: pytest.M
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", run_short)
-    peer.sendall(LENGTH.pack(3) + b"abc")
+    peer.sendall(HEADER.pack(3, 0, 0, 0, 0) + b"abc")
     assert hear(job, 3, source=1) == b"abc"
     assert next(refusals, None) is None
 
@@ -187,8 +190,21 @@ def test_links_without_descriptors_go_on(store: HashStore, monkeypatch: pytest.M
 def test_message_of_another_length_is_refused(length: int, store: HashStore) -> None:
     job = join(store, 0)
     with introduce(store, 1) as peer:
-        peer.sendall(LENGTH.pack(length) + bytes(length))
+        peer.sendall(HEADER.pack(length, 0, 0, 0, 0) + bytes(length))
         with pytest.raises(CommError, match=rf"rank 1 .*\b{length} bytes .*\b5 "):
+            hear(job, 5, source=1)
+
+
+def test_message_of_another_operation_is_refused_by_number_and_name(store: HashStore) -> None:
+    """Also of equal size: two sums of two reducers, in another order, would be added to each other."""
+    job = join(store, 0)
+    for number, label in ((6, "second critic"), (7, "first critic")):
+        job.tags.begin(Pending(number, label, 0.0, size=(9, torch.float64)))
+    with introduce(store, 1) as peer:
+        peer.sendall(HEADER.pack(5, 7, crc32(b"second critic"), 9, 1) + bytes(5))
+        theirs, ours = (f"rank {rank} runs operation 7 ({name} critic, 9 of float64)" for rank, name in CRITICS)
+        said = naming(theirs, ours, "wait()")
+        with pytest.raises(CommError, match=said):
             hear(job, 5, source=1)
 
 
@@ -196,7 +212,7 @@ def test_length_that_comes_in_pieces_is_read(store: HashStore, threads: ThreadPo
     job = join(store, 0)
     with introduce(store, 1) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        message = LENGTH.pack(3) + b"abc"
+        message = HEADER.pack(3, 0, 0, 0, 0) + b"abc"
 
         def dribble() -> None:
             for byte in message:
@@ -208,7 +224,7 @@ def test_length_that_comes_in_pieces_is_read(store: HashStore, threads: ThreadPo
         slowly.result()
 
 
-@pytest.mark.parametrize("last_words", [b"", b"\0\0", LENGTH.pack(5), LENGTH.pack(5) + b"th"])
+@pytest.mark.parametrize("last_words", [b"", b"\0\0", HEADER.pack(5, 0, 0, 0, 0), HEADER.pack(5, 0, 0, 0, 0) + b"th"])
 def test_peer_that_leaves_is_noticed_at_once(last_words: bytes, store: HashStore) -> None:
     job = join(store, 0)
     peer = introduce(store, 1)

@@ -186,8 +186,8 @@ def test_memory_scratch_grows_and_is_used_again() -> None:
 @pytest.mark.parametrize(
     ("described", "reason"),
     [
-        ("4194304 3 1", "No such file or directory"),  # beyond Linux's largest process number
-        ("{own} 0 1", "another process has its number"),
+        ("4194304 3 1 4096", "No such file or directory"),  # beyond Linux's largest process number
+        ("{own} 0 1 4096", "another process has its number"),
     ],
 )
 def test_memory_that_cannot_be_opened_is_named(described: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +199,15 @@ def test_memory_that_cannot_be_opened_is_named(described: str, reason: str, monk
         monkeypatch.setattr(os, "open", lambda path, flags, real=os.open: _stand_in(path, flags, real, null.fileno()))
         with pytest.raises(CommError, match=named):
             memory.allocate((10, torch.float32))
+    assert open_files() == before
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    """The other rank's pages would end before this rank's: reading one ends the process by SIGBUS."""
+    memory = NodeMemory(make_topology(["here", "here"], rank=0), Echo(2, instead="1 2 3 8192"))  # type: ignore[arg-type]
+    before = open_files()
+    with pytest.raises(CommError, match=naming("rank 1", "8192 bytes", "rank 0", "4096", "loss")):
+        memory.allocate((10, torch.float32), what="loss")
     assert open_files() == before
 
 

@@ -9,8 +9,8 @@ from error_texts import naming
 from one_rank import RecordingBackend, alone
 
 from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.group_gather import make_group_gather
-from bigbatch.comm.gradients.reducer import ExposedTime
 
 LABEL = "gather of moments over ranks 0 to 0"
 

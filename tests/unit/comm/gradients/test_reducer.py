@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.grid import Grid
-from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+from bigbatch.comm.gradients.reducer import GradientReducer
 
 
 def make_model() -> nn.Sequential:
@@ -166,7 +167,8 @@ def test_reducer_scatters_from_a_grid_what_it_sums_there() -> None:
 def test_reducer_buffers_start_during_backward_in_the_order_of_the_plan() -> None:
     model, backend = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))), RecordingBackend()
     model[0].weight.register_post_accumulate_grad_hook(lambda _: backend.events.append("gradient of layer 0"))
-    reducer = GradientReducer(model.named_parameters(), alone(backend), threshold_bytes=64, buffer_bytes=64)
+    sizes = {"threshold_bytes": 64, "buffer_bytes": 64}
+    reducer = GradientReducer(model.named_parameters(), alone(backend), **sizes, learn_order=False)
     loss_of(model, torch.ones(2, 4)).backward()
     labels = [f"all-reduce of buffer {i} ({3 - i}.weight, 6.4e-05 MB float32)" for i in range(4)]
     assert backend.events == [*labels[:3], "gradient of layer 0", labels[3]]
@@ -327,7 +329,7 @@ def test_reducer_with_activation_checkpointing(use_reentrant: bool) -> None:
 @pytest.mark.parametrize("is_active", [True, False])
 def test_reducer_refuses_a_second_backward_or_zeros_before_wait(is_active: bool) -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), alone())
+    reducer = GradientReducer(model.named_parameters(), alone(), learn_order=False)
     loss_of(model, make_images()).backward()
     reducer.is_active = is_active
     with pytest.raises(RuntimeError, match=r" 5\.\w+ .*wait\(\).*is_active"):
@@ -370,7 +372,7 @@ def test_reducer_closes_once_and_then_sums_no_more() -> None:
 
 def test_exposed_seconds_on_the_host_are_those_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 10.5, 20.0, 20.25])
-    monkeypatch.setattr("bigbatch.comm.gradients.reducer.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("bigbatch.comm.gradients.exposed_time.time.perf_counter", lambda: next(now))
     exposed = ExposedTime()
     for _ in range(2):
         with exposed.measure([torch.zeros(1)]):

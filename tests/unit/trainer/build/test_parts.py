@@ -14,7 +14,7 @@ from PIL import Image
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.gradients.reducer import ExposedTime
+from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input

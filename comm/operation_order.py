@@ -1,0 +1,83 @@
+"""One order of operations on all ranks, whatever images a rank has: which sums go before an operation."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+from weakref import ref
+from zlib import crc32
+
+import torch
+
+NUM_COMPARED = 3
+"""Steps of a reducer whose operations are always compared."""
+MAX_LAST, MAX_AGREED = 100, 100
+"""Names, and agreed orders, to remember."""
+REMEDY = (
+    "all ranks must start the same operations in the same order. If some ranks have no gradients, call wait() or "
+    "synchronize() before any other sum"
+)
+
+
+class HoldsSums(Protocol):
+    """A reducer: it starts sums during backward, at moments that depend on a rank's images."""
+
+    def start_held(self) -> None:
+        """Start the sums of this step that are not started, if backward has begun the step."""
+
+
+class OperationOrder:
+    """The open reducers of one connection, and the names of its operations since the last comparison.
+
+    A reducer starts sums during backward only while it is the only one: with two, images that do not use one of them
+    would change the order. Before any other operation it starts the sums that it holds, as other ranks did earlier.
+    """
+
+    def __init__(self, agree: "Callable[..., None] | None" = None) -> None:
+        """agree: Control.agree, for a transport that does not notice other ranks' operations itself (NCCL)."""
+        self._agree = agree
+        self._open: list[ref[HoldsSums]] = []
+        """Reducers until close(). One that was forgotten counts: when it is freed may differ between ranks."""
+        self._last: deque[str] = deque(maxlen=MAX_LAST)
+        self._num_names = self._hash = self._num_compared = 0
+        self._agreed: dict[str, None] = {}
+
+    def open(self, reducer: HoldsSums) -> None:
+        self.start_held()
+        self._open.append(ref(reducer))
+
+    def close(self, reducer: HoldsSums) -> None:
+        self._open = [each for each in self._open if each() is not reducer]
+
+    @property
+    def has_one_reducer(self) -> bool:
+        return len(self._open) == 1
+
+    def start_held(self) -> None:
+        """Start what the only reducer holds; not within backward, where other operations have their place."""
+        if self.has_one_reducer and torch._C._current_graph_task_id() == -1 and (reducer := self._open[0]()):
+            reducer.start_held()
+
+    def note(self, name: str) -> None:
+        """Note an operation of all ranks, for compare()."""
+        if self._agree is not None:
+            self._last.append(name)
+            self._num_names += 1
+            self._hash = crc32(name.encode(), self._hash)
+
+    def compare(self) -> None:
+        """Compare the operations since the last call with those of the other ranks, in the first steps and if changed.
+
+        Collective; on transports that compare each operation it does nothing. Raises: CommError naming a rank.
+        """
+        if self._agree is None:
+            return
+        text = "\n".join([f"{self._num_names} operations, hash {self._hash:08x}", *self._last])
+        self._last.clear()
+        self._num_names = self._hash = 0
+        if self._num_compared >= NUM_COMPARED and text in self._agreed:
+            return
+        self._agree("the operations of this step", text, remedy=REMEDY)
+        self._num_compared += 1
+        self._agreed[text] = None
+        if len(self._agreed) > MAX_AGREED:  # those of reports name a step, and never come again
+            del self._agreed[list(self._agreed)[1]]
