@@ -147,6 +147,7 @@ class GradientReducer:
         self._summed = None
         self._trained.has_unsummed = True
         if not self.is_active:
+            self._written.start_over()
             return
         self._communicator.timeline.mark(name)
         self._written.note_backward(index, self.buffers)

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.errors import CommError
 
 
 def make_model() -> nn.Sequential:
@@ -324,6 +326,140 @@ def test_reducer_with_activation_checkpointing(use_reentrant: bool) -> None:
         reducer.wait()
         assert_same(model, expected)
         reducer.zero_grad()
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_reducer_learns_how_often_backward_adds_to_a_gradient(num_backwards: int) -> None:
+    """A block used three times under checkpoints that re-enter backward, and several backwards per step."""
+    model, backend = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), RecordingBackend()
+    images_BC = torch.randn(3, 4, requires_grad=True)
+
+    def backward(network: nn.Module, **how: bool) -> None:
+        hidden_BC = images_BC
+        for _ in range(3):
+            hidden_BC = checkpoint(network[0], hidden_BC, **how) if how else network[0](hidden_BC)
+        network[1](hidden_BC).square().sum().backward()
+
+    twin = copy.deepcopy(model)
+    for _ in range(num_backwards):
+        backward(twin)
+    expected = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    reducer = GradientReducer(model.named_parameters(), alone(backend), threshold_bytes=1)
+    for step in range(3):
+        for k in range(num_backwards):
+            assert len(backend.events) == 4 * step, "nothing starts before the last backward"
+            backward(model, use_reentrant=True)
+            assert len(backend.events) == 4 * (step + (step > 0 and k == num_backwards - 1))
+        reducer.wait()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name])
+        reducer.zero_grad()
+    backward(model, use_reentrant=True)
+    if num_backwards == 1:
+        with pytest.raises(RuntimeError, match=naming("backward reached", "is_active", "use_reentrant=False")):
+            backward(model, use_reentrant=True)
+
+
+def test_reducers_of_two_networks_train_like_the_networks_alone() -> None:
+    """A GAN, whose generator's backward goes through the discriminator, with a metric between backward and wait()."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"g": nn.Linear(2, 3), "d": nn.Linear(3, 1)})
+    twin, ranks = copy.deepcopy(plain), alone(RecordingBackend())
+    reducers = {name: GradientReducer(net.named_parameters(), ranks) for name, net in twin.items()}
+    for networks in (plain, twin):
+        noise = torch.Generator().manual_seed(1)
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for name, net in networks.items()}
+        for _ in range(3):
+            for name in ("d", "g"):
+                (reducers if networks is twin else optimizers)[name].zero_grad()
+                fake_BC = networks["g"](torch.randn(4, 2, generator=noise))
+                score_B1 = networks["d"](fake_BC.detach() if name == "d" else fake_BC)
+                (score_B1 if name == "d" else -score_B1).square().sum().backward()
+                if networks is twin:
+                    ranks.sum_(torch.ones(9), label="metric")
+                    reducers[name].wait()
+                optimizers[name].step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters(), strict=True))
+
+
+def test_reducer_starts_what_it_holds_before_another_operation() -> None:
+    """The last layer is not used: on a rank that uses it the first buffer starts during backward."""
+    model, backend = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), RecordingBackend()
+    ranks = alone(backend)
+    reducer = GradientReducer(model.named_parameters(), ranks, threshold_bytes=1, learn_order=False)
+    ranks.sum_(torch.ones(1), label="before backward")
+    model[0](torch.ones(1, 4)).sum().backward()
+    all_reduce(torch.ones(1), ranks, label="a metric")
+    reducer.wait()
+    broadcast_parameters(model.named_parameters(), ranks)
+    assert [label.split(" (")[0] for label in backend.events] == [
+        "before backward",
+        *(f"all-reduce of buffer {k}" for k in range(2)),
+        "a metric",
+        "broadcast of 2 tensors from rank 0",
+    ]
+
+
+@pytest.mark.parametrize("num_open", [1, 2])
+def test_reducer_is_one_of_several_until_the_others_are_closed(num_open: int) -> None:
+    model, backend = make_model(), RecordingBackend()
+    ranks = alone(backend)
+    reducer = GradientReducer(model.named_parameters(), ranks, learn_order=False)
+    other = GradientReducer(make_model().named_parameters(), ranks.with_algorithm("native"))
+    if num_open == 1:
+        other.close()
+    loss_of(model, make_images()).backward()
+    assert bool(backend.events) == (num_open == 1)
+    reducer.wait()
+    assert len(backend.events) == len(reducer.buffers)
+
+
+CHANGES = {
+    "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "clip by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "in place": lambda model: model[0].weight.grad.mul_(2),
+    "without autograd": lambda model: torch.inference_mode()(model[0].weight.grad.mul_)(2),
+    "replaced": lambda model: setattr(model[0].weight, "grad", torch.ones_like(model[0].weight)),
+    "foreach": lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_open_twice", [False, True])
+def test_reducer_refuses_gradients_that_change_before_wait(change: str, is_open_twice: bool) -> None:
+    """Sums are done here when backward ends; with a second reducer they have not started."""
+    model, ranks = make_model(), alone()
+    reducer = GradientReducer(model.named_parameters(), ranks)
+    if is_open_twice:
+        GradientReducer(make_model().named_parameters(), ranks)
+    for _ in range(2):
+        loss_of(model, make_images()).backward()
+        CHANGES[change](model)
+        with pytest.raises(CommError, match=naming("between backward and wait()", "is_active = False")):
+            reducer.wait()
+        reducer.zero_grad()
+    model.zero_grad(set_to_none=False)  # before backward a script may do as it likes
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    CHANGES[change](model)
+
+
+def test_optimizer_and_scaler_refuse_gradients_that_were_not_summed() -> None:
+    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    reducer, optimizer = GradientReducer(model.named_parameters(), alone()), torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    for is_active in (True, False):
+        reducer.is_active = is_active
+        scaler.scale(loss_of(model, make_images())).backward()
+        for act in (optimizer.step, lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer)):
+            with pytest.raises(CommError, match=naming("SGD", "not summed", "wait()")):
+                act()
+        optimizer.zero_grad()
+        optimizer.step()  # there is nothing to update
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    scaler.scale(loss_of(model, make_images())).backward()
+    reducer.wait()
+    scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("is_active", [True, False])

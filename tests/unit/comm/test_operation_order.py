@@ -1,0 +1,62 @@
+"""The order of operations over a transport that does not compare them itself."""
+
+from bigbatch.comm import operation_order
+from bigbatch.comm.operation_order import NUM_COMPARED, OperationOrder
+
+
+def recording_order() -> tuple[OperationOrder, list[str]]:
+    """An order, and the texts that it compares."""
+    compared: list[str] = []
+
+    def agree(what: str, text: str, *, remedy: str) -> None:
+        assert "wait()" in remedy
+        compared.append(text)
+
+    return OperationOrder(agree), compared
+
+
+def step(order: OperationOrder, *names: str) -> None:
+    for name in names:
+        order.note(name)
+    order.compare()
+
+
+def test_first_steps_and_changes_are_compared() -> None:
+    order, compared = recording_order()
+    for _ in range(NUM_COMPARED + 5):
+        step(order, "buffer 0", "buffer 1")
+    assert len(compared) == NUM_COMPARED
+    assert len(set(compared)) == 1
+    step(order, "buffer 1", "buffer 0")
+    step(order, "buffer 0", "buffer 1")
+    step(order, "buffer 0", "buffer 1", "report of step 100")
+    assert len(compared) == NUM_COMPARED + 2, "what was agreed once is not compared again"
+    assert len(set(compared)) == 3
+
+
+def test_step_of_many_operations_is_compared_whole() -> None:
+    """Those beyond the last ones count by their hash and number."""
+    texts = []
+    for first in ("a metric", "another metric"):
+        order, compared = recording_order()
+        step(order, first, *(f"sum {k}" for k in range(2 * operation_order.MAX_LAST)))
+        texts += compared
+        assert len(compared[0].splitlines()) == operation_order.MAX_LAST + 1
+    assert texts[0] != texts[1]
+
+
+def test_agreed_orders_are_forgotten_but_not_the_usual_one() -> None:
+    order, compared = recording_order()
+    for _ in range(NUM_COMPARED):
+        step(order, "buffer 0")
+    for k in range(3 * operation_order.MAX_AGREED):
+        step(order, "buffer 0", f"report of step {k}")
+        step(order, "buffer 0")
+    assert len(order._agreed) <= operation_order.MAX_AGREED
+    assert compared.count(compared[0]) == NUM_COMPARED
+
+
+def test_transport_that_compares_each_operation_is_not_compared_again() -> None:
+    order = OperationOrder()
+    step(order, "buffer 0")
+    assert not order._last
