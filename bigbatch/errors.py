@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
 from typing import TextIO
 
 from bigbatch.exit_codes import CRASHED, DIFFERENT, FAILED, LOST, REFUSED
@@ -39,6 +41,10 @@ def add_note(error: BaseException, *notes: str) -> None:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that this error ends; CRASHED if it is not a UserError."""
     return error.exit_code if isinstance(error, UserError) else CRASHED
+
+
+class ArgumentError(UserError, TypeError):
+    """An argument of a function has a wrong type; the message names it, and a legal value."""
 
 
 class ConfigError(UserError, ValueError):
@@ -197,6 +203,20 @@ def tell(*lines: object) -> None:
         with suppress(OSError, ValueError):
             sys.stderr.write("bigbatch: " + "\n".join(printable(str(line)) for line in lines) + "\n")
             sys.stderr.flush()
+
+
+def show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a UserError in one line, with the script's own line; any other error with its traceback. A sys.excepthook.
+
+    For scripts of several ranks, whose tracebacks would hide the message.
+    """
+    if not isinstance(error, UserError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    own = [(frame, line) for frame, line in walk_tb(trace) if frame.f_globals.get("__name__") == "__main__"]
+    where = f"{own[-1][0].f_code.co_filename}:{own[-1][1]}: " if own else ""
+    first, *others = str(error).split("\n")
+    tell(f"{where}{kind.__name__}: {first}", *others, *notes_of(error))
 
 
 tell_once = cache(tell)

@@ -1,8 +1,8 @@
 """Connect the ranks of a job: connect(), its checks, and the backend that it makes."""
 
 import re
+import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -23,15 +23,16 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.lifetime import close_at_exit
 from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.exit_record import record_begin
 from bigbatch.comm.rendezvous.job_store import JobStore
+from bigbatch.comm.rendezvous.meeting import find_process_env
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
 from bigbatch.comm.rendezvous.regroup import Group, exchange_endpoints
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
-from bigbatch.errors import CommError, PeerLostError
+from bigbatch.errors import CommError, PeerLostError, show_uncaught
 
 BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
@@ -42,8 +43,6 @@ TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """Matches torch's message about an old driver, and the newest CUDA version that it supports: 12080 is 12.8."""
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REDUCE_DTYPES = ("fp32", "wire")
-Choose = Callable[[Communicator], Communicator]
-"""Gets a communicator without an algorithm after the ranks have met; returns one of with_algorithm(). Collective."""
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
@@ -112,7 +111,7 @@ def backend_for(device: torch.device, backend: str) -> str:
 def connect(
     *,
     backend: str = "auto",
-    algorithm: str | Choose = "auto",
+    algorithm: str = "auto",
     group_size: int | None = None,
     wire_dtype: str | None = None,
     predivide: float = 1.0,
@@ -132,8 +131,8 @@ def connect(
 
     backend: "auto" is NCCL if every rank has a GPU, and tcp otherwise. tcp and mpi sum GPU tensors through pinned host
     memory (a CUDA-aware MPI on the GPU itself); gloo sums only CPU tensors.
-    algorithm: one of bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or a function that chooses after the
-    ranks have met. "auto" follows the table; without a table it is native with NCCL, else hierarchical.
+    algorithm: one of bigbatch.comm.algorithms.ALGORITHMS, or hybrid with its table. "auto" follows the table; without
+    a table it is native with NCCL, else hierarchical.
     group_size: splits hosts into smaller node groups.
     wire_dtype: "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide).
     reduce_dtype: "fp32" sums half-precision values in fp32, "wire" rounds partial sums at each hop.
@@ -148,16 +147,17 @@ def connect(
     Raises: CommError if the ranks cannot meet, or their ranks, hosts or GPUs are inconsistent; TypeError for an
     argument of a wrong type; ValueError for an unknown or impossible choice.
     """
-    if not callable(algorithm):
-        require_type(algorithm, str, what="algorithm", legal='a name, such as "ring", or a function')
+    limits = _limits(timeout_seconds, warn_seconds, meeting_seconds)
+    env = group.env if group else env or find_process_env(timeout_seconds=limits["meeting_seconds"])
+    if env.world_size > 1 and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = show_uncaught
+    require_type(algorithm, str, what="algorithm", legal='a name, such as "ring"')
     if group_size is not None:
         require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
-    env = group.env if group else env or read_process_env()
     record_begin(env)
     backend, device, gpu = _choose(env, backend, device)
     _require_possible(backend, device, interface=interface, buffers=buffers)
     wire = make_wire(wire_dtype, predivide, reduce_dtype)
-    limits = _limits(timeout_seconds, warn_seconds, meeting_seconds)
     interface = env.interface or interface
     control = group.control if group else Control(env, **limits, interface=interface)
     control.library = backend
@@ -258,7 +258,7 @@ def _make_communicator(
     )
 
 
-def _choose_algorithm(met: Communicator, algorithm: str | Choose) -> Communicator:
+def _choose_algorithm(met: Communicator, algorithm: str) -> Communicator:
     """Return the open communicator with its algorithm. Releases the backend if the algorithm is refused."""
     try:
         if met.watch is not None and met.buffers != "torch":  # NCCL only
@@ -266,15 +266,14 @@ def _choose_algorithm(met: Communicator, algorithm: str | Choose) -> Communicato
                 is_symmetric = met.buffers == "symmetric"
                 registered = met.backend.register(met.device, is_symmetric=is_symmetric)  # type: ignore[attr-defined]
             met = replace(met, registered=registered)
-        if isinstance(algorithm, str):
-            met = met.with_algorithm(algorithm)
+        met = met.with_algorithm(algorithm)
     except PeerLostError:  # the job ends
         raise
     except (ValueError, CommError):
         met.connection.abandon()
         raise
-    close_at_exit(met.connection)  # before algorithm(): if that fails, the other ranks end
-    return met if isinstance(algorithm, str) else algorithm(met)
+    close_at_exit(met.connection)
+    return met
 
 
 def _connect_watched(

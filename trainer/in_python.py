@@ -11,7 +11,7 @@ import torch
 
 from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.lifetime import open_connections
-from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.rendezvous.meeting import find_process_env
 from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -46,9 +46,9 @@ def train(
     hooks, overrides = TrainingHooks() if hooks is None else hooks, {} if overrides is None else overrides
     require_type(hooks, TrainingHooks, what="hooks", legal="bigbatch.TrainingHooks(...)")
     require_type(overrides, Mapping, what="overrides", legal='a dict, such as {"run.epochs": 2}')
-    env = read_process_env()
     words = [f"--{key}={_word(key, value)}" for key, value in overrides.items()]
     experiment = load_config(["--config", str(config), *words, *([TRUST] if trust_code else [])])
+    env = find_process_env(timeout_seconds=experiment.comm.meeting_seconds)
     others = set(open_connections)
     with _process_as_before():
         job = join(experiment, env)

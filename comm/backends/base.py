@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.rendezvous.watch import Pending, TensorSize
+from bigbatch.errors import ArgumentError
 
 HALF = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)
@@ -25,9 +26,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def require_type(value: object, kind: type, *, what: str, legal: str) -> None:
-    """Refuse an argument of another type. Raises: TypeError with its name, and a legal value."""
+    """Refuse an argument of another type. Raises: ArgumentError, a TypeError, with its name and a legal value."""
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{what} must be {legal}, not {reprlib.repr(value)} ({type(value).__name__})")
+        raise ArgumentError(f"{what} must be {legal}, not {reprlib.repr(value)} ({type(value).__name__})")
 
 
 @dataclass(frozen=True)

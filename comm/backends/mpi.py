@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight, Started
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
-from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world
+from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world, scripts_mpi
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.watch import TensorSize
@@ -35,9 +35,9 @@ def mpi_library() -> str:
 
 
 def finalize_mpi() -> None:
-    """End MPI if it was started; collective, so only after a run that ended well."""
+    """End MPI unless the script started it; collective, so only after a run that ended well."""
     MPI = import_mpi()
-    if not MPI.Is_finalized():
+    if not scripts_mpi() and not MPI.Is_finalized():
         MPI.Finalize()
 
 

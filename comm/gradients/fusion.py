@@ -111,5 +111,5 @@ class PlanSizes:
         return FusionPlan(tuple(BufferPlan(tuple(tensors[i] for i in each), align) for each in by_moment))
 
 
-DEFAULT_SIZES = PlanSizes(threshold_bytes=4_000_000, buffer_bytes=25_000_000)
-"""Fusion plan without tuning: buffers about as large as DistributedDataParallel's."""
+DEFAULT_SIZES = PlanSizes(threshold_bytes=26_214_400, buffer_bytes=26_214_400)
+"""Fusion plan without tuning, of configs as well: buffers as large as DistributedDataParallel's."""

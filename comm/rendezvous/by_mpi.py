@@ -1,6 +1,8 @@
 """Rendezvous through MPI, for ranks that mpirun started."""
 
 import socket
+import sys
+from functools import cache
 from typing import Any
 
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
@@ -10,8 +12,14 @@ from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import CommError, first_line
 
 
+@cache
+def scripts_mpi() -> bool:
+    """Return whether the script imported mpi4py's MPI before bigbatch did: then it uses MPI also after close()."""
+    return "mpi4py.MPI" in sys.modules
+
+
 def import_mpi() -> Any:
-    """Import mpi4py's MPI module, initialized for threads and not finalized at exit.
+    """Import mpi4py's MPI module, initialized for threads and not finalized at exit unless the script imported it.
 
     Without finalize at exit a rank that fails ends at once and mpirun ends the job; with it the rank would wait in
     MPI_Finalize for peers that wait for it.
@@ -21,8 +29,8 @@ def import_mpi() -> Any:
         import mpi4py
     except ImportError as error:
         raise CommError("the MPI backend needs mpi4py and an MPI library: pip install 'bigbatch[mpi]'") from error
-    # before the import of MPI, which reads it
-    mpi4py.rc.finalize = False
+    if not scripts_mpi():  # before the import of MPI, which reads it
+        mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

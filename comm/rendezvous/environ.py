@@ -123,8 +123,10 @@ ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 """A job of one process, independent of the environment."""
 
 
-def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
+def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool = False) -> ProcessEnv:
     """Read this process's rank and settings; without a launcher's variables it is a job of one process.
+
+    has_group: torch's process group states the rank, so left-over variables of other launchers are not refused.
 
     Raises: LaunchError if a launcher's variables are incomplete, contradictory or not numbers, or belong to an
     unsupported launcher, whose ranks would each train alone.
@@ -143,7 +145,8 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         notice_seconds=number(environ, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in environ else None,
     )
     if launcher is None:
-        refuse_unknown(environ)
+        if not has_group:
+            refuse_unknown(environ)
         return alone
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])

@@ -26,6 +26,7 @@ from ranks_sharded import check_behind_forward, check_sharded_update, lose_in_a_
 from ranks_sums import LONGEST
 from torch import nn
 
+import bigbatch
 from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
@@ -93,6 +94,28 @@ def check_beside(own: str) -> int:
     dist.all_reduce(own_1)
     assert own_1.item() == expected * env.world_size
     dist.barrier()
+    dist.destroy_process_group()
+    return passed(communicator)
+
+
+def check_spawned(folder: str) -> int:
+    """As torch.multiprocessing starts ranks: the process group alone states rank and size."""
+    rank, num_ranks = int(os.environ["SPAWNED_AS"]), 2
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=num_ranks)
+    for backend in ("auto", "gloo"):
+        with connect(backend=backend) as communicator:
+            env = communicator.env
+            places = env.rank, env.world_size, env.local_rank, env.local_size, communicator.topology.num_nodes
+            assert places == (rank, num_ranks, rank, num_ranks, 1)
+            assert communicator.sum_(torch.ones(3), label="ours").tolist() == [num_ranks] * 3
+            secrets = communicator.gather_text(communicator.control.secret.hex())
+            assert len(set(secrets)) == 1
+            assert secrets[0]
+    config = {"data.loader": "synthetic", "data.num_synthetic_samples": 64, "data.image_size": 16, "run.epochs": 1}
+    sizes = {"batch.global_batch_size": 32, "batch.microbatch_size": 16, "batch.bn_span": 16}
+    others = {"model.options.width": 2, "schedule.warmup_epochs": 0, "run.directory": f"{folder}/run"}
+    summary = bigbatch.train("quickstart", {**config, **sizes, **others}, quiet=True)
+    assert summary["world_size"] == num_ranks
     dist.destroy_process_group()
     return passed(communicator)
 
@@ -210,6 +233,7 @@ MODES: dict[str, Callable[..., int]] = {
     "behind-forward": partial(check_over, check_behind_forward),
     "divided": partial(check_over, check_divided_update),
     "beside": check_beside,
+    "spawned": check_spawned,
     "reconnect": check_reconnect,
     "mismatch": check_mismatch,
     "lose": lose_a_rank,

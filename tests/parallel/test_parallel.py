@@ -158,6 +158,15 @@ def test_update_that_ranks_share_out_and_a_process_group_beside(num_ranks: int, 
     assert_all_passed(run_forked(num_ranks, [mode, backend]), num_ranks=num_ranks)
 
 
+def test_ranks_of_a_process_group_without_a_launcher(tmp_path: Path) -> None:
+    """MASTER_ADDR and MASTER_PORT, which scripts set for init_process_group, say nothing of ranks."""
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    environs = [{"SPAWNED_AS": str(rank), **variables} for rank in range(2)]
+    code, output = fork_job("ranks:main", ["spawned", str(tmp_path)], environs, timeout_seconds=250)
+    assert code == 0, output
+    assert_all_passed(output, num_ranks=2)
+
+
 def test_connect_one_after_another() -> None:
     assert_all_passed(run_forked(2, ["reconnect", "tcp", "gloo", "tcp", "gloo"]), num_ranks=2)
 

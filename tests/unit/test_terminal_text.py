@@ -16,6 +16,7 @@ from played_flights import play
 from small_sweep import SWEEP
 
 from bigbatch.cli import main
+from bigbatch.errors import CommError, add_note, show_uncaught
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.models import build_model
@@ -205,6 +206,22 @@ def raw_prints(source: str) -> Iterator[int]:
         is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
         if is_print and not (node.args and ast.unparse(node.args[0]).startswith(("json.dumps(", "as_json("))):
             yield node.lineno
+
+
+def test_scripts_errors_are_one_line_with_the_scripts_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an error that a user can fix; a defect keeps its traceback."""
+    script = compile("def act(error):\n    raise error\n\nact(error)", "own.py", "exec")
+    hidden = CommError("no rank\x1b[2J answers")
+    add_note(hidden, "see the log")
+    for error in (hidden, KeyError("defect")):
+        try:
+            exec(script, {"__name__": "__main__", "error": error})
+        except (CommError, KeyError) as raised:
+            show_uncaught(type(raised), raised, raised.__traceback__)
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == [r"bigbatch: own.py:2: CommError: no rank\x1b[2J answers", "see the log"]
+    assert said[2].startswith("Traceback")
+    assert said[-1] == "KeyError: 'defect'"
 
 
 def test_lines_are_printed_in_one_place() -> None:

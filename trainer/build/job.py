@@ -42,14 +42,6 @@ def join_job(
     # both raise ConfigError before this rank connects to any other
     accumulation_steps(config.batch, world_size=env.world_size)
     _set_up_precision(config, device or choose_device(env, backend=config.comm.backend))
-    tuned: Tuned | None = None
-
-    def choose(met: Communicator) -> Communicator:
-        nonlocal tuned
-        met.agree("the config", dump_config(config))
-        tuned = gather_tuned(config, met)
-        return _with_algorithm(config, met, tuned, kept_calibration=kept_calibration)
-
     if config.run.reproducible:
         # until set_up_process, even if a caller or an earlier run has set it: with it, torch makes NCCL groups without
         # NVLS, although sums of integers have the same bits in any order
@@ -57,7 +49,7 @@ def join_job(
     try:
         communicator = connect(
             backend=config.comm.backend,
-            algorithm=choose,
+            algorithm="native",
             group_size=config.comm.group_size,
             wire_dtype=config.comm.wire_dtype,
             predivide=config.comm.predivide,
@@ -72,6 +64,9 @@ def join_job(
             group=group,
             device=device,
         )
+        communicator.agree("the config", dump_config(config))
+        tuned = gather_tuned(config, communicator)
+        communicator = _with_algorithm(config, communicator, tuned, kept_calibration=kept_calibration)
     except UserError:
         raise
     except ValueError as error:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.trainer.config.fields import (
     ABOVE_ZERO,
     BELOW_2_63,
@@ -370,9 +371,9 @@ class CommConfig:
     """Divide gradients by this before a sum in wire_dtype and multiply after it, against overflow."""
     reduce_dtype: Literal["fp32", "wire"] = "fp32"
     """Precision of sums over ranks if gradients travel in half precision. wire: round at each hop."""
-    threshold_bytes: Annotated[int | None, POSITIVE] = 26_214_400
+    threshold_bytes: Annotated[int | None, POSITIVE] = DEFAULT_SIZES.threshold_bytes
     """Gradients larger than this travel alone, not in a fusion buffer; null: from table."""
-    buffer_bytes: Annotated[int | None, POSITIVE] = 26_214_400
+    buffer_bytes: Annotated[int | None, POSITIVE] = DEFAULT_SIZES.buffer_bytes
     """Largest fusion buffer; null: from table. The default is that of PyTorch's DistributedDataParallel."""
     first_buffer_bytes: Annotated[int | None, POSITIVE] = None
     """Size of the first buffer; null: from table, else the size of the others."""

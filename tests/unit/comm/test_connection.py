@@ -303,27 +303,33 @@ def test_connection_that_is_refused_is_given_up(options: dict[str, Any], monkeyp
     assert made.is_abandoned
 
 
-def test_connection_by_a_function_makes_one_algorithm_and_is_open_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the function fails, the other ranks are told, as for any failure of an open connection."""
-    made: list[str] = []
-    monkeypatch.setattr(communicator, "make_allreduce", lambda name, **_: made.append(name))
+def test_process_group_that_contradicts_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    play_group(monkeypatch, rank=0, size=2)
+    with pytest.raises(CommError, match=naming("rank 0 of 2 in torch's", "rank 1 of 4 for torchrun", "connect()")):
+        connect(device=CPU)
+
+
+def test_rank_of_a_process_group_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_group(monkeypatch, rank=0, size=2)
+    with pytest.raises(CommError, match=naming("rank 1", "connect()", "0.2 s")):
+        connect(device=CPU, timeout_seconds=0.2)
+
+
+def play_group(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None:
+    """Let torch tell of a process group that does not exist."""
+    for name, value in {"is_initialized": True, "get_rank": rank, "get_world_size": size}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", torch.distributed.HashStore)
+
+
+def test_connection_by_a_function_is_refused() -> None:
+    """A function that returned what it got made a communicator that summed nothing."""
     before = dict(lifetime.open_connections)
-
-    def choose(met: communicator.Communicator) -> communicator.Communicator:
-        assert lifetime.open_connections[met.control] == met.connection
-        return met.with_algorithm("ring")
-
-    with connect(env=ALONE, device=CPU, algorithm=choose) as found:
-        assert (found.algorithm, made) == ("ring", ["ring"])
-        assert lifetime.open_connections[found.control] == found.connection
-
-    def fail(met: communicator.Communicator) -> communicator.Communicator:
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        connect(env=ALONE, device=CPU, algorithm=fail)
-    (still_open,) = lifetime.open_connections.keys() - before.keys()
-    lifetime.open_connections[still_open].close()
+    with pytest.raises(TypeError, match=naming("algorithm", "ring", "function")):
+        connect(env=ALONE, device=CPU, algorithm=lambda met: met)  # type: ignore[arg-type]
+    assert lifetime.open_connections == before
 
 
 def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
