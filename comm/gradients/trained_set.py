@@ -157,11 +157,7 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
         return
     updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     sets = [each for each in tuple(_watched) if not each._names.keys().isdisjoint(updated)]
-    if any(each.has_unsummed for each in sets):
-        raise CommError(
-            f"{type(optimizer).__name__} would use gradients that are not summed over the ranks: call wait() or "
-            "synchronize() after backward, before unscale_() and step()"
-        )
+    require_summed(updated.values(), by=type(optimizer).__name__)
     alone = updated.keys() - {key for each in sets for key in each._names}
     if not (sets and alone) or any(each._has_masters(updated) for each in sets):
         return
@@ -171,6 +167,16 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
         f"{_more([*alone])}, in addition to others that are summed: {REMEDY}; parameters that each rank trains "
         "separately need a separate optimizer"
     )
+
+
+def require_summed(parameters: Iterable[Tensor], *, by: str) -> None:
+    """Raise CommError if backward has given one of these parameters a gradient that its reducer has not summed."""
+    unsummed = {key for each in tuple(_watched) if each.has_unsummed for key in each._names}
+    if not unsummed.isdisjoint(map(id, parameters)):
+        raise CommError(
+            f"{by} would use gradients that are not summed over the ranks: call wait() or synchronize() after "
+            "backward, before unscale_(), step() and update_()"
+        )
 
 
 def _drop_gradients_of_frozen(parameters: Iterable[nn.Parameter]) -> None:

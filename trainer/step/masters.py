@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from bigbatch.comm.gradients.trained_set import require_summed
 from bigbatch.trainer.optim.fused import norms_of
 
 
@@ -27,6 +28,7 @@ class WholeWeights:
 
     def fetch_grads_(self) -> None:
         if self._half:
+            require_summed(self._half, by="Precision")
             torch._foreach_copy_(grads_of(self._full), grads_of(self._half))
 
     @torch.no_grad()

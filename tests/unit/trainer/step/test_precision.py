@@ -6,8 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from error_texts import naming
+from one_rank import alone
 from torch import Tensor, nn
 
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.errors import CommError
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.optim.lamb import LAMB
@@ -250,3 +254,16 @@ def test_tf32_is_allowed_and_forbidden_for_every_reader() -> None:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_precision_refuses_gradients_that_were_not_summed() -> None:
+    """All weights are half here, so that the optimizer updates none that a reducer sums."""
+    model = nn.Linear(3, 2)
+    precision = Precision(model, name="bf16", device=torch.device("cpu"))
+    reducer = GradientReducer(model.named_parameters(), alone())
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=0.1)
+    precision.backward(model(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+    with pytest.raises(CommError, match=naming("Precision", "not summed", "wait()", "update_()")):
+        precision.update_(optimizer)
+    reducer.wait()
+    precision.update_(optimizer)
