@@ -62,7 +62,7 @@ class Communicator:
     calibration: str = ""
     """Measurements of this cluster, for the run folder; empty if none were requested."""
     order: OperationOrder = field(default_factory=OperationOrder)
-    """Of the operations of this connection, also of those through with_algorithm()."""
+    """Order of this connection's operations, also of those through with_algorithm()."""
     endpoints: Endpoints | None = None
     """Where the ranks can form a new group after a rank is lost; None if they cannot."""
 

@@ -175,7 +175,7 @@ class Links:
         self._control = control
         self._rank, self._world_size = env.rank, env.world_size
         self.tags = OperationTags(env.rank)
-        """Of the operation to which new messages belong; peers must send the same tag."""
+        """The operation to which new messages belong; peers must send the same tag."""
         self._while_waiting = while_waiting
         self._links: dict[int, Link] = {}
         self._by_fd: dict[int, Link] = {}

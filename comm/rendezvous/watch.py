@@ -34,7 +34,7 @@ class Pending:
     ranks: tuple[int, ...] | None = None
     """Ranks that take part; None for all."""
     size: TensorSize | None = None
-    """Of the tensor, equal on all ranks; None if the operation has no single tensor."""
+    """Size of the tensor, equal on all ranks; None if the operation has no single tensor."""
 
     @property
     def seconds(self) -> float:

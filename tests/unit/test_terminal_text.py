@@ -209,7 +209,7 @@ def raw_prints(source: str) -> Iterator[int]:
 
 
 def test_scripts_errors_are_one_line_with_the_scripts_own_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of an error that a user can fix; a defect keeps its traceback."""
+    """An error that a user can fix; a defect keeps its traceback."""
     script = compile("def act(error):\n    raise error\n\nact(error)", "own.py", "exec")
     hidden = CommError("no rank\x1b[2J answers")
     add_note(hidden, "see the log")
