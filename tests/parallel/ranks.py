@@ -22,6 +22,7 @@ from patient_count import PATIENCE_SECONDS, await_all_but
 from ranks_contract import check_contract, connect_to_check
 from ranks_divided import check_divided_update
 from ranks_norm import lose_in_a_norm
+from ranks_orders import check_orders
 from ranks_sharded import check_behind_forward, check_sharded_update, lose_in_a_gather
 from ranks_sums import LONGEST
 from torch import nn
@@ -181,6 +182,14 @@ def listening_addresses() -> set[str]:
 # --- jobs in which a rank is lost ---
 
 
+def check_many_orders(hosts: str, backend: str, num_programs: str) -> int:
+    """Random programs, by hand: the contract makes three."""
+    communicator = connect_to_check(env_on(hosts), backend, group_size=None)
+    check_orders(communicator, seeds=range(int(num_programs)))
+    communicator.close()
+    return passed(communicator)
+
+
 def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_seconds: str) -> int:
     """Sum until one rank is killed or stopped between two sums; the others must notice, and name it."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
@@ -236,6 +245,7 @@ MODES: dict[str, Callable[..., int]] = {
     "spawned": check_spawned,
     "reconnect": check_reconnect,
     "mismatch": check_mismatch,
+    "orders": check_many_orders,
     "lose": lose_a_rank,
     "stall": stall_under_mpi,
     "norm": partial(lose_rank_1, lose_in_a_norm),

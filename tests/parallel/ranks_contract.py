@@ -16,11 +16,10 @@ from gpu_ranks import over_nccl
 from played_gpus import PlayedGpus
 from played_nccl import PlayedNccl
 from ranks_norm import check_norm
+from ranks_orders import check_orders
 from ranks_reducer import (
     check_changed_gradients,
     check_gradients,
-    check_one_order,
-    check_sum_between,
     check_uneven_use,
 )
 from ranks_sums import LONGEST, Case, as_bytes, check_several_at_once, check_sum, check_sums, values
@@ -68,8 +67,7 @@ def check_contract(communicator: Communicator, *, longest: int = LONGEST, record
         "halves": check_halves,
         "gradients": check_gradients,
         "uneven use": check_uneven_use,
-        "one order": check_one_order,
-        "sum between": check_sum_between,
+        "orders": partial(check_orders, seeds=range(3)),
         "changed gradients": check_changed_gradients,
         "norm": check_norm,
         "groups": check_groups_are_kept,

@@ -77,57 +77,6 @@ def check_uneven_use(communicator: Communicator) -> None:
     assert [layer.weight.grad.flatten().tolist() for layer in model] == expected
 
 
-def check_one_order(communicator: Communicator) -> None:
-    """Two networks, of which from step 1 on rank 0 uses both, rank 1 one, the others none; one or two reducers.
-
-    Hooks start sums on some ranks, wait() on others. With two reducers the script also sums before wait().
-    """
-    n, rank, ones_BC = communicator.world_size, communicator.rank, torch.ones(1, 3, dtype=torch.float64)
-    for num_reducers in (1, 2):
-        twins = [nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2)]
-        for k, twin in enumerate(twins):
-            nn.init.constant_(twin.weight, k)
-        named = [[(f"{k}.weight", twin.weight)] for k, twin in enumerate(twins)]
-        groups = named if num_reducers == 2 else [named[0] + named[1]]
-        reducers = [GradientReducer(group, communicator, threshold_bytes=1) for group in groups]
-        for step in range(4):
-            used = max(0, 2 - rank) if step else 2
-            for twin in twins[:used]:
-                (twin(ones_BC).sum() * (rank + 1)).backward()
-            if step % 2 and num_reducers == 2:  # of the size of a gradient
-                metric_9 = torch.full((9,), float(rank), dtype=torch.float64)
-                assert communicator.sum_(metric_9, label="a metric").tolist() == [n * (n - 1) / 2] * 9
-            for reducer in reducers:
-                reducer.wait()
-            sums = [sum(r + 1 for r in range(n) if k < (max(0, 2 - r) if step else 2)) for k in range(2)]
-            for twin, expected in zip(twins, sums, strict=True):
-                assert twin.weight.grad.flatten().tolist() == [float(expected)] * 9, (num_reducers, step)
-            for reducer in reducers:
-                reducer.zero_grad()
-        for reducer in reducers:
-            reducer.close()
-
-
-def check_sum_between(communicator: Communicator) -> None:
-    """Horovod's loop: a metric is averaged between backward and step. One rank does not use the last layer."""
-    model, n = make_model(), communicator.world_size
-    reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=1000, buffer_bytes=1100)
-    for step in range(3):
-        part = model[:5] if step and communicator.rank == n - 1 else model
-        part(values(75, torch.float64, rank=0).view(1, 3, 5, 5)).square().sum().backward()
-        size = reducer.buffers[0].numel()
-        metric_N = torch.ones(size, dtype=torch.float64)
-        assert communicator.sum_(metric_N, label="a metric").tolist() == [float(n)] * size
-        reducer.wait()
-        whole, part_of_it = make_model(), make_model()
-        for layers in (whole, part_of_it[:5]):
-            layers(values(75, torch.float64, rank=0).view(1, 3, 5, 5)).square().sum().backward()
-        for ours, all_, some in zip(*(m.parameters() for m in (model, whole, part_of_it)), strict=True):
-            last = all_.grad if not step else torch.zeros_like(ours) if some.grad is None else some.grad
-            torch.testing.assert_close(ours.grad, (n - 1) * all_.grad + last, rtol=1e-11, atol=1e-13)
-        reducer.zero_grad()
-
-
 def check_changed_gradients(communicator: Communicator) -> None:
     """Clipping before wait() is refused on all ranks, whether the sums have started, ended or neither."""
     model = make_model()
