@@ -207,14 +207,17 @@ class Communicator:
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a JSON value of every rank, in rank order; tuples become lists. Collective."""
+        self.order.start_held()  # other ranks may wait in a sum that they started during backward
         return self.control.gather(value)
 
     def gather_text(self, text: str) -> list[str]:
         """Gather a short text of every rank, in rank order. Collective."""
+        self.order.start_held()
         return self.control.gather_text(text)
 
     def agree(self, what: str, text: str) -> None:
         """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
+        self.order.start_held()
         self.control.agree(what, text)
 
     def close(self) -> None:

@@ -76,6 +76,7 @@ OPERATIONS: tuple[Callable[[Communicator], object], ...] = (
     lambda communicator: communicator.sum_(torch.ones(WIDTH * WIDTH, dtype=torch.float64), label="a metric"),
     lambda communicator: all_reduce(torch.ones(WIDTH), communicator, label="another metric"),
     lambda communicator: broadcast_parameters({"buffer": torch.ones(3)}, communicator),
+    lambda communicator: communicator.gather("a text"),
 )
 
 
