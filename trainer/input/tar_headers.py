@@ -31,7 +31,6 @@ _REFUSED = {
 }
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """First bytes of files by gzip, bzip2, xz and zstd."""
-_UNPACK = "no image in it can be read alone: unpack shards to .tar (gunzip), and an archive of folders by tar xf"
 
 FILES, FOLDER, EXTENSIONS = (b"\0", b"0", b"7"), b"5", (b"x", b"X", b"g", b"L", b"K")
 _REMEDY = "the whole archive is refused: get another one"
@@ -133,7 +132,7 @@ def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:
         return size
     except ValueError:
         if not offset and block.startswith(_COMPRESSED):
-            raise DataError(f"{path}: is a compressed file; {_UNPACK}") from None
+            raise DataError(f"{path}: is a compressed file: unpack it to a .tar, or fetch it again") from None
         detail = f"{path}: is cut off or damaged (no tar header and no end mark at byte {offset:,})"
         raise DataError(f"{detail}; fetch it again") from None
 
@@ -141,7 +140,8 @@ def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:
 def refuse_compressed(where: object, names: Iterable[str]) -> None:
     """Raise DataError if names are those of compressed tar files."""
     if found := sorted(filter(re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE).match, names)):
-        raise DataError(f"{where}: holds compressed tar files, such as {found[0]}; {_UNPACK}")
+        how = "unpack shards to .tar (gunzip), and an archive of folders by tar xf"
+        raise DataError(f"{where}: holds compressed tar files, such as {found[0]}: {how}")
 
 
 def _name(block: bytes) -> str:

@@ -274,7 +274,7 @@ DAMAGE = {
     "a flipped bit": (flipped, "is cut off or damaged"),
     "compressed": (
         lambda path: path.write_bytes(gzip.compress(tar(path, sample(0)).read_bytes())),
-        "is a compressed file; no image in it can be read alone",
+        "is a compressed file: unpack it to a .tar",
     ),
 }
 
