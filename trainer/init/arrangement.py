@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trainset", "trainval"), "train"),
@@ -47,6 +48,7 @@ class Arrangement:
         return next((split for folder, split in self.splits.items() if path.startswith(f"{folder}/")), "")
 
 
+@lru_cache(maxsize=256)
 def split_word(name: str) -> tuple[str, str]:
     """Return the split that a name states, "" if none or several, and the name's other words, without numbers."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
@@ -59,16 +61,19 @@ def split_word(name: str) -> tuple[str, str]:
 def arrange(images: Iterable[str]) -> Arrangement:
     """Decide what the folders are that hold these images, given as paths below the data set's folder."""
     top, tree = _unwrapped("", _tree(images))
-    families: dict[str, list[str]] = {}
+    families: dict[str, dict[str, str]] = {}
     for name in sorted(tree.folders):
         split, rest = split_word(name)
         if split:
-            families.setdefault(rest, []).append(name)
-    for names in families.values():
-        splits = {name: split_word(name)[0] for name in names}
-        if "train" in splits.values() and len({*splits.values()}) > 1:
-            return _divided(top, tree, splits)
-    problem = _no_classes(top, tree)
+            families.setdefault(rest, {})[name] = split
+    sets = {rest: names for rest, names in families.items() if {*names.values()} > {"train"}}
+    if "" in sets or len(sets) == 1:
+        return _divided(top, tree, sets.get("") or next(iter(sets.values())))
+    if sets:
+        names = _named(name for each in sets.values() for name in each)
+        problem = f"{names} are several sets of splits: name a folder that holds one"
+    else:
+        problem = _no_classes(top, tree)
     return Arrangement(top, problem=problem) if problem else Arrangement(top, classes={"": top})
 
 
@@ -137,18 +142,26 @@ def _no_classes(top: str, tree: Tree) -> str:
         return ""
     spelled = {re.sub(r"\d+", "", name) for name in folders}
     are_parts = len(spelled) == 1 and not GENERIC.isdisjoint(re.findall(r"[^\W_]+", spelled.pop().lower()))
-    if are_parts or all(_is_generic(name) or (split_word(name)[0] and not split_word(name)[1]) for name in folders):
+    if are_parts or all(_is_generic(name) or _is_split(name) for name in folders):
         how = "give --labels FILE, or name the folder that holds class folders"
         return f"{_named(folders)} are named as parts of a data set, not as classes: {how}; {AS_CLASSES}"
-    counts = Counter(name for each in folders.values() for name in each.folders)
-    shared = [name for name, count in counts.items() if count > 1]
-    if 1 < len(shared) >= len(counts) / 2 or any(split_word(name)[0] for name in shared):
-        how = "name one of them, or call two of them train and val"
-        return f"{_named(folders)} hold folders of equal names ({_named(shared)}), as splits do: {how}; {AS_CLASSES}"
+    inner = [(name, below) for name, each in folders.items() for below in each.folders]
+    counts = Counter(below for _, below in inner)
+    repeated = {below for below, count in counts.items() if count > 1}
+    is_odd = (_is_split(below) or _is_generic(name) or (below in folders and below != name) for name, below in inner)
+    odd = {below for (_, below), is_one in zip(inner, is_odd, strict=True) if is_one}
+    if odd or 1 < len(repeated) >= len(counts) / 2:
+        how = "name the folder of one set of classes, or call two of them train and val"
+        what = f"hold folders such as {_named(odd or repeated)}, as splits and copies of a data set do"
+        return f"{_named(folders)} {what}: {how}; {AS_CLASSES}"
     return ""
 
 
+def _is_split(name: str) -> bool:
+    split, rest = split_word(name)
+    return bool(split) and not rest
+
+
 def _named(names: Iterable[str]) -> str:
-    first: Sequence[str] = sorted(names)
-    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
-    return ", ".join(f"{name}/" for name in first[:3]) + more
+    folders = [f"{name}/" for name in sorted(names)]
+    return ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")

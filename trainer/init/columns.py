@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from bigbatch.errors import shortened
 from bigbatch.trainer.init.arrangement import split_word
 
-_IMAGE = (
-    "image images imageid imagename imagepath imagefile imagefilename imageindex img imgid imgname imgpath file files "
-    "filename filenames filepath filepaths path paths id idcode isicid name"
-)
-_CLASS = (
-    "label labels labelname labelid class classes classname classid classindex classlabel category categoryname "
-    "categoryid target species breed diagnosis dx disease findinglabels"
-)
-_SPLIT = "split splits subset partition istrain isval isvalid istest"
-IMAGE_NAMES, CLASS_NAMES, SPLIT_NAMES = (frozenset(names.split()) for names in (_IMAGE, _CLASS, _SPLIT))
+_ENDS = ("", "s", "id", "index", "name", "names")
+_IMAGES = [word + end for word in ("image", "img", "file", "path") for end in (*_ENDS, "path", "paths", "filename")]
+_CLASSES = [word + end for word in ("label", "class", "category") for end in (*_ENDS, "es", "label")]
+IMAGE_NAMES = {*_IMAGES, "id", "idcode", "isicid", "name"}
+CLASS_NAMES = {*_CLASSES, "target", "species", "breed", "diagnosis", "dx", "disease", "findinglabels", "imagelabel"}
+SPLIT_NAMES = {"split", "splits", "subset", "partition", "istrain", "isval", "isvalid", "istest"}
 """Names of columns, as small letters alone; a column of splits is also known by its cells."""
 NAME_THEM = "name its columns by --columns IMAGE,CLASS"
 
@@ -44,7 +40,8 @@ def may_name_image(column: str, cell: str) -> bool:
 def image_column(names: Sequence[str], num_named: Sequence[int]) -> int:
     """Return the column of images; num_named: how many of the first lines name one in each column."""
     is_known = [_key(name) in IMAGE_NAMES for name in names]
-    return max(range(len(names)), key=lambda at: (num_named[at] > 0 and is_known[at], num_named[at], is_known[at]))
+    ranks = [(num_named[at] > 0 and is_known[at], num_named[at], is_known[at]) for at in range(len(names))]
+    return ranks.index(max(ranks)) if ranks else 0
 
 
 def choose_columns(
@@ -80,7 +77,7 @@ def choose_columns(
 
 def _split_column(names: Sequence[str], rows: Sequence[Sequence[str]], *, besides: Sequence[int]) -> int | None:
     """Return the column that assigns images to splits; None without one. Raises: ValueError."""
-    for at in {*range(len(names))} - {*besides}:
+    for at in (at for at in range(len(names)) if at not in besides):
         cells = [cell for cell in _cells(rows, at) if cell]
         odd = [cell for cell in cells if not split_in(cell)]
         if cells and not odd and any(names):

@@ -4,7 +4,7 @@ import hashlib
 import os
 import posixpath
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,9 @@ from bigbatch.trainer.datasets.check import (
 )
 from bigbatch.trainer.datasets.tables import find_tables
 from bigbatch.trainer.init.arrangement import AS_CLASSES, Arrangement, arrange, split_word
+from bigbatch.trainer.init.csv_table import has_classes, names_images
 from bigbatch.trainer.init.image_names import ImageNames
-from bigbatch.trainer.init.labels import has_classes, names_images, read_labels
+from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, Contents, list_below, list_split
 from bigbatch.trainer.input.listed import SPLITS
@@ -68,10 +69,7 @@ def find_layout(
         how = f"`bigbatch data prepare huggingface TARGET --archives {folder}`, then `bigbatch init TARGET`"
         raise DataError(f"{folder}: is a data set of Hugging Face's: unpack it into class folders by {how}")
     is_stated = labels is not None and labels != FOLDERS
-    shards = {} if is_stated else find_shards(folder)
-    if missing := {*SPLITS} - {*shards} if shards else None:
-        raise DataError(f"{folder}: holds shards for {next(iter(shards))}, and none for {missing.pop()}: add those")
-    if shards or (not is_stated and any(is_packed(folder / split) for split in SPLITS)):
+    if not is_stated and (_holds_shards(folder) or any(is_packed(folder / split) for split in SPLITS)):
         require_no_columns(folder, columns)
         return _both_splits(folder, leave_out=leave_out)
     below = list_below(folder)
@@ -99,6 +97,14 @@ def find_layout(
         found = _by_folders(folder, below, arrangement, leave_out=leave_out)
     unread = ImageFinding("table that is not read", str(folder), tuple(map(str, tables)), False, "--labels reads one")
     return replace(found, findings=(*found.findings, unread))
+
+
+def _holds_shards(folder: Path) -> bool:
+    """Return whether folder holds WebDataset's shards. Raises: DataError if a split has none."""
+    shards = find_shards(folder)
+    if missing := {*SPLITS} - {*shards} if shards else None:
+        raise DataError(f"{folder}: holds shards for {next(iter(shards))}, and none for {missing.pop()}: add those")
+    return bool(shards)
 
 
 def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
@@ -131,7 +137,7 @@ def _by_folders(folder: Path, below: Contents, arrangement: Arrangement, *, leav
 
 
 def _unread(paths: Sequence[str], where: Path) -> ImageFinding:
-    meaning = "a run trains and validates; these are of other splits"
+    meaning = "a run trains and validates; to validate with a test split, call it val"
     return ImageFinding("image that is not read", str(where), tuple(paths), is_problem=False, meaning=meaning)
 
 
@@ -179,50 +185,42 @@ def _by_tables(
     is_test = {path: arrangement.split_of(path) == "test" for path in below.images}
     tests = [path for path in is_test if is_test[path]]
     images = ImageNames(folder, [path for path in is_test if not is_test[path]], others=tests)
-    chosen = dict.fromkeys(tables, "")
-    if not is_stated:
-        chosen = _choose_tables(tables, images, arrangement, columns=columns, but={*tests})
+    chosen = dict.fromkeys(tables, "") if is_stated else _choose_tables(tables, images, arrangement, columns=columns)
     if not chosen:
         return None
     found = read_labels(chosen, images, columns=columns, split_of=arrangement.split_of)
-    by_split: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for path, label in found.classes.items():
-        by_split[found.splits[path] or "train"][label].append(path)
     names = " and ".join(map(str, chosen))
-    if "train" not in by_split:
-        raise DataError(f"{names}: states images for {' and '.join(by_split)}, and none for train: add some")
-    unread = [path for paths in by_split.pop("test", {}).values() for path in paths]
-    meaning = "left out" if leave_out else "fix the table, or give --leave-out"
-    meaning += f"; {AS_CLASSES}" if arrangement.classes and not leave_out else ""
+    meaning = "fix the table, or give --leave-out" + (f"; {AS_CLASSES}" if arrangement.classes else "")
     findings = [
-        ImageFinding(kind, names, tuple(cases.values()), is_problem=not leave_out, meaning=meaning)
+        ImageFinding(kind, names, tuple(cases.values()), not leave_out, "left out" if leave_out else meaning)
         for kind, cases in found.faults.items()
     ]
     left_out = {kind: [f"{folder}/{path}" for path in paths] for kind, paths in below.left_out().items()}
     findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)
-    findings.append(_unread(unread, folder))
+    by_split: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for path, label in found.classes.items():
+        by_split[found.splits[path] or "train"][label].append(path)
+    findings.append(_unread([path for paths in by_split.pop("test", {}).values() for path in paths], folder))
+    if "train" not in by_split:
+        raise DataError(f"{names}: states no image to train with; add some, or correct its splits")
     what = "; ".join(f"{path.name}, {read}" for path, read in found.columns.items())
     return DatasetLayout(f"images with labels from {what}", tuple(findings), by_split=by_split)
 
 
 def _choose_tables(
-    tables: Sequence[Path],
-    images: ImageNames,
-    arrangement: Arrangement,
-    *,
-    columns: tuple[str, str] | None,
-    but: Set[str],
+    tables: Sequence[Path], images: ImageNames, arrangement: Arrangement, *, columns: tuple[str, str] | None
 ) -> dict[Path, str]:
-    """Return the tables of classes of images other than `but`, each with the split that its name states.
+    """Return the tables with classes of images, except images of test; each with the split that its name states.
 
     Raises: DataError if there are several, and their names do not state a split each.
     """
-    found = [path for path in tables if names_images(path, images, but=but)]
-    if not found and arrangement.problem and len(tables) == 1 and not names_images(tables[0], images, but=frozenset()):
+    found = [path for path in tables if any(image not in images.others for image in names_images(path, images))]
+    if not found and arrangement.problem and len(tables) == 1 and not any(names_images(tables[0], images)):
         found = [*tables]  # to report why it names none
-    if len(found) > 1 or (arrangement.classes and arrangement.splits):
-        known = [path for path in found if has_classes(path, images, columns=columns)]
-        found = known or ([] if arrangement.splits and arrangement.classes else found)
+    is_divided = bool(arrangement.classes and arrangement.splits)
+    if len(found) > 1 or is_divided:
+        known = [path for path in found if has_classes(path, images, wanted=columns)]
+        found = known or ([] if is_divided else found)
     if len(found) < 2:
         return dict.fromkeys(found, "")
     places = [os.path.relpath(path, images.folder) for path in found]

@@ -15,9 +15,9 @@ from bigbatch.cli import main
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import Spread
-from bigbatch.trainer.init import labels
+from bigbatch.trainer.init import csv_table
 from bigbatch.trainer.init.image_names import ImageNames
-from bigbatch.trainer.init.labels import read_labels
+from bigbatch.trainer.init.labels import Labels, read_labels
 from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
@@ -200,7 +200,7 @@ def test_init_next_line_is_what_a_shell_reads(
     assert not words[3].startswith(b"-")
 
 
-def read(folder: Path, table: bytes, images: list[str], *, columns: tuple[str, str] | None = None) -> labels.Labels:
+def read(folder: Path, table: bytes, images: list[str], *, columns: tuple[str, str] | None = None) -> Labels:
     (folder / "t.csv").write_bytes(table)
     return read_labels({folder / "t.csv": ""}, ImageNames(folder, images), columns=columns)
 
@@ -251,7 +251,7 @@ def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, 
 
 
 def test_labels_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels, "MAX_TABLE_BYTES", 100)
+    monkeypatch.setattr(csv_table, "MAX_TABLE_BYTES", 100)
     with pytest.raises(DataError, match=naming(tmp_path / "t.csv", "101 bytes", "move it away")):
         read(tmp_path, bytes(101), ["a.jpg"])
 

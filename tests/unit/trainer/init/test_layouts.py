@@ -93,6 +93,10 @@ FOLDERS_OF_CLASSES = {
     "valid": (["{train,valid,test}/{cat,dog}/1.jpg", "train/{cat,dog}/2.jpg"], BOTH),
     "TRAIN, DEV": (["{TRAIN,DEV}/{cat,dog}/1.jpg", "TRAIN/{cat,dog}/2.jpg"], BOTH),
     "other words beside": (["{images_train,evaluation_set}/{cat,dog}/1.jpg", "images_train/{cat,dog}/2.jpg"], BOTH),
+    "masks beside splits": (
+        ["{train,val}/{cat,dog}/1.jpg", "train/{cat,dog}/2.jpg", "{train,val}_masks/{cat,dog}/1.jpg"],
+        BOTH,
+    ),
     "splits in wrappers": (["{train/train,val/val}/{cat,dog}/1.jpg", "train/train/{cat,dog}/2.jpg"], BOTH),
     "Open Images": (["images/{train,validation,test}/{cat,dog}/1.jpg", "images/train/{cat,dog}/2.jpg"], BOTH),
     "Intel's images": (
@@ -119,6 +123,7 @@ FOLDERS_OF_CLASSES = {
     "Stanford's dogs": (["Images/{cat,dog}/{1..2}.jpg", "Annotation/{cat,dog}/1", "lists/train.mat"], ONLY_TRAIN),
     "CUB": (["CUB/images/{cat,dog}/{1..2}.jpg", "CUB/train_test_split.txt", "CUB/parts/parts.txt"], ONLY_TRAIN),
     "folders below classes": (["{cat,dog}/images/{1..2}.jpg"], ONLY_TRAIN),
+    "folders of the same name below": (["{cat/cat,dog/dog}/{1..2}.jpg"], ONLY_TRAIN),
     "what systems leave": (
         ["{cat,dog}/{1..2}.jpg", "{cat,dog}/Thumbs.db", "{cat,dog}/desktop.ini", "cat/.ipynb_checkpoints/1.txt"],
         ONLY_TRAIN,
@@ -155,14 +160,20 @@ REFUSED = {
     "originals and copies": (["{original,augmented}/{cat,dog}/1.jpg"], PARTS),
     "masks": (["{images,masks}/{1..3}.png"], PARTS),
     "Oxford's pets": (["images/{cat,dog}_1.jpg", "annotations/trimaps/{cat,dog}_1.png", "annotations/list.txt"], PARTS),
-    "sites": (["{north,south}/{cat,dog,eel}/1.jpg", "north/fox/1.jpg"], "equal names (cat/, dog/, eel/)"),
-    "sites with a split": (["{north,south}/train/{1..3}.jpg"], "equal names (train/)"),
+    "sites": (["{north,south}/{cat,dog,eel}/1.jpg", "north/fox/1.jpg"], "such as cat/, dog/, eel/"),
+    "sites with a split": (["{north,south}/train/{1..3}.jpg"], "such as train/"),
+    "hospitals": (["{a,b,c,d,e}/{benign,malignant}/1.jpg"], "such as benign/, malignant/"),
+    "a copy inside": (["{cat,dog,eel}/1.jpg", "flowers/{cat,dog,eel}/1.jpg"], "such as cat/, dog/, eel/"),
+    "a copy beside": (["data/natural/{cat,dog}/1.jpg", "natural/{cat,dog}/1.jpg"], "such as"),
+    "a repository": (["data/{train,val}/{cat,dog}/1.jpg", "docs/1.png"], "such as train/, val/"),
+    "one with plots": (["images/{cat,dog}/1.jpg", "results/1.png"], "such as cat/, dog/"),
     "flat splits": (["{train,val}/{1..3}.jpg"], "--labels FILE"),
     "Stanford's cars": (["cars_train/cars_train/{1..3}.jpg", "cars_test/cars_test/1.jpg", "cars.mat"], "--labels FILE"),
     "YOLO": (["{train,valid}/images/{1..3}.jpg", "{train,valid}/labels/{1..3}.txt"], "--labels FILE"),
     "Tiny ImageNet": (["train/{n1,n2}/images/1.JPEG", "{val,test}/images/{1..3}.JPEG"], "the images of val/"),
     "Oxford's flowers": (["jpg/image_{1..8}.jpg", "imagelabels.mat"], "8 images that are in no class folder"),
     "two training splits": (["{train,Train,val}/{cat,dog}/1.jpg"], "Train/, train/ are all splits named train"),
+    "two sets of splits": (["{rgb,depth}_{train,test}/{cat,dog}/1.jpg"], "several sets of splits"),
     "a split and a class": (["training/{cat,dog}/1.jpg", "eel/1.jpg"], "holds training/ and no val/"),
     "train alone": (["seg_train/seg_train/{cat,dog}/1.jpg"], "name seg_train/seg_train/, to divide"),
     "validation alone": (["valid/{cat,dog}/1.jpg"], "no train/"),
@@ -349,7 +360,7 @@ BAD_TABLES = {
     "one at the end": (
         FLAT, table("image,label,any", "{n:02}.jpg,{c},{s}", 25 * [*range(12)]) + "11.jpg,cat,x\n", "t.csv line 302"
     ),
-    "nothing to train with": (FLAT, table("image,label,split", "{n:02}.jpg,{c},test"), "none for train"),
+    "nothing to train with": (FLAT, table("image,label,split", "{n:02}.jpg,{c},test"), "no image to train"),
     "absolute paths of another machine": (FLAT, table("image,label", "/home/me/{n:02}.jpg,{c}"), "not below"),
     "folders and widths": (
         ["{cat,dog}/{0..3}.jpg"], table("file,width,height", "cat/{n}.jpg,{n},30", range(4)), "--labels folders"
