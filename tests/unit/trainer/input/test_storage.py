@@ -310,6 +310,14 @@ def test_storage_behind_a_dead_endpoint_names_it_without_a_password(monkeypatch)
     assert found._endpoint() == "https://host:9/a"
 
 
+def test_storage_of_an_untrusted_certificate_names_the_variable_of_s3():
+    untrusted = type("SSLError", (Exception,), {})(f"{SECRET}: [SSL: CERTIFICATE_VERIFY_FAILED]")  # as of botocore
+    found = storage._without_secrets(untrusted, "https://host:9")
+    assert isinstance(found, PermissionError)
+    assert re.search(naming("not trusted", "SSLError of https://host:9", "AWS_CA_BUNDLE"), str(found))
+    assert SECRET not in str(found)
+
+
 @pytest.mark.long
 def test_storage_without_credentials_says_where_they_are_looked_for(bucket, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
