@@ -131,30 +131,38 @@ def _no_classes(top: str, tree: Tree) -> str:
             f"holds {tree.num_images:,} images that are in no class folder, and no table names them: give --labels "
             "FILE, with a line for each image (its name, its class), or move them into a folder for each class"
         )
-    for name in folders:
-        split, rest = split_word(name)
-        if split and folders[name].folders and (not rest or len(folders) == 1):
-            path, _ = _unwrapped(_join(top, name), folders[name])
-            hint = f", or name {path}/, to divide its images" if split == "train" else ""
-            lacks = "val" if split == "train" else "train"
-            return f"holds {name}/ and no {lacks}/ with class folders: add that{hint}; {AS_CLASSES}"
-    if len(folders) < 2:
-        return ""
-    spelled = {re.sub(r"\d+", "", name) for name in folders}
-    are_parts = len(spelled) == 1 and not GENERIC.isdisjoint(re.findall(r"[^\W_]+", spelled.pop().lower()))
-    if are_parts or all(_is_generic(name) or _is_split(name) for name in folders):
+    for name, below in folders.items():
+        if below.folders and (_is_split(name) or (split_word(name)[0] and len(folders) == 1)):
+            path, _ = _unwrapped(_join(top, name), below)
+            is_train = split_word(name)[0] == "train"
+            how = f"add that, or name {path}/, to divide its images" if is_train else "add that"
+            return f"holds {name}/ and no {'val' if is_train else 'train'}/ with class folders: {how}; {AS_CLASSES}"
+    if len(folders) > 1 and _are_parts(folders):
         how = "give --labels FILE, or name the folder that holds class folders"
         return f"{_named(folders)} are named as parts of a data set, not as classes: {how}; {AS_CLASSES}"
-    inner = [(name, below) for name, each in folders.items() for below in each.folders]
-    counts = Counter(below for _, below in inner)
-    repeated = {below for below, count in counts.items() if count > 1}
-    is_odd = (_is_split(below) or _is_generic(name) or (below in folders and below != name) for name, below in inner)
-    odd = {below for (_, below), is_one in zip(inner, is_odd, strict=True) if is_one}
-    if odd or 1 < len(repeated) >= len(counts) / 2:
+    if shared := _shared_folders(folders):
         how = "name the folder of one set of classes, or call two of them train and val"
-        what = f"hold folders such as {_named(odd or repeated)}, as splits and copies of a data set do"
+        what = f"hold folders such as {_named(shared)}, as splits and copies of a data set do"
         return f"{_named(folders)} {what}: {how}; {AS_CLASSES}"
     return ""
+
+
+def _are_parts(folders: Iterable[str]) -> bool:
+    if all(_is_generic(name) or _is_split(name) for name in folders):
+        return True
+    spelled, *others = {re.sub(r"\d+", "", name) for name in folders}
+    return not others and not GENERIC.isdisjoint(re.findall(r"[^\W_]+", spelled.lower()))
+
+
+def _shared_folders(folders: Mapping[str, Tree]) -> set[str]:
+    """Return folders below these by which they are splits or copies of a data set, or hold such; empty if classes."""
+    inner = [(name, below) for name, each in folders.items() for below in each.folders]
+    for name, below in inner:
+        if _is_split(below) or _is_generic(name) or (below in folders and below != name):
+            return {each for holder, each in inner if holder == name}
+    repeated = {below for below, count in Counter(below for _, below in inner).items() if count > 1}
+    holders, sharers = {name for name, _ in inner}, {name for name, below in inner if below in repeated}
+    return repeated if len(inner) > len(holders) and 2 * len(sharers) >= len(holders) else set()
 
 
 def _is_split(name: str) -> bool:

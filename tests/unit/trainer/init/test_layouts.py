@@ -123,6 +123,10 @@ FOLDERS_OF_CLASSES = {
     "Stanford's dogs": (["Images/{cat,dog}/{1..2}.jpg", "Annotation/{cat,dog}/1", "lists/train.mat"], ONLY_TRAIN),
     "CUB": (["CUB/images/{cat,dog}/{1..2}.jpg", "CUB/train_test_split.txt", "CUB/parts/parts.txt"], ONLY_TRAIN),
     "folders below classes": (["{cat,dog}/images/{1..2}.jpg"], ONLY_TRAIN),
+    "a few folders of the same name below": (
+        ["{cat,dog}/other/1.jpg", "a/{1,2}/1.jpg", "b/{3,4}/1.jpg", "c/{5,6}/1.jpg"],
+        {"train": {"a": 2, "b": 2, "c": 2, "cat": 1, "dog": 1}},
+    ),
     "folders of the same name below": (["{cat/cat,dog/dog}/{1..2}.jpg"], ONLY_TRAIN),
     "what systems leave": (
         ["{cat,dog}/{1..2}.jpg", "{cat,dog}/Thumbs.db", "{cat,dog}/desktop.ini", "cat/.ipynb_checkpoints/1.txt"],
@@ -147,7 +151,7 @@ def test_layout_of_folders(name: str, tmp_path: Path) -> None:
     assert problems(found) == {}
     for split, by_class in found.by_split.items():
         for each, images in by_class.items():
-            assert all(image.split("/")[-2] in (each, "images") for image in images)
+            assert all(each in image.split("/") for image in images)
             assert not any({*image.split("/")} & {"test", "Testing", "holdout", "seg_test"} for image in images), split
 
 
@@ -155,6 +159,7 @@ PARTS = "--labels folders"
 REFUSED = {
     "parts of HAM10000": (["HAM10000_images_part_{1,2}/{1..3}.jpg"], PARTS),
     "NIH's chest X-rays": (["images_{001..003}/images/{1..3}.png"], PARTS),
+    "flat parts of a split": (["train_{1,2}/{1..3}.jpg"], PARTS),
     "folds": (["fold{1..5}/{cat,dog}/{1..3}.jpg"], PARTS),
     "folds without classes": (["fold{1..5}/{1..3}.jpg"], PARTS),
     "originals and copies": (["{original,augmented}/{cat,dog}/1.jpg"], PARTS),
@@ -163,6 +168,7 @@ REFUSED = {
     "sites": (["{north,south}/{cat,dog,eel}/1.jpg", "north/fox/1.jpg"], "such as cat/, dog/, eel/"),
     "sites with a split": (["{north,south}/train/{1..3}.jpg"], "such as train/"),
     "hospitals": (["{a,b,c,d,e}/{benign,malignant}/1.jpg"], "such as benign/, malignant/"),
+    "splits in another language": (["lernen/{cat,dog,eel}/1.jpg", "pruefen/cat/1.jpg"], "such as cat/"),
     "a copy inside": (["{cat,dog,eel}/1.jpg", "flowers/{cat,dog,eel}/1.jpg"], "such as cat/, dog/, eel/"),
     "a copy beside": (["data/natural/{cat,dog}/1.jpg", "natural/{cat,dog}/1.jpg"], "such as"),
     "a repository": (["data/{train,val}/{cat,dog}/1.jpg", "docs/1.png"], "such as train/, val/"),
