@@ -97,8 +97,9 @@ def _read(path: Path) -> Iterator[Row]:
                 what = f"{num_bytes:,} bytes, more than {MAX_TABLE_BYTES:,}"
                 raise DataError(f"{path}: has {what}: keep its columns of images and classes alone, or move it away")
             lines = _lines(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
-            first = next(lines, "")
-            reader = csv.reader(chain([first], lines), delimiter=max(",;\t", key=first.count), strict=True)
+            head = list(islice(lines, SAMPLE_ROWS))
+            first = next(filter(str.strip, head), "")
+            reader = csv.reader(chain(head, lines), delimiter=max(",;\t", key=first.count), strict=True)
             for row in reader:
                 if any(cells := [cell.strip() for cell in row]):
                     yield reader.line_num, cells

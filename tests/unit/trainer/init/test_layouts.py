@@ -324,6 +324,7 @@ TABLES = {
     "no names of columns, class first": (["{00..11}.jpg"], {"t.csv": table("", "{c},{n:02}.jpg")}, THREE),
     "tabs": (["{00..11}.jpg"], {"t.tsv": table("image\tlabel", "{n:02}.jpg\t{c}")}, THREE),
     "a byte-order mark": (["{00..11}.jpg"], {"t.csv": "\ufeff" + table("image;label", "{n:02}.jpg;{c}")}, THREE),
+    "empty lines first": (["{00..11}.jpg"], {"t.csv": "\n \n" + table("image;label", "{n:02}.jpg;{c}")}, THREE),
     "empty columns": (["{00..11}.jpg"], {"t.csv": table("image,label,,", "{n:02}.jpg,{c},,")}, THREE),
     "numbers alone": (["{0..11}.png"], {"t.csv": table("image,label", "{n},{k}")}, BY_NUMBER),
     "numbers of unknown columns": (["{0..11}.png"], {"t.csv": table("pic,kind", "{n},{k}")}, BY_NUMBER),
