@@ -17,7 +17,14 @@ from bigbatch.trainer.datasets.check_image import IMAGE, PART_IMAGES, TRAITS, ex
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
-from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME_CLASS, list_below, list_split, spelling_variants
+from bigbatch.trainer.input.image_files import (
+    IMAGE_SUFFIXES,
+    RENAME_CLASS,
+    class_key,
+    list_below,
+    list_split,
+    spelling_variants,
+)
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, is_packed
@@ -270,7 +277,8 @@ def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFi
             cases = (f"{root}/{split}: expected {split}/<class>/<image>",)
             findings.append(ImageFinding("no class folders", split, cases, is_problem=True))
         for other in splits.keys() - {split}:
-            lacking = tuple(f"{root}/{split}/{name}" for name in sorted({*images.classes} - {*splits[other].classes}))
+            has = set(map(class_key, splits[other].classes))  # another spelling is a finding of its own
+            lacking = tuple(f"{root}/{split}/{name}" for name in images.classes if class_key(name) not in has)
             meaning = "give both splits the same class folders: a label is the position among them"
             findings.append(ImageFinding(f"class that {other} lacks", split, lacking, is_problem=True, meaning=meaning))
         findings.append(imagenet_finding(split, images))

@@ -21,16 +21,12 @@ from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
 from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.image_files import class_key
 from bigbatch.trainer.input.listed import SPLITS, index_of, write_list
 from bigbatch.trainer.input.order import ImageIndex
 
 NUM_SHOWN = 3
 """Most cases of a finding to list."""
-REMOVED = (
-    "--unpack was removed: WebDataset's shards are read as they are, by `bigbatch init FOLDER`; a data set of Hugging "
-    "Face's becomes class folders by `bigbatch data prepare huggingface TARGET --archives FOLDER`"
-)
-
 
 Splits = Mapping[str, ImageSource]
 Listed = dict[str, dict[str, list[str]]] | None
@@ -43,11 +39,14 @@ def main(argv: Sequence[str]) -> int:
     folder: Path = arguments.folder
     recipe: Path = arguments.out
     found = find_layout(folder, labels=arguments.labels, columns=arguments.columns, leave_out=arguments.leave_out)
-    splits, listed = found.splits, None
+    splits, listed, made = found.splits, None, {}
     if splits is None:
-        listed = split_classes(found.by_class, val_share=arguments.val_share, seed=arguments.seed)
+        listed = {split: {name: [*paths] for name, paths in found.by_split[split].items()} for split in found.by_split}
+        if "val" not in listed:
+            made = {"val_share": arguments.val_share, "seed": arguments.seed}
+            listed = split_classes(listed["train"], **made)
         splits = {split: index_of(str(folder), listed, split) for split in SPLITS}
-    findings = [*found.findings, *_class_findings(splits["train"].classes, listed, folder)]
+    findings = [*found.findings, *_class_findings(splits["train"].classes, listed, folder, is_divided=not made)]
     measured = None
     if sum(map(len, splits.values())):
         with show_progress(f"looking at {folder}") as on_progress:
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if num_problems or measured is None:
         print_line(f"nothing written: {num_problems:,} problem(s)")
         return FAILED
-    _write(recipe, splits, listed, measured, arguments=arguments)
+    _write(recipe, splits, listed, measured, arguments=arguments, made=made)
     for line in _next_commands(recipe, splits, is_listed=listed is not None):
         print_line(line)
     return 0
@@ -85,8 +84,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--val-share {arguments.val_share} is not possible: give a share between 0 and 1")
     if arguments.samples < 1 or arguments.seed < 0:
         parser.error("--samples takes 1 or more, --seed 0 or more")
-    if arguments.unpack:
-        parser.error(REMOVED)
     # the folder's name in characters that need no quotes in a shell
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", arguments.folder.resolve().name).strip("-.")
     recipe = arguments.out = arguments.out or Path(f"{name or 'mine'}.yaml")
@@ -98,7 +95,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _class_findings(classes: Sequence[str], listed: Listed, folder: Path) -> Iterator[ImageFinding]:
+def _class_findings(
+    classes: Sequence[str], listed: Listed, folder: Path, *, is_divided: bool
+) -> Iterator[ImageFinding]:
     where = str(folder)
     if len(classes) == 1:
         cases, meaning = (f"{folder}: {classes[0]} is the only one",), "a classifier needs two or more"
@@ -107,9 +106,14 @@ def _class_findings(classes: Sequence[str], listed: Listed, folder: Path) -> Ite
         yield unprintable_finding(where, classes)
         yield spelling_finding(where, classes)
         val, train = listed["val"], listed["train"]
-        single = tuple(name for name in classes if not val[name] and train[name])
+        trained = {class_key(name) for name in classes if train.get(name)}  # another spelling is a finding of its own
+        lacking = tuple(name for name in classes if val.get(name) and class_key(name) not in trained)
+        meaning = "add images of it to train, or remove it"
+        yield ImageFinding("class that train lacks", where, lacking, is_problem=True, meaning=meaning)
+        single = tuple(name for name in classes if not val.get(name) and train.get(name))
+        kind = "class that val lacks" if is_divided else "class with one image"
         meaning = "used for training only: the accuracy of this class is not measured"
-        yield ImageFinding("class with one image", where, single, is_problem=False, meaning=meaning)
+        yield ImageFinding(kind, where, single, is_problem=False, meaning=meaning)
         if single and not any(val.values()):
             yield _nothing_to_validate(where)
 
@@ -154,9 +158,18 @@ def _summary(folder: Path, what: str, splits: Splits, measured: SampleStatistics
 
 
 def _write(
-    recipe: Path, splits: Splits, listed: Listed, measured: SampleStatistics, *, arguments: argparse.Namespace
+    recipe: Path,
+    splits: Splits,
+    listed: Listed,
+    measured: SampleStatistics,
+    *,
+    arguments: argparse.Namespace,
+    made: Mapping[str, object],
 ) -> None:
-    """Write the list, if there is one, and then the recipe. Raises: DataError; ConfigError, before any write."""
+    """Write the list, if there is one, and then the recipe; made: how the splits were made, for the list.
+
+    Raises: DataError; ConfigError, before any write.
+    """
     folder: Path = arguments.folder
     root, counts = folder, {split: len(images) for split, images in splits.items()}
     if listed is not None:
@@ -173,7 +186,7 @@ def _write(
     )
     try:
         if listed is not None:
-            write_list(root, folder, listed, val_share=arguments.val_share, seed=arguments.seed)
+            write_list(root, folder, listed, **made)
         write_whole(recipe, text.encode())
     except OSError as error:
         raise DataError(f"{recipe}: cannot be written ({error.strerror}); name another --out") from error
@@ -208,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bigbatch init",
         description="Look at the images of FOLDER and write a recipe for them that extends a packaged one. They lie "
         "as FOLDER/train/<class>/ and FOLDER/val/<class>/, in WebDataset's shards, as FOLDER/<class>/, or anywhere in "
-        "FOLDER with a CSV of labels. If FOLDER does not separate the splits, a list beside the recipe states them; no "
+        "FOLDER with a CSV of labels. A list beside the recipe states the splits, unless they are train/ and val/; no "
         "image is copied or moved. All problems are reported at once; then nothing is written, and the exit code "
         "is 1.",
         epilog="example: bigbatch init data/flowers --val-share 0.2",
@@ -229,15 +242,18 @@ def _parser() -> argparse.ArgumentParser:
         help="packaged experiment to extend (default: %(default)s)",
     )
     parser.add_argument(
-        "--labels", type=as_path, metavar="CSV", help="the table of labels (default: FOLDER's only CSV)"
+        "--labels",
+        type=as_path,
+        metavar="CSV",
+        help="the table of labels (default: the one in FOLDER that names images); folders: none, FOLDER's folders are "
+        "the classes",
     )
     parser.add_argument(
         "--columns",
         type=two_names,
-        metavar="COLUMN,COLUMN",
-        help="names of the table's columns (default: the first two)",
+        metavar="IMAGE,CLASS",
+        help="names of the table's columns (default: those with known names, or both of two)",
     )
-    parser.add_argument("--unpack", help=argparse.SUPPRESS)
     parser.add_argument(
         "--val-share",
         type=decimal,

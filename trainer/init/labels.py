@@ -1,105 +1,128 @@
-"""Read a CSV of labels: the class of each image, lines without an image, and images without a line."""
+"""Read tables of labels: class and split of each image, lines without an image, and images without a line."""
 
-import csv
-import io
-import posixpath
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.trainer.input.image_files import is_image
+from bigbatch.trainer.init.columns import NAME_THEM, Columns, number_in, split_in, unknown_split
+from bigbatch.trainer.init.csv_table import Table, open_table
+from bigbatch.trainer.init.image_names import ImageNames
+
+MIN_GUESSED = 8
+"""From so many images on, a column that the user has not named must have fewer classes than half of the images."""
+TWICE, MOVED, UNDIVIDED = "image with two labels", "image in two splits", "image without a split"
 
 
 @dataclass(frozen=True)
-class LabelFile:
-    """Contents of a CSV of labels."""
+class Labels:
+    """Contents of tables of labels."""
 
-    labels: dict[str, str]
+    classes: dict[str, str] = field(default_factory=dict)
     """Path of an image -> its class."""
-    faults: dict[str, list[str]]
-    """Kind of mismatch -> its cases, for each possible kind."""
-    names: Sequence[str] | None
-    """The first line, if it was taken for column names without --columns."""
+    splits: dict[str, str] = field(default_factory=dict)
+    """Path of an image -> its split; "" if none is stated."""
+    faults: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    """Kind of fault -> line or image -> its case."""
+    columns: dict[Path, str] = field(default_factory=dict)
+    """Table -> which of its columns were read."""
 
 
-def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] | None = None) -> LabelFile:
-    """Read a CSV with a line for each of images (paths below a folder): comma, semicolon or tab, UTF-8.
+def read_labels(
+    tables: Mapping[Path, str],
+    images: ImageNames,
+    *,
+    columns: tuple[str, str] | None = None,
+    split_of: Callable[[str], str] = lambda image: "",
+) -> Labels:
+    """Read tables with a line for each image.
 
-    A line names an image by path or name, also without suffix, if only one image has it; it cannot name one outside of
-    the folder. Raises: DataError for a file of another form.
+    tables: table -> split of its images, "" if its name states none. columns: names of the columns of images and
+    classes. split_of: split of an image, by its folder. Raises: DataError for a table of another form.
     """
-    known = _names(images)
-    rows = _read(path)
-    file_at, label_at = _positions(path, rows, columns)
-    is_header = columns is not None or not (_find(rows[0][1][0], known) or is_image(rows[0][1][0].strip()))
-    labels: dict[str, str] = {}
-    lost, blank, twice = [], [], {}
-    for number, row in rows[is_header:]:
-        where = f"{path.name} line {number}"
-        if len(row) <= max(file_at, label_at) or not row[label_at].strip():
-            blank.append(f"{where}: {shortened(row)}")
+    found = Labels()
+    for path, split in tables.items():
+        table = open_table(path, images, has_names=columns is not None)
+        chosen = table.columns(columns)
+        _add_rows(table, chosen, found, images=images, split=split)
+        found.columns[path] = _describe(table.names, chosen)
+    if not found.classes:
+        case = next(iter(found.faults["label without an image"].values()), "it has no further line")
+        where = f"{next(iter(tables))}: no line names one of the {len(images.images):,} images beside it"
+        raise DataError(f"{where}; {case}: {NAME_THEM}")
+    _require_classes(found, next(iter(tables)), is_guessed=columns is None)
+    for image in found.classes:
+        found.splits[image] = found.splits[image] or split_of(image)
+    if any(found.splits.values()):
+        found.faults[UNDIVIDED] |= {image: image for image, split in found.splits.items() if not split}
+    unlabelled = (image for image in images.images if image not in found.classes)
+    found.faults["image without a label"] |= {image: image for image in unlabelled}
+    for image in {*found.faults[TWICE], *found.faults[MOVED], *found.faults[UNDIVIDED]}:
+        del found.classes[image]
+    return found
+
+
+def _add_rows(table: Table, columns: Columns, found: Labels, *, images: ImageNames, split: str) -> None:
+    """Add the lines of a table to found. Raises: DataError."""
+    names, path, faults = table.names, table.path, found.faults
+    stated: set[tuple[str, ...]] = set()
+    for number, row in table.rows():
+        where, cells = f"{path.name} line {number}", [*row, *[""] * (len(names) - len(row))]
+        if any(cells[len(names) :]):
+            faults["line with too many cells"][where] = f"{where}: {shortened(row)}"
             continue
-        image, label = _find(row[file_at], known), row[label_at].strip()
-        if image is None:
-            lost.append(f"{where}: {row[file_at]}")
-        elif labels.setdefault(image, label) != label:
-            twice[image] = f"{where}: {image} is {labels[image]} and {label}"
-    if not labels:
-        raise DataError(
-            f"{path}: no line names one of the {len(images):,} images beside it; it has {len(rows)} lines, the "
-            f"first is {shortened(rows[0][1])}: name its columns by --columns IMAGES,LABELS"
-        )
-    return LabelFile(
-        {image: label for image, label in labels.items() if image not in twice},
-        {
-            "label without an image": lost,
-            "image without a label": [image for image in images if image not in labels],
-            "line without a label": blank,
-            "image with two labels": [*twice.values()],
-        },
-        names=rows[0][1] if is_header and columns is None else None,
-    )
+        if columns.split is not None:
+            split = split_in(cells[columns.split])
+            if cells[columns.split] and not split:
+                raise DataError(f"{path} line {number}: {unknown_split(names[columns.split], cells[columns.split])}")
+        labels = [cells[at] for at in columns.labels]
+        label = _marked(table, columns, labels, number=number) if columns.one_hot else labels[0]
+        if not label:
+            faults["line without a label"][where] = f"{where}: {shortened(row)}"
+            continue
+        stated.add(() if columns.one_hot else tuple(labels))
+        if (image := images.find(cells[columns.image], beside=path.parent)) is None:
+            outside = f", which is not below {images.folder}" if cells[columns.image].startswith("/") else ""
+            faults["label without an image"][where] = f"{where}: {cells[columns.image]}{outside}"
+        elif (before := found.classes.setdefault(image, label)) != label:
+            faults[TWICE][image] = f"{where}: {image} is {before} and {label}"
+        elif (before := found.splits.setdefault(image, split)) != split:
+            faults[MOVED][image] = f"{where}: {image} is in {before or 'no split'} and {split or 'no split'}"
+    if any(len({*labels}) < len(stated) for labels in zip(*stated, strict=True)):
+        both = " and ".join(repr(names[at]) for at in columns.labels)
+        raise DataError(f"{path}: its columns {both} state different classes: {NAME_THEM}")
 
 
-def _read(path: Path) -> list[tuple[int, list[str]]]:
-    """Return non-empty lines with their numbers."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        first = text.partition("\n")[0]
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), strict=True)
-        rows = [(reader.line_num, row) for row in reader if any(row)]
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check its name and permissions") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: is not a CSV in UTF-8 ({error}); save it as such a file") from error
-    if not rows:
-        raise DataError(f"{path}: is empty; give it a line for each image: its name, its class")
-    return rows
+def _marked(table: Table, columns: Columns, cells: Sequence[str], *, number: int) -> str:
+    """Return the class that a line of a table with a column for each class marks, "" if none. Raises: DataError."""
+    numbers = [number_in(cell) for cell in cells]
+    classes = [table.names[at] for at, each in zip(columns.labels, numbers, strict=True) if each != 0]
+    if len(classes) > 1 or not {*numbers} <= {0, 1}:
+        one = f"a line needs 1 in the column of its class, and 0 in the others: correct it, or {NAME_THEM}"
+        raise DataError(f"{table.path} line {number}: has the classes {shortened(classes)}; {one}")
+    return "".join(classes)
 
 
-def _positions(path: Path, rows: Sequence[tuple[int, list[str]]], columns: tuple[str, str] | None) -> tuple[int, int]:
-    first = [name.strip() for name in rows[0][1]]
-    if columns is None and len(first) < 2:
-        raise DataError(f"{path}: has one column, {first[0]!r}; give it two: the image's name and its class")
-    missing = [name for name in columns or () if name not in first]
-    if missing:
-        raise DataError(f"{path}: has no column {missing[0]!r}; its first line names {shortened(first)}")
-    return (first.index(columns[0]), first.index(columns[1])) if columns else (0, 1)
+def _require_classes(found: Labels, path: Path, *, is_guessed: bool) -> None:
+    """Raise DataError if the labels are lists of classes, or measurements."""
+    classes = {*found.classes.values()}
+    for label in classes:
+        for sign in "|;,+/ ":
+            parts = [part.strip() for part in label.split(sign)]
+            if len({*parts}) > 1 and (sign == "|" or classes.issuperset(parts)):
+                one = "a run trains one class for each image: write one, or leave out such lines"
+                raise DataError(f"{path}: the label {shortened(label)} holds several classes; {one}")
+    if is_guessed and len(found.classes) >= MIN_GUESSED and 2 * len(classes) > len(found.classes):
+        many = f"{len(classes):,} labels of {len(found.classes):,} images, such as {shortened(min(classes))}"
+        raise DataError(f"{path}: has {many}: these are hardly classes; {NAME_THEM}")
 
 
-def _find(name: str, known: dict[str, str | None]) -> str | None:
-    return known.get(posixpath.normpath(name.strip()))
-
-
-def _names(images: Sequence[str]) -> dict[str, str | None]:
-    """Return name -> image; None if the name fits several."""
-    known: dict[str, str | None] = {}
-    for image in images:
-        shorter = {
-            short for name in (image, posixpath.basename(image)) for short in (name, posixpath.splitext(name)[0])
-        }
-        for name in shorter - {image}:
-            known[name] = None if name in known else image
-    # last, since a whole path always names one image
-    return known | {image: image for image in images}
+def _describe(names: Sequence[str], columns: Columns) -> str:
+    """Return which columns are read, and which are not."""
+    if not any(names):
+        return "no line of names"
+    read = [columns.image, *columns.labels, *([] if columns.split is None else [columns.split])]
+    unread = [name for at, name in enumerate(names) if name and at not in read]
+    first = f"columns {' and '.join(repr(names[at]) for at in read[:4])}{' ...' if len(read) > 4 else ''}"
+    return first + (f"; not read: {shortened(unread)}" if unread else "")

@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import posixpath
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from bigbatch.errors import DataError, shortened
+from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import (
     ImageFinding,
     class_findings,
@@ -17,19 +19,24 @@ from bigbatch.trainer.datasets.check import (
     open_listing,
 )
 from bigbatch.trainer.datasets.tables import find_tables
+from bigbatch.trainer.init.arrangement import AS_CLASSES, Arrangement, arrange, split_word
+from bigbatch.trainer.init.csv_table import has_classes, names_images
+from bigbatch.trainer.init.image_names import ImageNames
 from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.input.base import ImageSource
-from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_image, list_below, list_split
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, Contents, list_below, list_split
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shard_files import is_packed
 from bigbatch.trainer.input.shards import DataRoot
 from bigbatch.trainer.input.webdataset import find_shards
 
+FOLDERS = Path("folders")
+"""Value of --labels: the folders are the classes, whatever their names and tables."""
 _LAYOUTS = "FOLDER/<class>/<image>, FOLDER/train and FOLDER/val with class folders, or images and a CSV of labels"
 
-SPLIT_WORDS = ("training", "valid", "validation", "validate", "dev", "eval", "evaluation", "test", "testing")
-"""Names that other programs give to folders of splits: init does not take them for classes."""
+ByClass = Mapping[str, Sequence[str]]
+"""Class -> images, as paths below the folder."""
 
 
 @dataclass(frozen=True)
@@ -39,61 +46,65 @@ class DatasetLayout:
     what: str
     findings: tuple[ImageFinding, ...]
     splits: Mapping[str, ImageSource] | None = None
-    """Both splits, if the folder has them."""
-    by_class: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Otherwise class -> images, as paths below the folder."""
+    """Both splits, if a run can read them from the folder itself."""
+    by_split: Mapping[str, ByClass] = field(default_factory=dict)
+    """Otherwise the images of train and val, or of train alone if the folder and its tables do not divide them."""
 
 
 def find_layout(
     folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool
 ) -> DatasetLayout:
-    """Return the layout of folder, without reading any image. labels: the CSV of labels; None: the only one in folder.
+    """Return the layout of folder, without reading any image.
 
-    columns: names of its columns of images and labels; None: the first two. leave_out: images without a label and
-    labels without an image are no problem. Raises: DataError if the images cannot be listed.
+    labels: the table of labels; None: those in folder that name images; FOLDERS: none. columns: names of its columns
+    of images and labels; None: see choose_columns. leave_out: images without a label and labels without an image are
+    no problem. Raises: DataError if the images cannot be listed, or their classes are unknown.
     """
     if not folder.is_dir():
         raise DataError(
             f"{folder}: {'is a file' if folder.exists() else 'does not exist'}; name the folder of the images"
         )
-    top = list_split(folder)
-    folders = top.folders
+    list_split(folder)  # raises DataError if it cannot be listed
     if find_tables(folder):
         how = f"`bigbatch data prepare huggingface TARGET --archives {folder}`, then `bigbatch init TARGET`"
         raise DataError(f"{folder}: is a data set of Hugging Face's: unpack it into class folders by {how}")
-    if labels is None and (shards := find_shards(folder)):
+    is_stated = labels is not None and labels != FOLDERS
+    if not is_stated and (_holds_shards(folder) or any(is_packed(folder / split) for split in SPLITS)):
         require_no_columns(folder, columns)
-        if missing := {*SPLITS} - {*shards}:
-            raise DataError(f"{folder}: holds shards for {next(iter(shards))}, and none for {missing.pop()}: add those")
         return _both_splits(folder, leave_out=leave_out)
-    if any(name.endswith(".tar") for name in top.others):
+    below = list_below(folder)
+    if not below.images and any(name.endswith(".tar") for name in below.others):
         how = "name WebDataset's shards *train*.tar and *val*.tar, or put them into train/ and val/"
         raise DataError(f"{folder}: holds tar files, and none is named train or val: {how}")
-    tables = [labels] if labels else [folder / name for name in top.others if name.lower().endswith(".csv")]
-    if labels is None:
-        splits = [split for split in SPLITS if split in folders and _is_split(folder / split)]
-        if len(splits) == len(SPLITS):
-            require_no_columns(folder, columns)
-            return _both_splits(folder, leave_out=leave_out)
-        if splits:
-            (has,), (lacks,) = splits, {*SPLITS} - {*splits}
-            hint = f"; to split it, name {folder / has}" if has == "train" else ""
-            raise DataError(f"{folder}: holds {has}/ and no {lacks}/ with class folders: add that{hint}")
-        if misnamed := [name for name in folders if name.lower() in SPLIT_WORDS and _is_split(folder / name)]:
-            raise DataError(
-                f"{folder}: {misnamed[0]}/ holds class folders, and a run reads train/ and val/: rename the folders of "
-                "the two splits so, and move others elsewhere"
-            )
-    num_loose = sum(map(is_image, top.loose))
-    if tables and (labels or num_loose or len(folders) < 2):
-        return _by_csv(folder, tables, columns=columns, leave_out=leave_out)
-    if num_loose > 0:
-        raise DataError(
-            f"{folder}: holds {num_loose:,} images that are in no class folder, and no CSV: give --labels FILE, "
-            "with a line for each image (its name, its class), or move them into a folder for each class"
-        )
+    arrangement = arrange([*below.images, *below.unread])
+    tables = [labels] if labels else _tables_beside(folder, below, arrangement)
+    if labels == FOLDERS:
+        tables, arrangement = [], Arrangement("", classes={"": ""}) if arrangement.problem else arrangement
+    try:
+        read = partial(_by_tables, is_stated=is_stated, columns=columns, leave_out=leave_out)
+        if tables and (by_tables := read(folder, tables, below, arrangement)):
+            return by_tables
+    except DataError as error:
+        if is_stated or not arrangement.classes:
+            raise
+        raise DataError(f"{error}; {AS_CLASSES}") from error
     require_no_columns(folder, columns)
-    return _class_folders(folder, leave_out=leave_out)
+    if arrangement.problem:
+        raise DataError(f"{folder}: {arrangement.problem}")
+    if arrangement.classes == {split: split for split in SPLITS}:
+        found = _both_splits(folder, leave_out=leave_out)
+    else:
+        found = _by_folders(folder, below, arrangement, leave_out=leave_out)
+    unread = ImageFinding("table that is not read", str(folder), tuple(map(str, tables)), False, "--labels reads one")
+    return replace(found, findings=(*found.findings, unread))
+
+
+def _holds_shards(folder: Path) -> bool:
+    """Return whether folder holds WebDataset's shards. Raises: DataError if a split has none."""
+    shards = find_shards(folder)
+    if missing := {*SPLITS} - {*shards} if shards else None:
+        raise DataError(f"{folder}: holds shards for {next(iter(shards))}, and none for {missing.pop()}: add those")
+    return bool(shards)
 
 
 def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
@@ -102,11 +113,6 @@ def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
         raise DataError(
             f"--columns {','.join(columns)}: no table of {folder} is read; name one by --labels, or leave it out"
         )
-
-
-def _is_split(folder: Path) -> bool:
-    """Return whether folder is a split, and not a class such as train, whose images lie in train/ directly."""
-    return is_packed(folder) or bool(list_split(folder).folders)
 
 
 def _both_splits(folder: Path, *, leave_out: bool) -> DatasetLayout:
@@ -119,42 +125,112 @@ def _both_splits(folder: Path, *, leave_out: bool) -> DatasetLayout:
     return DatasetLayout("train and val", tuple(findings), splits=splits)
 
 
-def _class_folders(folder: Path, *, leave_out: bool) -> DatasetLayout:
-    listing = list_folder(folder)
-    images, where = listing.images, str(folder)
+def _by_folders(folder: Path, below: Contents, arrangement: Arrangement, *, leave_out: bool) -> DatasetLayout:
+    by_split, findings = {}, []
+    for split, place in arrangement.classes.items():
+        by_split[split or "train"], own = _class_folders(folder, place, leave_out=leave_out)
+        findings += own
+    if arrangement.splits:
+        findings.append(_unread([path for path in below.images if arrangement.split_of(path) not in by_split], folder))
+    places = " and ".join(filter(None, arrangement.classes.values()))
+    return DatasetLayout(f"class folders{f' of {places}' if places else ''}", tuple(findings), by_split=by_split)
+
+
+def _unread(paths: Sequence[str], where: Path) -> ImageFinding:
+    meaning = "a run trains and validates; to validate with a test split, call it val"
+    return ImageFinding("image that is not read", str(where), tuple(paths), is_problem=False, meaning=meaning)
+
+
+def _class_folders(folder: Path, place: str, *, leave_out: bool) -> tuple[ByClass, list[ImageFinding]]:
+    """Return the images in the class folders of folder/place, and findings."""
+    top, prefix = folder / place, f"{place}/" if place else ""
+    listing = list_folder(top)
+    images, where = listing.images, str(top)
     assert isinstance(images, ImageIndex)
     by_class: dict[str, list[str]] = {name: [] for name in images.classes}
     for path in images.paths:
-        by_class[path.partition("/")[0]].append(path)
+        by_class[path.partition("/")[0]].append(prefix + path)
     findings = listing_findings(where, listing, leave_out=leave_out)
-    empty = tuple(f"{folder / name}" for name, paths in by_class.items() if not paths)
+    empty = tuple(f"{top / name}" for name, paths in by_class.items() if not paths)
     advice = f"fill or remove it, or give --leave-out; an image ends in {', '.join(IMAGE_SUFFIXES)}"
     meaning = "left out" if leave_out else advice
     findings.append(ImageFinding("class without images", where, empty, is_problem=not leave_out, meaning=meaning))
     by_class = {name: paths for name, paths in by_class.items() if paths or not leave_out}
     if not by_class:
-        findings.append(ImageFinding("no images", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
-    return DatasetLayout("class folders", tuple(findings), by_class=by_class)
+        findings.append(ImageFinding("no images", where, (f"{top}: expected {_LAYOUTS}",), is_problem=True))
+    return by_class, findings
 
 
-def _by_csv(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | None, leave_out: bool) -> DatasetLayout:
-    if len(tables) > 1:
-        names = ", ".join(path.name for path in tables[:5])
-        raise DataError(f"{folder}: holds {len(tables)} CSV files ({names}): name that of the labels by --labels")
-    below = list_below(folder)
-    table = read_labels(tables[0], below.images, columns=columns)
-    by_class: dict[str, list[str]] = defaultdict(list)
-    for path, label in table.labels.items():
-        by_class[label].append(path)
-    meaning = "left out" if leave_out else "fix the table, or give --leave-out"
+def _tables_beside(folder: Path, below: Contents, arrangement: Arrangement) -> list[Path]:
+    """Return the tables in folder, and beside class folders or in folders of splits."""
+    places = {"", arrangement.top, *arrangement.splits}
+    tables = (path for path in below.others if path.lower().endswith((".csv", ".tsv")))
+    return [folder / path for path in tables if posixpath.dirname(path) in places]
+
+
+def _by_tables(
+    folder: Path,
+    tables: Sequence[Path],
+    below: Contents,
+    arrangement: Arrangement,
+    *,
+    is_stated: bool,
+    columns: tuple[str, str] | None,
+    leave_out: bool,
+) -> DatasetLayout | None:
+    """Return the layout that tables state; None if none states classes. is_stated: the user has named the table."""
+    if below.unread and not below.images:
+        how = "no loader reads them: save them as JPEG, PNG or WebP"
+        raise DataError(f"{folder}: holds {len(below.unread):,} images such as {below.unread[0]}; {how}")
+    is_test = {path: arrangement.split_of(path) == "test" for path in below.images}
+    tests = [path for path in is_test if is_test[path]]
+    images = ImageNames(folder, [path for path in is_test if not is_test[path]], others=tests)
+    chosen = dict.fromkeys(tables, "") if is_stated else _choose_tables(tables, images, arrangement, columns=columns)
+    if not chosen:
+        return None
+    found = read_labels(chosen, images, columns=columns, split_of=arrangement.split_of)
+    names = " and ".join(map(str, chosen))
+    meaning = "fix the table, or give --leave-out" + (f"; {AS_CLASSES}" if arrangement.classes else "")
     findings = [
-        ImageFinding(kind, str(tables[0]), tuple(cases), is_problem=not leave_out, meaning=meaning)
-        for kind, cases in table.faults.items()
+        ImageFinding(kind, names, tuple(cases.values()), not leave_out, "left out" if leave_out else meaning)
+        for kind, cases in found.faults.items()
     ]
     left_out = {kind: [f"{folder}/{path}" for path in paths] for kind, paths in below.left_out().items()}
     findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)
-    names = f", its first line taken for column names: {shortened(table.names)}" if table.names else ""
-    return DatasetLayout(f"images with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
+    by_split: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for path, label in found.classes.items():
+        by_split[found.splits[path] or "train"][label].append(path)
+    findings.append(_unread([path for paths in by_split.pop("test", {}).values() for path in paths], folder))
+    if "train" not in by_split:
+        raise DataError(f"{names}: states no image to train with; add some, or correct its splits")
+    what = "; ".join(f"{path.name}, {read}" for path, read in found.columns.items())
+    return DatasetLayout(f"images with labels from {what}", tuple(findings), by_split=by_split)
+
+
+def _choose_tables(
+    tables: Sequence[Path], images: ImageNames, arrangement: Arrangement, *, columns: tuple[str, str] | None
+) -> dict[Path, str]:
+    """Return the tables with classes of images, except images of test; each with the split that its name states.
+
+    Raises: DataError if there are several, and their names do not state a split each.
+    """
+    found = [path for path in tables if any(image not in images.others for image in names_images(path, images))]
+    if not found and arrangement.problem and len(tables) == 1 and not any(names_images(tables[0], images)):
+        found = [*tables]  # to report why it names none
+    is_divided = bool(arrangement.classes and arrangement.splits)
+    if len(found) > 1 or is_divided:
+        known = [path for path in found if has_classes(path, images, wanted=columns)]
+        found = known or ([] if is_divided else found)
+    if len(found) < 2:
+        return dict.fromkeys(found, "")
+    places = [os.path.relpath(path, images.folder) for path in found]
+    splits = [
+        split_word(path.stem)[0] or arrangement.split_of(place) for path, place in zip(found, places, strict=True)
+    ]
+    if len({*splits}) < len(found) or "" in splits or "train" not in splits:
+        names = ", ".join(path.name for path in found[:5])
+        raise DataError(f"{images.folder}: holds {len(found)} CSV files ({names}): name that of the labels by --labels")
+    return dict(zip(found, splits, strict=True))
 
 
 def split_classes(

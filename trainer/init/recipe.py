@@ -48,13 +48,15 @@ def recipe_text(
     }
     if max_megapixels != base.data.max_megapixels:
         stated["data"]["max_megapixels"] = (max_megapixels, "")
+    constant = "; 1 for a channel that is the same everywhere" if min(measured.std) < 0.00005 else ""
     if base.model.weights is None:  # else weights need the mean and std that they were trained with
         stated["data"] |= {
             "mean": (
                 [round(value, 4) for value in measured.mean],
                 f"of {measured.num_averaged:,} training images, seed {seed}",
             ),
-            "std": ([round(value, 4) for value in measured.std], "the same"),
+            # a channel that is constant stays so: 0 would divide by 0
+            "std": ([round(value, 4) or 1.0 for value in measured.std], f"the same{constant}"),
         }
     if sizes[0] != batch:
         base_lr = base.schedule.base_lr

@@ -73,9 +73,13 @@ class Contents:
         return kinds | {kind: paths for kind, paths in named.items() if paths}
 
 
+_OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+"""Names of folders that systems make: macOS in archives, Synology, Windows and Linux on their disks."""
+
+
 def is_hidden(name: str) -> bool:
     """Return whether a file or folder is hidden, such as the ._NAME that macOS leaves on other file systems."""
-    return name.startswith(".")
+    return name.startswith(".") or name in _OF_SYSTEMS
 
 
 def is_image(name: str) -> bool:
@@ -157,7 +161,7 @@ def _sorted(found: Contents) -> Contents:
     return found
 
 
-RENAME_CLASS = "rename one, so that both splits have one spelling of each class"
+RENAME_CLASS = "rename one, so that the class has one spelling everywhere"
 
 
 def spelling_variants(names: Iterable[str]) -> list[str]:
@@ -167,7 +171,7 @@ def spelling_variants(names: Iterable[str]) -> list[str]:
     """
     classes = defaultdict(set)
     for name in names:
-        classes[_canonical(name)].add(name)
+        classes[class_key(name)].add(name)
     return [_quoted(sorted(spellings)) for spellings in classes.values() if len(spellings) > 1]
 
 
@@ -178,7 +182,8 @@ def require_one_spelling(where: Path, names: Sequence[str]) -> None:
         raise DataError(f"{where}: {twice[0]} are spellings of one class{more}; {RENAME_CLASS}")
 
 
-def _canonical(name: str) -> str:
+def class_key(name: str) -> str:
+    """Return what all spellings of a class have in common."""
     text = " ".join(unicodedata.normalize("NFKC", name).split())
     text = text if len(text) == 1 else unicodedata.normalize("NFKC", text.lower())
     number = re.fullmatch(r"0*(\d+)(\.0*)?", text)  # spreadsheets export 1 as 1.0

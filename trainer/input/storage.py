@@ -9,6 +9,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import ssl
 import sys
 import threading
@@ -23,6 +24,7 @@ import numpy as np
 
 from bigbatch.errors import ConfigError, DataError, StorageError, print_line
 from bigbatch.files import open_sparse
+from bigbatch.trainer.input.tar_headers import refuse_compressed
 
 SCHEMES = ("s3", "gs", "https", "http")
 INSTALL = "pip install 'bigbatch[storage]'"
@@ -36,11 +38,29 @@ RETRY_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to read an index."""
 RETRY_SECONDS = 60.0
 """No further attempt begins later than this."""
-NO_ACCESS = (
+_EXPIRED = "the session token is expired or damaged: get a new one"
+_REGION = "the bucket is in another region, or behind another endpoint: set AWS_DEFAULT_REGION or AWS_ENDPOINT_URL"
+_NO_BUCKET = "there is no such bucket: check its name and the endpoint"
+REFUSALS = {
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), _EXPIRED),
+    "RequestTimeTooSkewed": "this host's clock differs too much from the server's: set it, by NTP",
+    "InvalidAccessKeyId": "the server does not know the access key: check AWS_ACCESS_KEY_ID and the endpoint",
+    "SignatureDoesNotMatch": "the secret key does not fit the access key: check AWS_SECRET_ACCESS_KEY",
+    **dict.fromkeys(
+        ("AccessDenied", "AllAccessDisabled"), "these credentials may not read or list it: ask the bucket's owner"
+    ),
+    "InvalidObjectState": "the object is archived (Glacier): restore it first",
+    **dict.fromkeys(("NoSuchBucket", "InvalidBucketName"), _NO_BUCKET),
+    **dict.fromkeys(("PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed"), _REGION),
+    "IllegalLocationConstraintException": _REGION,
+}
+"""S3's code of an error that retries cannot change -> cause and remedy."""
+NO_CREDENTIALS = (
     *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError"),
-    *("InvalidToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed", "PermanentRedirect"),
 )
-"""Names of errors, and S3's codes, on credentials or the region: they are not retried."""
+"""Names of errors on other credentials: they are not retried."""
+NO_ANSWER = frozenset(("ConnectionError", "ClientConnectionError", "HTTPClientError", "TimeoutError", "FSTimeoutError"))
+"""Names of errors, and of their base classes, of a server that does not answer."""
 
 
 T = TypeVar("T")
@@ -68,7 +88,10 @@ def url_of(root: Path | str) -> str | None:
     return f"{scheme}://{rest}"
 
 
-CERTIFICATES = "check the address, or name a file with its certificate or authority in the environment: SSL_CERT_FILE"
+CERTIFICATES = (
+    "check the address, or name a file with its certificate or authority in the environment: SSL_CERT_FILE, for S3 "
+    "AWS_CA_BUNDLE"
+)
 CREDENTIALS = (
     "give credentials and region as to the library: in the environment (AWS_ACCESS_KEY_ID, "
     "GOOGLE_APPLICATION_CREDENTIALS ...) or its files"
@@ -107,7 +130,7 @@ class Storage:
             else:
                 data = bytes(self._fs.cat_file(url, start=start, end=stop))
         except Exception as error:
-            raise _without_secrets(error) from None  # its text may hold secrets of the request
+            raise _without_secrets(error, self._endpoint()) from None  # its text may hold secrets of the request
         if end is None and len(data) > MAX_INDEX_BYTES:
             raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is not an index; remove it")
         if len(data) > stop - start:
@@ -146,21 +169,25 @@ class Storage:
     def shards(self, below: str) -> list[tuple[str, int, int]]:
         """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
 
-        Raises: as read.
+        Raises: as read; DataError if all are compressed.
         """
         found = _with_retries(lambda: self._list(f"{self.url}/{below}".rstrip("/")))
-        names = {facts["name"].rpartition("/")[2]: facts for facts in found}
-        return [
-            (f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name]))
-            for name in sorted(names)
-            if name.endswith(".tar") and names[name]["type"] == "file"
-        ]
+        names = {facts["name"].rpartition("/")[2]: facts for facts in found if facts["type"] == "file"}
+        tars = [name for name in sorted(names) if name.endswith(".tar")]
+        if not tars:
+            refuse_compressed(f"{self.url}/{below}".rstrip("/"), names)
+        return [(f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name])) for name in tars]
 
     def _list(self, url: str) -> list[dict[str, Any]]:
         try:
             return list(self._fs.ls(url, detail=True, refresh=True))
         except Exception as error:
-            raise _without_secrets(error) from None
+            raise _without_secrets(error, self._endpoint()) from None
+
+    def _endpoint(self) -> str:
+        """Return the address of S3's server, without a user or password; "" if the folder's address states it."""
+        url = getattr(getattr(getattr(self._fs, "_s3", None), "meta", None), "endpoint_url", None) or ""
+        return re.sub(r"//[^/]*@|[?#].*", lambda found: "//" if found[0][0] == "/" else "", url)
 
 
 def _with_retries(call: Callable[[], T]) -> T:
@@ -182,21 +209,30 @@ def _version(facts: Mapping[str, Any]) -> int:
     return zlib.crc32(" ".join(stated).encode())
 
 
-def _without_secrets(error: Exception) -> OSError:
+def _without_secrets(error: Exception, endpoint: str) -> OSError:
     """Return an error without the library's text, which may contain keys, signed addresses or tokens."""
-    kind = type(error).__name__
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    kinds = [kind.__name__ for kind in type(error).__mro__]
     status = getattr(error, "status", None) or getattr(error, "code", None)  # of aiohttp; of gcsfs
     if str(error).startswith("Forbidden:"):  # gcsfs's OSError for 403
         status = 403
     response = getattr(error.__cause__, "response", None)  # of botocore, behind s3fs's error
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
-    if isinstance(getattr(error, "certificate_error", None), ssl.SSLCertVerificationError):  # of aiohttp
-        return PermissionError(errno.EACCES, f"the server's certificate is not trusted; {CERTIFICATES}")
-    if refused := next((name for name in (code, kind) if name in NO_ACCESS), status in (401, 403) and f"HTTP {status}"):
-        return PermissionError(errno.EACCES, f"the storage refuses access, {refused}; {CREDENTIALS}")
-    return OSError(errno.EIO, " ".join((kind, code if code.isalnum() else "")).strip())
+    code = code if re.fullmatch(r"[\w.]{1,60}", code) else ""
+    where = (f"HTTP {code}" if code.isdigit() else code or kinds[0]) + (f" of {endpoint}" if endpoint else "")
+    if code in REFUSALS:
+        return PermissionError(errno.EACCES, f"{REFUSALS[code]} ({where})")
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    is_untrusted = "SSLError" in kinds and "CERTIFICATE_VERIFY_FAILED" in str(error)  # of botocore
+    if is_untrusted or isinstance(
+        getattr(error, "certificate_error", None), ssl.SSLCertVerificationError
+    ):  # of aiohttp
+        return PermissionError(errno.EACCES, f"the server's certificate is not trusted ({where}); {CERTIFICATES}")
+    if {code, kinds[0]} & {*NO_CREDENTIALS} or status in (401, 403):
+        return PermissionError(errno.EACCES, f"the storage refuses access ({where}); {CREDENTIALS}")
+    if not NO_ANSWER.isdisjoint(kinds):
+        where = f"no server answers, or not in time: check address, endpoint and network ({where})"
+    return OSError(errno.EIO, where)
 
 
 class RemoteShards:

@@ -3,8 +3,9 @@
 Six times as fast as tarfile, which makes an object per header: an index of ImageNet reads four million headers.
 """
 
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ _REFUSED = {
     b"6": "is a device or a pipe",
     b"S": "is a sparse file",
 }
-
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""First bytes of files by gzip, bzip2, xz and zstd."""
 
 FILES, FOLDER, EXTENSIONS = (b"\0", b"0", b"7"), b"5", (b"x", b"X", b"g", b"L", b"K")
 _REMEDY = "the whole archive is refused: get another one"
@@ -129,9 +131,17 @@ def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:
             raise ValueError
         return size
     except ValueError:
-        what = "is a compressed file: unpack it to a .tar" if block[:2] == b"\x1f\x8b" else "is cut off or damaged"
-        detail = f"{path}: {what} (no tar header and no end mark at byte {offset:,})"
+        if not offset and block.startswith(_COMPRESSED):
+            raise DataError(f"{path}: is a compressed file: unpack it to a .tar, or fetch it again") from None
+        detail = f"{path}: is cut off or damaged (no tar header and no end mark at byte {offset:,})"
         raise DataError(f"{detail}; fetch it again") from None
+
+
+def refuse_compressed(where: object, names: Iterable[str]) -> None:
+    """Raise DataError if names are those of compressed tar files."""
+    if found := sorted(filter(re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE).match, names)):
+        how = "unpack shards to .tar (gunzip), and an archive of folders by tar xf"
+        raise DataError(f"{where}: holds compressed tar files, such as {found[0]}: {how}")
 
 
 def _name(block: bytes) -> str:

@@ -23,7 +23,7 @@ from bigbatch.trainer.input.image_files import list_split, require_one_spelling
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shard_files import ShardFiles, ShardReader, Stamp, is_packed, shard_replaced, stamp_of
 from bigbatch.trainer.input.storage import Storage
-from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
+from bigbatch.trainer.input.tar_headers import BLOCK_BYTES, refuse_compressed
 from bigbatch.trainer.input.webdataset_index import Index, make_index, parse_index
 from bigbatch.user_settings import measured_folder
 
@@ -55,7 +55,10 @@ def _tars(folder: Path) -> list[Path]:
     top = list_split(folder)
     for name in filter(_is_tar, top.bad_links):
         _stamp(folder / name)  # a whole shard may be missing
-    return [] if top.folders and folder.name in SPLITS else [folder / name for name in top.others if _is_tar(name)]
+    tars = list(filter(_is_tar, top.others))
+    if not tars and not top.folders and not top.loose:
+        refuse_compressed(folder, top.others)
+    return [] if top.folders and folder.name in SPLITS else [folder / name for name in tars]
 
 
 def _is_tar(name: str) -> bool:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,6 +37,7 @@ ENTRY = np.dtype(
 LABEL, JSON_LABEL = "cls", "json"
 JSON_KEYS = ("label", "cls", "class")
 MAX_LABEL_BYTES, MAX_CLASSES, MAX_LEFT_OUT = 1 << 16, 100_000, 10_000
+DOTTED, FIRST_DOT = "with a dot before its suffix", "the name of a sample ends at its first dot; replace further ones"
 NUM_THREADS = 16
 """Shards indexed at the same time: on a network file system each read has to wait."""
 
@@ -50,6 +51,10 @@ class ShardContents:
     names: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def members(self) -> Iterator[tuple[str, str]]:
+        """Yield the name and class of each image."""
+        return zip(self.names, self.labels, strict=True)
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,9 @@ def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) ->
                 if (this := folder + slash + stem) != key:
                     _add_sample(path, key, sample, window, found)
                     if this in seen:
-                        raise DataError(f"{path}: member {shortened(member.name)}: its sample occurs twice; {_REMEDY}")
+                        why = f" ({FIRST_DOT})" if "." in suffix else ""
+                        twice = f"{path}: member {shortened(member.name)}: its sample occurs twice{why}"
+                        raise DataError(f"{twice}; {_REMEDY}")
                     key, sample = this, {}
                     seen.add(key)
                 if (suffix := suffix.lower()) in sample:
@@ -188,7 +195,10 @@ def _add_sample(path: str, key: str, sample: Mapping[str, Member], window: Windo
     """Add a whole sample to found. Raises: DataError."""
     images = [member for suffix, member in sample.items() if f".{suffix}" in IMAGE_SUFFIXES]
     if not images:
-        if sample:
+        dotted = [member.name for suffix, member in sample.items() if suffix.endswith(IMAGE_SUFFIXES)]
+        if dotted:
+            found.left_out[DOTTED] += [f"{path}: {name}" for name in dotted]
+        elif sample:
             unread = (f".{suffix}" for suffix in sample if f".{suffix}" in UNREAD_SUFFIXES)
             found.left_out[next(unread, "sample without an image")].append(f"{path}: {key}")
         return
@@ -233,15 +243,19 @@ def _join_shards(
     """Return the index of all splits' shards; labels are those of the training split. Raises: DataError."""
     texts = [text for each in contents for text in each.labels]
     if not texts:
-        raise DataError(f"{paths[0]}: no shard holds an image ({', '.join(IMAGE_SUFFIXES)}) with its class beside it")
+        dotted = [name for each in contents for name in each.left_out.get(DOTTED, ())]
+        why = f"; {len(dotted):,} names, such as {dotted[0]}, have a further dot: {FIRST_DOT}" if dotted else ""
+        none = f"no shard holds an image ({', '.join(IMAGE_SUFFIXES)}) with its class beside it"
+        raise DataError(f"{paths[0]}: {none}{why}")
     first = len(next(iter(stamped.values())))
     trained = {text for each in contents[:first] for text in each.labels}
-    are_numbers = _is_number(texts[0])
+    are_numbers = all(map(_is_number, trained))
     if are_numbers:
-        last = max((int(text) for text in trained if _is_number(text)), default=-1)
-        classes = tuple(map(str, range(min(last, MAX_CLASSES - 1) + 1)))
+        classes = tuple(map(str, range(min(max(map(int, trained), default=-1), MAX_CLASSES - 1) + 1)))
     else:
-        classes = tuple(sorted(text for text in trained if not _is_number(text)))
+        classes = tuple(sorted(trained))
+        if any(map(_is_number, classes)):
+            _require_names(paths[:first], contents[:first])
         require_one_spelling(Path(paths[0]).parent, classes)
     number_of = {name: number for number, name in enumerate(classes)}
     entries_N, ends, row = np.zeros(len(texts), ENTRY), 0, 0
@@ -263,6 +277,20 @@ def _join_shards(
                 raise DataError(f"{samples[0]}: {kind}, like more than {MAX_LEFT_OUT:,} others: name shards of images")
     names = b"".join(os.fsencode(name) for each in contents for name in each.names)
     return Index(classes, are_numbers, stamped, left_out, entries_N, names)
+
+
+def _require_names(paths: Sequence[str], contents: Sequence[ShardContents]) -> None:
+    """Check classes of which some are numbers: digits and letters are names. Raises: DataError for another mix."""
+    members = [(path, *each) for path, shard in zip(paths, contents, strict=True) for each in shard.members()]
+    kinds = Counter(_is_number(text) for *_, text in members)
+    rare = kinds[True] <= kinds[False]
+    path, name, text = next(each for each in members if _is_number(each[-1]) == rare)
+    other = next(other for *_, other in members if _is_number(other) != rare)
+    mix = f"{text!r}, and others such as {other!r}: numbers and names"
+    if any(len(text) > 1 for *_, text in members):
+        how = "write all as numbers, or all as names, such as class_7"
+        raise DataError(f"{path}: member {shortened(name)} has the class {mix}; {how}")
+    print_line(f"{path}: the classes are {mix}; all are read as names", file=sys.stderr)
 
 
 def _is_number(text: str) -> bool:

@@ -15,7 +15,9 @@ from bigbatch.cli import main
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import Spread
-from bigbatch.trainer.init.labels import read_labels
+from bigbatch.trainer.init import csv_table
+from bigbatch.trainer.init.image_names import ImageNames
+from bigbatch.trainer.init.labels import Labels, read_labels
 from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
@@ -142,7 +144,7 @@ def test_init_table_of_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     table = "id,breed\n" + "".join(f"{i},{'cat' if i % 2 else 'dog'}\n" for i in range(12))
     write(tmp_path / "pets", files | {"labels.csv": table.encode()})
     assert init("pets") == 0
-    assert "its first line taken for column names: ['id', 'breed']" in capsys.readouterr().out
+    assert "images with labels from labels.csv, columns 'id' and 'breed'; 2 classes" in capsys.readouterr().out
     train = open_split(tmp_path / "pets.json", "train")
     found = {Path(train.name(i)).stem: train.classes[train.labels_N[i]] for i in range(len(train))}
     assert len(found) == 10
@@ -198,6 +200,11 @@ def test_init_next_line_is_what_a_shell_reads(
     assert not words[3].startswith(b"-")
 
 
+def read(folder: Path, table: bytes, images: list[str], *, columns: tuple[str, str] | None = None) -> Labels:
+    (folder / "t.csv").write_bytes(table)
+    return read_labels({folder / "t.csv": ""}, ImageNames(folder, images), columns=columns)
+
+
 @pytest.mark.parametrize(
     "table",
     [
@@ -208,22 +215,20 @@ def test_init_next_line_is_what_a_shell_reads(
     ],
 )
 def test_labels_of_many_forms(tmp_path: Path, table: str) -> None:
-    (tmp_path / "t.csv").write_bytes(table.encode())
-    found = read_labels(tmp_path / "t.csv", ["a.jpg", "sub/b.png"])
-    assert found.labels == {"a.jpg": "cat", "sub/b.png": "dog"}
+    found = read(tmp_path, table.encode(), ["a.jpg", "sub/b.png"])
+    assert found.classes == {"a.jpg": "cat", "sub/b.png": "dog"}
     assert not any(found.faults.values())
-    assert (found.names is None) == table.startswith("a.jpg")
+    assert (found.columns[tmp_path / "t.csv"] == "no line of names") == table.startswith("a.jpg")
 
 
 def test_labels_name_by_column_and_never_two_images_at_once(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("n,kind,file\n1,cat,x/a.jpg\n2,dog,a.jpg\n3,,y/a.jpg\n")
-    found = read_labels(tmp_path / "t.csv", ["x/a.jpg", "y/a.jpg"], columns=("file", "kind"))
-    assert found.labels == {"x/a.jpg": "cat"}
-    assert {kind: len(cases) for kind, cases in found.faults.items()} == {
+    table = b"n,kind,file\n1,cat,x/a.jpg\n2,dog,a.jpg\n3,,y/a.jpg\n"
+    found = read(tmp_path, table, ["x/a.jpg", "y/a.jpg"], columns=("file", "kind"))
+    assert found.classes == {"x/a.jpg": "cat"}
+    assert {kind: len(cases) for kind, cases in found.faults.items() if cases} == {
         "label without an image": 1,
         "image without a label": 1,
         "line without a label": 1,
-        "image with two labels": 0,
     }
 
 
@@ -239,11 +244,16 @@ def test_labels_name_by_column_and_never_two_images_at_once(tmp_path: Path) -> N
     ],
 )
 def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, str] | None, says: str) -> None:
-    (tmp_path / "t.csv").write_bytes(table)
     with pytest.raises(DataError, match=naming(tmp_path / "t.csv", says)):
-        read_labels(tmp_path / "t.csv", ["a.jpg"], columns=columns)
+        read(tmp_path, table, ["a.jpg"], columns=columns)
     with pytest.raises(DataError, match=naming("gone.csv")):
-        read_labels(tmp_path / "gone.csv", ["a.jpg"])
+        read_labels({tmp_path / "gone.csv": ""}, ImageNames(tmp_path, ["a.jpg"]))
+
+
+def test_labels_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_table, "MAX_TABLE_BYTES", 100)
+    with pytest.raises(DataError, match=naming(tmp_path / "t.csv", "101 bytes", "move it away")):
+        read(tmp_path, bytes(101), ["a.jpg"])
 
 
 @pytest.mark.parametrize(
@@ -256,7 +266,6 @@ def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, 
         (["train-0-of-1.parquet"], "data prepare huggingface"),
         (["shard-0.tar"], "*train*.tar"),
         (["train/0.tar"], "none for val"),
-        (["training/cat/a.jpg", "validation/cat/a.jpg"], "rename"),
         ([], "folder"),
         (["."], "folder"),
     ],
@@ -296,9 +305,47 @@ def test_look_refuses_columns_of_no_table(tmp_path: Path, folders: tuple[str, ..
         find_layout(tmp_path, columns=("image", "label"), leave_out=False)
 
 
-def test_look_takes_folders_of_trains_for_a_class(tmp_path: Path) -> None:
-    found = find_layout(class_folders(tmp_path / "traffic", train=2, val=2), leave_out=False)
-    assert found.by_class == {"train": ["train/0.jpg", "train/1.jpg"], "val": ["val/0.jpg", "val/1.jpg"]}
+def test_init_takes_any_folders_for_classes_on_request(tmp_path: Path) -> None:
+    write(class_folders(tmp_path / "traffic", train=3, test=3), {"log.csv": b"file,label\ntrain/0.jpg,x\n"})
+    assert init("traffic") == 1
+    assert init("traffic", "--labels", "folders") == 0
+    assert {name: len(paths) for name, paths in json.loads(Path("traffic.json").read_text())["train"].items()} == {
+        "test": 2,
+        "train": 2,
+    }
+
+
+def test_init_splits_by_other_names_are_listed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pets = class_folders(tmp_path / "pets/Training", cat=3, dog=2, eel=2)
+    class_folders(pets.parent / "Validation", cat=1, dog=1)
+    write(pets.parent, {"Testing/cat/0.jpg": IMAGES[20]})
+    assert init("pets") == 0
+    said = capsys.readouterr().out
+    assert "class folders of Training and Validation; 3 classes, images 7 to train and 2 to validate" in said
+    assert "class that val lacks (1): used for training only" in said
+    assert "image that is not read (1)" in said
+    content = json.loads(Path("pets.json").read_text())
+    assert content["made"] == {}
+    assert content["val"] == {"cat": ["Validation/cat/0.jpg"], "dog": ["Validation/dog/0.jpg"]}
+    assert content["train"]["dog"] == ["Training/dog/0.jpg", "Training/dog/1.jpg"]
+    write(pets.parent, {"Validation/fox/0.jpg": IMAGES[21]})
+    assert init("pets", "--force") == 1
+    assert "class that train lacks (1)" in capsys.readouterr().out
+
+
+def test_init_gives_one_reason_for_a_class_in_two_unicode_forms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    for folder, splits in (("same", ("train", "val")), ("other", ("Train", "Valid"))):
+        files = {f"{splits[0]}/{composed}/0.jpg": IMAGES[0], f"{splits[1]}/{decomposed}/0.jpg": IMAGES[1]}
+        write(tmp_path / folder, files | {f"{split}/tea/{n}.jpg": IMAGES[n + 2] for n, split in enumerate(splits)})
+        assert init(folder) == 1
+        said = capsys.readouterr().out
+        assert "problem" in said
+        assert "class with two spellings (1): rename one, so that the class has one spelling everywhere" in said
+        assert "('cafe\\u0301' and 'caf\\xe9')" in said
+        assert "nothing written: 1 problem(s)" in said
 
 
 def test_split_is_of_names_and_seed_alone() -> None:
@@ -334,6 +381,19 @@ def test_measure_against_a_closed_form(tmp_path: Path) -> None:
     assert (found.num_images, found.num_averaged, found.short_side_pixels) == (4, 2, Spread(2, 4, 8))
     assert [*found.faults["val"]] == [1]
     assert "val/b/0.png" in found.faults["val"][1]
+
+
+def test_init_of_a_constant_channel_keeps_it_so(tmp_path: Path) -> None:
+    for number in range(4):
+        write(
+            tmp_path / "cells", {f"{name}/{number}.png": png((number, 51, 0), (255, 51, 0), side=40) for name in "ab"}
+        )
+    assert init("cells") == 0
+    data = load_config(["--config", "cells.yaml"]).data
+    assert data.mean[1:] == (0.2, 0)
+    assert data.std[0] == pytest.approx(0.5, abs=0.01)
+    assert data.std[1:] == (1, 1)
+    assert "# the same; 1 for a channel that is the same everywhere" in Path("cells.yaml").read_text()
 
 
 def test_measure_takes_a_sample_by_seed(tmp_path: Path) -> None:
@@ -393,7 +453,6 @@ def recipe_of(like: str, *, num_train: int = 10**5, short_side: int = 200) -> st
         ["--samples", "0"],
         ["--seed", "-1"],
         ["--columns", "one"],
-        ["--unpack", "t"],
         ["--like", "no"],
         *(["--out", name] for name in ("mine.json", "mine", "", ".", "/")),
     ],

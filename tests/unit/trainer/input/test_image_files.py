@@ -33,6 +33,17 @@ def test_contents_are_sorted_by_kind(tmp_path: Path) -> None:
     assert list_split(tmp_path).folders == ["a"]
 
 
+def test_folders_of_systems_are_hidden(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg", "__MACOSX/cat/._1.jpg", "cat/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg", "cat/_1/2.jpg")
+    found = list_below(tmp_path)
+    assert (found.images, found.hidden, found.concealed) == (
+        ["cat/1.jpg", "cat/_1/2.jpg"],
+        ["__MACOSX"],
+        ["cat/@eaDir"],
+    )
+    assert list_split(tmp_path).folders == ["cat"]
+
+
 def test_links_are_followed_but_in_no_circle(tmp_path: Path) -> None:
     """torchvision and timm follow links, too, and a circle until the system refuses the path."""
     touch(tmp_path, "set/a/1.jpg", "set/a/in/2.jpg", "set/b/3.jpg", "elsewhere/4.jpg", "file.jpg")

@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -262,15 +263,59 @@ def test_storage_that_is_gone_ends_the_read_with_the_image(make, bucket, faults)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("code", ["403 ExpiredToken", "400 InvalidToken", "400 AuthorizationHeaderMalformed"])
-def test_storage_that_refuses_credentials_says_so_at_once_and_prints_none(code, bucket, faults):
+REFUSALS = {  # status and code of S3 -> what a user needs to hear
+    "400 ExpiredToken": "token is expired",
+    "400 InvalidToken": "get a new one",
+    "403 RequestTimeTooSkewed": "clock",
+    "403 InvalidAccessKeyId": "AWS_ACCESS_KEY_ID",
+    "403 SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY",
+    "403 AccessDenied": "may not read",
+    "403 InvalidObjectState": "archived (Glacier): restore it",
+    "404 NoSuchBucket": "no such bucket",
+    "301 PermanentRedirect": "AWS_DEFAULT_REGION",
+    "400 AuthorizationHeaderMalformed": "another region",
+    "403 AccountProblem": "give credentials",
+}
+
+
+def test_storage_refusals_of_s3_have_each_their_sentence(endpoint, faults, bucket):
+    """Address, S3's code and the endpoint are named at once, and no key."""
     found = open_split(bucket, "train")
-    faults.refuse = code
-    for read in (lambda: found.read(0), lambda: open_split(bucket, "train"), lambda: DataRoot(bucket).classes("val")):
-        with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/", "credentials")) as caught:
-            read()
+    for faults.refuse, remedy in REFUSALS.items():
+        message = naming(f"s3://{bucket.name}/", remedy, faults.refuse.split()[1], endpoint)
+        with pytest.raises(StorageError, match=message) as caught:
+            found.read(0)
         assert SECRET not in repr(caught.value)
         assert "AKIA" not in repr(caught.value)
+
+
+def test_storage_that_refuses_access_is_not_searched_further(bucket, endpoint, faults):
+    faults.refuse = "400 AuthorizationHeaderMalformed"
+    for read in (lambda: open_split(bucket, "train"), lambda: DataRoot(bucket).classes("val")):
+        with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/", "another region", endpoint)) as caught:
+            read()
+        assert SECRET not in repr(caught.value)
+
+
+def test_storage_behind_a_dead_endpoint_names_it_without_a_password(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(storage, "RETRY_PAUSES", ())
+    found = storage.Storage("s3://images")
+    monkeypatch.setattr(found._fs, "retries", 1)
+    with pytest.raises(OSError, match=naming("no server answers", "http://127.0.0.1:9")):
+        found.fetch("train/index.json")
+    found._fs = SimpleNamespace(
+        _s3=SimpleNamespace(meta=SimpleNamespace(endpoint_url="https://me:word@host:9/a?key=b"))
+    )
+    assert found._endpoint() == "https://host:9/a"
+
+
+def test_storage_of_an_untrusted_certificate_names_the_variable_of_s3():
+    untrusted = type("SSLError", (Exception,), {})(f"{SECRET}: [SSL: CERTIFICATE_VERIFY_FAILED]")  # as of botocore
+    found = storage._without_secrets(untrusted, "https://host:9")
+    assert isinstance(found, PermissionError)
+    assert re.search(naming("not trusted", "SSLError of https://host:9", "AWS_CA_BUNDLE"), str(found))
+    assert SECRET not in str(found)
 
 
 @pytest.mark.long
@@ -390,12 +435,21 @@ def test_storage_cache_of_another_size_is_left_to_the_job_that_uses_it(tmp_path)
     assert kept.rstrip(b"\0") == b"kept"
 
 
-@pytest.mark.parametrize("name", ["nonesuch", "empty"])
-def test_storage_that_holds_no_shards_is_named(name):
-    if name == "empty":
-        s3fs.S3FileSystem().mkdir("empty-one")
-        name = "empty-one"
-    with pytest.raises(DataError, match=naming(f"s3://{name}", "*train*.tar")):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nonesuch", "no such bucket"),
+        ("empty-one", "*train*.tar"),
+        ("packed-one", "holds compressed tar files, such as train-0.tar.gz"),
+    ],
+)
+def test_storage_that_holds_no_shards_is_named(name, says):
+    fs = s3fs.S3FileSystem()
+    if name != "nonesuch":
+        fs.mkdir(name)
+    if name == "packed-one":
+        fs.pipe_file(f"{name}/train-0.tar.gz", b"")
+    with pytest.raises(DataError, match=naming(f"s3://{name}", says)):
         open_split(Path(f"s3://{name}"), "train")
 
 

@@ -20,6 +20,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.stage import stage
+from bigbatch.trainer.init.layout import find_layout
 from bigbatch.trainer.input import webdataset
 from bigbatch.trainer.input.order import read_index
 from bigbatch.trainer.input.shards import DataRoot, open_split
@@ -106,9 +107,10 @@ def test_webdataset_images_of_packed_shards_are_those_of_the_folder(tmp_path):
         ([" 3\n", "0", "01"], "cls", ("0", "1", "2", "3")),
         (['{"label": 2}', '{"cls": 0, "x": []}', "1"], "json", ("0", "1", "2")),
         (['{"class": "cat"}', '"dog"', '{"label": "Bär"}'], "json", ("Bär", "cat", "dog")),
+        (["7", "A", "a", "Q", "7", "0"], "cls", ("0", "7", "A", "Q", "a")),
     ],
 )
-def test_webdataset_classes(tmp_path, labels, suffix, classes):
+def test_webdataset_classes(tmp_path, labels, suffix, classes, capsys):
     members = [
         each
         for n, label in enumerate(labels)
@@ -120,6 +122,7 @@ def test_webdataset_classes(tmp_path, labels, suffix, classes):
     stated = [json.loads(label) if suffix == "json" else label.strip() for label in labels]
     stated = [next(iter(label.values())) if isinstance(label, dict) else label for label in stated]
     assert [found.classes[label] for label in found.labels_N] == [str(s).lstrip("0") or "0" for s in stated]
+    assert (": numbers and names; all are read as names" in capsys.readouterr().err) == ("A" in labels)
 
 
 def test_webdataset_what_the_convention_passes_over(tmp_path):
@@ -235,10 +238,21 @@ DAMAGE = {
     "a JSON of none": ([A, ("a.json", b'{"width": 1}')], "a.json': states no class, such as {'label': 3}, but None"),
     "no JSON": ([A, ("a.json", b"[" * 60_000)], "a.json': states no class"),
     "a truth": ([A, ("a.json", b'{"label": true}')], "a.json': states no class, such as {'label': 3}, but True"),
-    "a number among names": ([*sample(0, "cat"), *sample(1, 3)], "has the class '3', those of the train shards are 1 "),
+    "a number among names": (
+        [*sample(0, "cat"), *sample(1, "dog"), *sample(2, 3)],
+        "n01440764_2.webp' has the class '3', and others such as 'cat': numbers and names",
+    ),
     "a name among numbers": (
-        [*sample(0, 3), *sample(1, "cat")],
-        "has the class 'cat', those of the train shards are 0",
+        [*sample(0, 3), *sample(1, 4), *sample(2, "cat")],
+        "n01440764_2.webp' has the class 'cat', and others such as '3': numbers and names",
+    ),
+    "dots in all names": (
+        list(sample(0, 0, key="img.{}")),
+        "no shard holds an image (.jpg,",
+    ),
+    "dots in some names": (
+        [*sample(0, 0, key="img.{}"), *sample(1, 1, key="b{}"), *sample(3, 0, key="img.{}")],
+        "img.3.jpg': its sample occurs twice (the name of a sample ends at its first dot",
     ),
     "a huge number": ([*sample(0, 0), *sample(1, 9_999_999)], "has the class '9999999', those"),
     "two spellings": ([*sample(0, "cat"), *sample(1, "Cat")], "'Cat' and 'cat' are spellings of one class"),
@@ -260,7 +274,7 @@ DAMAGE = {
     "a flipped bit": (flipped, "is cut off or damaged"),
     "compressed": (
         lambda path: path.write_bytes(gzip.compress(tar(path, sample(0)).read_bytes())),
-        "is a compressed file",
+        "is a compressed file: unpack it to a .tar",
     ),
 }
 
@@ -394,6 +408,33 @@ def test_webdataset_names_of_numbered_classes(tmp_path):
     (root / "webdataset.index").unlink()
     os.mkfifo(root / "webdataset.index")
     assert open_split(root, "val").classes == ("0", "1")
+
+
+def test_webdataset_names_with_dots_are_left_out_by_their_reason(tmp_path):
+    """WebDataset itself takes the name up to the first dot for the sample's."""
+    dotted = [("img.1.jpg", IMAGES[0]), ("img.1.cls", b"0"), ("img.2.jpg", IMAGES[3]), ("img.2.cls", b"1")]
+    found = open_split(tar(tmp_path / "s/train/0.tar", [*sample(6), *dotted]).parents[1], "train")
+    assert held(found) == [IMAGES[6]]
+    assert found.left_out == {"with a dot before its suffix": 2}
+    assert [sample.rpartition(" ")[2] for each in found.left_out_samples.values() for sample in each] == [
+        "img.1.jpg", "img.2.jpg"
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=naming("2 names, such as", "img.1.jpg", "first dot")):
+        open_split(tar(tmp_path / "t/train/0.tar", dotted).parents[1], "train")
+
+
+@pytest.mark.parametrize("name", ["train/0.tar.gz", "train/0.TGZ", "train-0.tar.xz", "train-0.tar.zst"])
+def test_webdataset_compressed_shards_are_told_by_their_names(name, tmp_path, capsys):
+    write(tmp_path / "s", {name: b"", name.replace("train", "val"): b""})
+    for read in (lambda: open_split(tmp_path / "s", "train"), lambda: find_layout(tmp_path / "s", leave_out=False)):
+        with pytest.raises(DataError, match=naming(tmp_path / "s", Path(name).name, "compressed", "gunzip")):
+            read()
+    assert main(["data", "check", str(tmp_path / "s"), "--workers", "1"]) == 1
+    assert "compressed" in capsys.readouterr().err
+    write(
+        tmp_path / "s", {f"{split}/cat/0.jpg": IMAGES[0] for split in ("train", "val")}
+    )  # a download left beside them
+    assert len(open_split(tmp_path / "s", "train")) == 1
 
 
 @pytest.mark.parametrize(
