@@ -88,7 +88,8 @@ class MatrixOptimizer(FusedOptimizer):
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         for index, weight in enumerate(group["params"]):
             if group["adapt"] and len(shape_of(weight)) < 2:
-                name = group["names"][index] if "names" in group else f"parameter {index} of the group"
+                names = group.get("names", group.get("param_names"))
+                name = names[index] if names else f"parameter {index} of the group"
                 return (
                     f"{type(self).__name__} {self._does}, and {name} has shape {tuple(weight.shape)}: put it into a "
                     "group with adapt=False, which follows SGD, as bigbatch.param_groups does"
