@@ -43,11 +43,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             # torch appends the group before this class can check it
             self.param_groups.pop()
             raise ValueError(problem)
-        vectors = [w for w in group["params"] if num_dims(w) < 2]
-        if group.get("adapt", True) is None and group["weight_decay"] and vectors:
+        num_vectors = sum(len(shape_of(w)) < 2 for w in group["params"])
+        if group.get("adapt", True) is None and group["weight_decay"] and num_vectors:
             decay, name = f"weight_decay={group['weight_decay']:g}", type(self).__name__
             warnings.warn(
-                f"{name}: {len(vectors)} of {len(group['params'])} parameters have fewer than two dimensions, such as "
+                f"{name}: {num_vectors} of {len(group['params'])} parameters have fewer than two dimensions, such as "
                 f"bias and norm. They do not adapt, but they decay ({decay}), against the published rule: pass "
                 f"bigbatch.param_groups(model, {decay}) to {name}, or state adapt in the group",
                 stacklevel=2,
@@ -82,7 +82,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _shapes(self, weight: Tensor, group: dict[str, Any]) -> dict[str, torch.Size]:
         """Return the shape of each entry of a weight's state."""
-        shape = getattr(weight, "whole_shape", weight.shape)  # a state_dict has whole tensors
+        shape = shape_of(weight)  # a state_dict has whole tensors
         return {name: torch.Size() if name == "step" else shape for name in self._kept}
 
     @torch.no_grad()
@@ -129,9 +129,9 @@ def _untraced(kind: type[FusedOptimizer]) -> Callable[[Any], None]:
 _UNTRACED: dict[type[FusedOptimizer], Callable[[Any], None]] = {}
 
 
-def num_dims(weight: Tensor) -> int:
-    """Return the number of dimensions of a weight, or of the whole tensor that it is a part of."""
-    return len(getattr(weight, "whole_shape", weight.shape))
+def shape_of(weight: Tensor) -> torch.Size:
+    """Return the shape of a weight, or of the whole tensor that it is a part of."""
+    return getattr(weight, "whole_shape", weight.shape)
 
 
 def by_adaptation(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
@@ -142,7 +142,7 @@ def by_adaptation(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Te
     for group in groups:
         for adapts in (True, False):
             stated = group["adapt"]
-            some = [w for w in group["params"] if (num_dims(w) > 1 if stated is None else bool(stated)) is adapts]
+            some = [w for w in group["params"] if (len(shape_of(w)) > 1 if stated is None else bool(stated)) is adapts]
             for weights in by_device_and_dtype(some):
                 yield weights, {**group, "adapt": adapts}
 

@@ -12,6 +12,7 @@ from bigbatch.trainer.optim.fused import (
     by_device_and_dtype,
     momentum_buffers,
     overflow_flag,
+    shape_of,
     unscaled_grads,
     write_,
 )
@@ -40,11 +41,6 @@ class Part(nn.Parameter):
     """Flat elements of a tensor that a rank updates, with the shape of the whole tensor."""
 
     whole_shape: torch.Size
-
-
-def shape_of(weight: Tensor) -> torch.Size:
-    """Return the shape of a weight, or of the whole tensor that it is a part of."""
-    return weight.whole_shape if isinstance(weight, Part) else weight.shape
 
 
 class Gatherer(Protocol):
