@@ -12,10 +12,10 @@ from bigbatch.trainer.config.schema import KEYS
 ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "bigbatch": 1_600,
-    "comm": 12_700,
-    "trainer": 32_500,
+    "comm": 12_720,
+    "trainer": 32_515,
     "launch": 9_300,
-    "experiments": 4_250,
+    "experiments": 4_275,
     "benchmarks": 9_000,
 }
 """Upper limits of the lines of each folder's Python files."""
