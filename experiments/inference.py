@@ -9,7 +9,7 @@ from pathlib import Path
 from bigbatch.errors import printable
 from bigbatch.experiments.engine.engine import run_command
 from bigbatch.experiments.engine.folder import DONE, SweepFolder
-from bigbatch.experiments.engine.plan import CASE, SweepPlan
+from bigbatch.experiments.engine.plan import CASE, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import SPEEDUP_TITLES, speedups
 from bigbatch.files import parse_json, read_plain
@@ -26,23 +26,26 @@ Measured = tuple[float, float]
 
 @dataclass(frozen=True)
 class Inference:
-    """Results of each form for the runs of one case, or why it gave none."""
+    """Results of each form for the runs of one case that differ only in their seeds, or why it gave none."""
 
-    case: str
-    forms: dict[str, list[Measured | str]]
+    cells: dict[str, dict[str, list[Measured | str]]]
+    """What trained the runs, such as a case -> form -> results."""
 
     @property
     def undone(self) -> bool:
-        return any(isinstance(each, str) for found in self.forms.values() for each in found)
+        return any(isinstance(one, str) for forms in self.cells.values() for found in forms.values() for one in found)
 
     @property
     def tables(self) -> list[Table]:
+        return [self._table(f"Inference with what {cell} trained", forms) for cell, forms in self.cells.items()]
+
+    def _table(self, title: str, forms: dict[str, list[Measured | str]]) -> Table:
         """Return a table with a row for each form; its gains are over the form before it, and over the first one."""
         head = ("form", "runs", "images/s of the model, median", "lowest to highest", *SPEEDUP_TITLES, "top-1, mean")
-        measured = {name: [each for each in found if not isinstance(each, str)] for name, found in self.forms.items()}
+        measured = {name: [each for each in found if not isinstance(each, str)] for name, found in forms.items()}
         gained = speedups([1 / statistics.median(rate for rate, _ in each) for each in measured.values() if each])
         rows: list[tuple[str, ...]] = []
-        for name, found in self.forms.items():
+        for name, found in forms.items():
             why = "; ".join(dict.fromkeys(each for each in found if isinstance(each, str)))
             runs = f"{len(measured[name])}, {len(found) - len(measured[name])} not: {why}" if why else str(len(found))
             if not measured[name]:
@@ -51,7 +54,7 @@ class Inference:
             rates, top1 = zip(*measured[name], strict=True)
             speeds = (f"{statistics.median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}")
             rows.append((name, runs, *speeds, *next(gained), f"{100 * statistics.fmean(top1):.2f}%"))
-        return [Table(f"Inference with what {self.case or 'the sweep'} trained", head, tuple(rows))]
+        return Table(title, head, tuple(rows))
 
 
 def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> Inference | None:
@@ -64,9 +67,11 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
         return None
     cases = [name for name, _ in plan.changes()]
     case = max((point.values.get(CASE, "") for point in done), key=cases.index)
-    found: dict[str, list[Measured | str]] = {name: [] for name in plan.inference}
+    cells: dict[str, dict[str, list[Measured | str]]] = {}
     words = dict(zip(plan.inference, accumulate(map(tuple, plan.inference.values())), strict=True))
     for point in (each for each in done if each.values.get(CASE, "") == case):
+        others = describe_values({key: value for key, value in point.values.items() if key != CASE})
+        cell = ", ".join(filter(None, (case, others))) or "the sweep"
         for name in words:
             # a result measured with other words does not count
             log = folder.point(point.number) / f"evaluate{''.join(words[name])}.txt".replace("/", "_")
@@ -74,8 +79,9 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
             imported = dict.fromkeys(key for key, _ in import_paths(point.config))
             stated = [f"--{key}={as_yaml(lookup(point.config, key))}" for key in imported]
             argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *stated, *words[name], "--json"]
-            found[name].append(_read_result(log) or _evaluate(argv, log, folder, minutes=plan.timeout_minutes))
-    return Inference(case, found)
+            found = cells.setdefault(cell, {}).setdefault(name, [])
+            found.append(_read_result(log) or _evaluate(argv, log, folder, minutes=plan.timeout_minutes))
+    return Inference(cells)
 
 
 def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: float | None) -> Measured | str:

@@ -10,8 +10,10 @@ from typing import Any
 MIN_TOLERANCE = 0.01
 """Relative gain below which a switch of algorithm never pays."""
 MAX_TOLERANCE = 0.04
-"""Limit for noisy times: no choice is slower than the fastest median by more. So hybrid loses less than 5%, errors of
-measurement included."""
+"""Limit for noisy times: no choice but the default is slower than the fastest median by more."""
+TWO_ERRORS = 2 * 1.253 / 1.349
+"""Two standard errors of a median over its times' spread / sqrt(n): for n normal values, 1.253 * sigma / sqrt(n) and
+1.349 * sigma."""
 
 
 @dataclass(frozen=True)
@@ -84,33 +86,41 @@ class MeasuredTimes:
         return statistics.median(self.seconds)
 
     @property
-    def noise(self) -> float:
-        """Return the relative uncertainty of the median: two standard errors, estimated from the quartiles.
-
-        The median of n normal values has the standard error 1.253 * sigma / sqrt(n), and their quartiles are
-        1.349 * sigma apart. A single slow repetition hardly moves the quartiles.
-        """
+    def spread(self) -> float:
+        """Return the distance of the quartiles over the median: a single slow repetition hardly moves them."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return 2 * 1.253 * (high - low) / 1.349 / math.sqrt(len(self.seconds)) / self.median
+        return (high - low) / self.median
+
+    @property
+    def noise(self) -> float:
+        """Return the relative uncertainty of the median: two standard errors, estimated from the quartiles."""
+        return TWO_ERRORS * self.spread / math.sqrt(len(self.seconds))
+
+    def joint_noise(self, other: "MeasuredTimes") -> float:
+        """Return the relative uncertainty of the ratio of both medians; a single time has the spread of the other."""
+        pairs = ((self, other), (other, self))
+        spreads = [a.spread if len(a.seconds) > 1 else b.spread for a, b in pairs]
+        return TWO_ERRORS * math.hypot(*(spreads[i] / math.sqrt(len(pairs[i][0].seconds)) for i in range(2)))
 
 
 Times = Mapping[int, Mapping[str, MeasuredTimes]]
 """Size in bytes -> algorithm -> its times."""
 
 
-def make_hybrid(times: Times) -> HybridTable:
+def make_hybrid(times: Times, *, default: str = "") -> HybridTable:
     """Return the table with the fewest switches whose choice is near the fastest at every measured size.
 
-    Near means within that size's noise, and at most MAX_TOLERANCE; of tables with equally many switches, the fastest
-    wins. Between two sizes with different choices the limit is the size at which both take equally long.
+    Near means within that size's noise, and at most MAX_TOLERANCE but for the default algorithm, which stays unless
+    another one is faster beyond noise. Of tables with equally many switches, the one with more of the default wins,
+    then the fastest. Between two sizes with different choices the limit is the size at which both take equally long.
     Raises: ValueError without any size, or for a size without any time.
     """
     if not times or not all(times.values()):
         raise ValueError("a hybrid table needs the time of at least one algorithm at every size")
     sizes = sorted(times)
-    choices = _fewest_switches([_near_best(times[size]) for size in sizes])
+    choices = _fewest_switches([_near_best(times[size], default) for size in sizes], default)
     rows = [
         HybridRow(_crossing((a, times[a]), (b, times[b]), choice, following), choice)
         for a, b, choice, following in zip(sizes, sizes[1:], choices, choices[1:], strict=False)
@@ -140,28 +150,26 @@ def _crossing(
     return min(max(round(a * (b / a) ** share), a), b - 1)
 
 
-def _near_best(at_size: Mapping[str, MeasuredTimes]) -> dict[str, float]:
+def _near_best(at_size: Mapping[str, MeasuredTimes], default: str) -> dict[str, float]:
     """Return the algorithms that are within the noise of the fastest, each with its relative loss."""
-    best = min(at_size, key=lambda name: at_size[name].median)
-    losses = {name: measured.median / at_size[best].median - 1 for name, measured in at_size.items()}
-    found = {}
-    for name, loss in losses.items():
-        # the uncertainty of a difference of two independent medians
-        noise = math.hypot(at_size[name].noise, at_size[best].noise)
-        if loss <= min(max(noise, MIN_TOLERANCE), MAX_TOLERANCE):
-            found[name] = loss
-    return found
+    best, near = min(at_size.values(), key=lambda each: each.median), {}
+    for name, measured in at_size.items():
+        loss, noise = measured.median / best.median - 1, max(measured.joint_noise(best), MIN_TOLERANCE)
+        if loss <= (noise if name == default else min(noise, MAX_TOLERANCE)):
+            near[name] = loss
+    return near
 
 
-def _fewest_switches(allowed: Sequence[Mapping[str, float]]) -> list[str]:
-    """Choose a name per size by dynamic programming: the fewest switches, then the smallest sum of losses."""
-    paths: dict[str, tuple[int, float, list[str]]] = {name: (0, loss, [name]) for name, loss in allowed[0].items()}
-    for step in allowed[1:]:
+def _fewest_switches(allowed: Sequence[Mapping[str, float]], default: str) -> list[str]:
+    """Choose a name per size by dynamic programming: the fewest switches, most of the default, the least losses."""
+    paths: dict[str, tuple[int, int, float, list[str]]] = {"": (-1, 0, 0.0, [])}
+    for step in allowed:
         extended = {}
         for name, loss in step.items():
-            switches, total, path = min(
-                (switches + (last != name), total, path) for last, (switches, total, path) in paths.items()
+            switches, others, total, path = min(
+                (switches + (last != name), others, total, path)
+                for last, (switches, others, total, path) in paths.items()
             )
-            extended[name] = (switches, total + loss, [*path, name])
+            extended[name] = (switches, others + (name != default), total + loss, [*path, name])
         paths = extended
-    return min(paths.values())[2]
+    return min(paths.values())[3]

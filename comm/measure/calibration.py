@@ -88,7 +88,9 @@ def calibrate(
                 },
             }
             note += "".join(f"{each}; " for each in sums.hung.values())
-            note += f"measured in {took:.1f} s{_left_out(sums.times, sizes)} and {store_record(path, record)}"
+            left_out = _left_out(sums.times, sizes)
+            left_out += sums.disturbance and f", without a choice, as other work disturbed it ({sums.disturbance}),"
+            note += f"measured in {took:.1f} s{left_out} and {store_record(path, record)}"
         record, note = from_first(communicator, [record, note])
     return Calibration(HybridTable.from_rows(record["table"]), note, as_text(record))
 

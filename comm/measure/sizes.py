@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import torch
 
@@ -12,7 +12,7 @@ from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.hangs import HungError, limited, sum_label
-from bigbatch.comm.measure.timing import TimeBudget, loops_of, slowest, time_sums, wait_for
+from bigbatch.comm.measure.timing import MIN_REPETITIONS, TimeBudget, loops_of, slowest, time_sums, wait_for
 from bigbatch.errors import CommError
 
 SMALLEST_BYTES = 1024
@@ -33,6 +33,10 @@ LARGEST_BYTES = 256 << 20
 BANDWIDTH_BOUND_BYTES = 1_000_000
 """Above this size bandwidth dominates latency. If a size from this on was measured, the choice for the largest measured
 size also holds for larger sums."""
+MAX_SPREAD = 0.5
+"""Largest credible spread of the fastest algorithm's times at half of the sizes: on quiet hosts it is below 0.3."""
+MAX_GROWTH = 2.0
+"""Largest credible ratio of an algorithm's time to its time for more bytes."""
 EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
 the next check, one at the end."""
@@ -54,13 +58,13 @@ def sizes_up_to(num_bytes: int) -> tuple[int, ...]:
 
 
 def make_table(times: Times, *, beyond: str) -> HybridTable:
-    """Return the hybrid table; if only short sums were measured, algorithm `beyond` sums larger buffers.
+    """Return the hybrid table, with `beyond` as its default; it also sums larger buffers if only short ones were timed.
 
     That happens if slow links or many ranks left no time for sums of BANDWIDTH_BOUND_BYTES, or for any sum.
     """
     if not times:
         return HybridTable((HybridRow(None, beyond),))
-    table, largest = make_hybrid(times), max(times)
+    table, largest = make_hybrid(times, default=beyond), max(times)
     last = table.rows[-1].algorithm
     if largest >= BANDWIDTH_BOUND_BYTES or last == beyond:
         return table
@@ -75,6 +79,8 @@ class SumTimes:
     table: HybridTable
     hung: Mapping[str, str]
     """Algorithms that hang, and so have no times: name -> message."""
+    disturbance: str = ""
+    """What shows that other work disturbed the times, so that the table is the default; "" if nothing does."""
 
 
 def measure_sums(
@@ -84,12 +90,16 @@ def measure_sums(
     dtype: torch.dtype,
     seconds: float,
     start: float,
+    default: str | None = None,
+    force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> SumTimes:
     """Time every algorithm at these ascending sizes, beginning with the largest that fits into the time. Collective.
 
     - Single sums show which size fits; if none fits, nothing is measured. If time runs out, short sizes are missing.
     - If time is short, algorithms far from the best are timed only once.
+    - The default (None: auto's choice without a table) stays if no other algorithm is faster beyond noise, and at all
+      sizes if other work disturbed the times, except with force.
     - Then sizes between two with different choices are measured, and sizes with an uncertain choice are repeated.
     - If an algorithm hangs, it is left out and all begins again; the time until then does not count.
     It ends `seconds` (equal on all ranks) after start (of time.perf_counter), with time for one more exchange of texts
@@ -99,10 +109,27 @@ def measure_sums(
     sweep = _Sweep(communicator, start=start, seconds=seconds, say=say)
     if EXCHANGES_TO_FIRST * sweep.exchange_seconds + sweep.size_exchange_seconds <= sweep.left:
         sweep.run(sizes, dtype)
-    # for sizes not measured: auto's choice without a table, or another one if that hangs
-    auto = choose_algorithm(communicator.backend, table=None).algorithm
-    beyond = next(name for name in (auto, *communicator.algorithms) if name not in sweep.hung)
-    return SumTimes(sweep.times, make_table(sweep.times, beyond=beyond), sweep.hung)
+    default = default or choose_algorithm(communicator.backend, table=None).algorithm
+    beyond = next(name for name in (default, *communicator.algorithms) if name not in sweep.hung)
+    disturbance = "" if force else find_disturbance(sweep.times)
+    table = make_table({} if disturbance else sweep.times, beyond=beyond)
+    return SumTimes(sweep.times, table, sweep.hung, disturbance)
+
+
+def find_disturbance(times: Times) -> str:
+    """Return what shows that other work on the hosts disturbed the times; "" if nothing does."""
+    best = {size: min(at_size.values(), key=lambda each: each.median) for size, at_size in times.items()}
+    spreads = sorted((each.spread, size) for size, each in best.items() if len(each.seconds) > MIN_REPETITIONS)
+    spread, size = spreads[len(spreads) // 2] if spreads else (0.0, 0)
+    if spread > MAX_SPREAD:
+        return f"the middle half of the repetitions at {size:,} bytes spreads over {spread:.0%}"
+    for fewer, more in combinations(sorted(times), 2):
+        for name, each in times[fewer].items():
+            other = times[more].get(name, each)
+            if len(each.seconds) > MIN_REPETITIONS and each.median > MAX_GROWTH * other.median:
+                took = f"{each.median * 1e3:.3g} ms for {fewer:,} bytes, but {other.median * 1e3:.3g} ms for {more:,}"
+                return f"{name} took {took}"
+    return ""
 
 
 class _Sweep:
@@ -267,7 +294,7 @@ def _uncertainty(at_size: Mapping[str, MeasuredTimes]) -> tuple[float, list[str]
         name: noise
         for name, measured in at_size.items()
         if name != best
-        and (noise := math.hypot(measured.noise, at_size[best].noise)) >= measured.median / at_size[best].median - 1
+        and (noise := measured.joint_noise(at_size[best])) >= measured.median / at_size[best].median - 1
         and len(measured.seconds) < MAX_REPETITIONS
     }
     return max(open_ones.values(), default=0.0), [best, *open_ones]
@@ -285,9 +312,13 @@ def _expected_seconds(times: Times, size: int, name: str) -> float:
 
 def times_line(size: int, at_size: Mapping[str, MeasuredTimes], names: Sequence[str]) -> str:
     """Return the table row of one size: a column per algorithm, '-' for one that was not measured."""
-    best = min(at_size, key=lambda name: at_size[name].median)
-    cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}
-    columns = "".join(f"{cells.get(name, '- '):>15}" for name in names)
+    best = min(at_size.values(), key=lambda each: each.median)
+    cells = {
+        name: f"{each.median * 1e3:.3f} ±{f'{each.noise:.0%}' if len(each.seconds) > 1 else '?'}"
+        + ("*" if each.median / best.median - 1 <= each.joint_noise(best) else " ")
+        for name, each in at_size.items()
+    }
+    columns = "".join(f"{cells.get(name, '- '):>16}" for name in names)
     return f"{size:>12}{columns}   n = {max(len(each.seconds) for each in at_size.values())}"
 
 

@@ -50,10 +50,14 @@ class TuneResults:
     """The config's own choice."""
     steps: Steps
     """Times of whole steps, the stated candidate first. Fewer than two if there was no time to compare."""
+    doubt: str = ""
+    """Why the times choose nothing; "" if they do."""
 
     @property
     def chosen(self) -> StepCandidate:
         """Return the choice to train with; without whole steps the fastest algorithm by size, with the stated sizes."""
+        if self.doubt:
+            return self.stated
         return choose_step(self.steps) if len(self.steps) > 1 else StepCandidate(self.fastest, self.stated.sizes)
 
 
@@ -64,12 +68,14 @@ def tune(
     *,
     stated: StepCandidate,
     seconds: float,
+    force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> TuneResults:
     """Measure links, backward, all-reduces by size, and whole steps. Collective.
 
     forward computes a new loss. stated: the baseline; if its algorithm hangs, the fastest table replaces it.
-    seconds: approximate duration, equal on all ranks. say: called with each line of results.
+    seconds: approximate duration, equal on all ranks. force: choose by disturbed times, too. say: called with each line
+    of results.
     Raises: CommError if a sum was wrong; PeerLostError.
     """
     start = time.perf_counter()
@@ -83,23 +89,24 @@ def tune(
     for tensor in tensors:
         bytes_of[tensor.dtype] += tensor.num_bytes
     dtype = bytes_of.most_common(1)[0][0]
-    say(f"time of an all-reduce of {dtype}, median in ms; * fastest, n repetitions:")
-    say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in communicator.algorithms))
+    say(f"all-reduce of {dtype}: median in ms ± two standard errors; * fastest, or within that; n repetitions:")
+    say(f"{'bytes':>12}" + "".join(f"{name:>15} " for name in communicator.algorithms))
     sums = measure_sums(
         communicator,
         sizes_up_to(num_bytes),
         dtype=getattr(torch, dtype),
         start=start,
         seconds=(1 - STEPS_SHARE) * seconds,
+        default=stated.table.algorithms[0] if len(stated.table.algorithms) == 1 else None,
+        force=force or communicator.world_size == 1,  # a single rank's sums move nothing
         say=say,
     )
     if not sums.hung.keys().isdisjoint(stated.table.algorithms):
         stated = replace(stated, table=sums.table)
         say(f"the config's own choice hangs; whole steps are compared with {stated} instead")
     say(f"algorithm by size: {sums.table}")
-    if num_bytes > max(sums.times, default=0):
-        measured = f"no sum above {max(sums.times):,} bytes" if sums.times else "no sum"
-        say(f"  {measured} was measured in this time: increase --budget-seconds")
+    if sums.times and num_bytes > max(sums.times):
+        say(f"  no sum above {max(sums.times):,} bytes was measured in this time: increase --budget-seconds")
     steps: Steps = {}
     if communicator.world_size > 1:
         turn = partial(time_turn, named_parameters, forward, communicator, order=[tensor.name for tensor in tensors])
@@ -110,7 +117,10 @@ def tune(
             step_seconds=COMPUTING_SHARE * backward.seconds,
             seconds=seconds - elapsed_seconds(communicator, start),
         )
-    findings = TuneResults(links, sums.times, backward, tuple(tensors), sums.table, stated, steps)
+    doubt = sums.disturbance and f"other work disturbed the times: {sums.disturbance}"
+    if not sums.times and len(steps) < 2 and not force:
+        doubt = "neither sums nor whole steps were compared in this time"
+    findings = TuneResults(links, sums.times, backward, tuple(tensors), sums.table, stated, steps, doubt)
     for line in explain_choice(findings):
         say(line)
     return findings
@@ -134,10 +144,12 @@ def explain_choice(findings: TuneResults) -> list[str]:
     lines = ["whole steps: forward, backward and sums (median of the slowest rank)"]
     for candidate, times in findings.steps.items():
         what = "as the config states: " if candidate == stated else ""
-        lines.append(f"  {_ms(times.median):>9}  {what}{candidate}; n = {len(times.seconds)}")
+        lines.append(f"  {_ms(times.median):>9} ±{times.noise:.1%}  {what}{candidate}; n = {len(times.seconds)}")
     first, fastest = findings.steps[stated], min(findings.steps.values(), key=lambda times: times.median)
     noise = _ms(noise_between(first, fastest))
-    if best == stated:
+    if findings.doubt:
+        lines.append(f"chosen: what the config states is kept: {findings.doubt}")
+    elif best == stated:
         lines.append(
             f"chosen: what the config states is kept: {_ms(first.median)} a step, the fastest "
             f"{_ms(fastest.median)}; a gain below {noise} would be noise"
@@ -162,7 +174,8 @@ def explain_links(links: MeasuredLinks) -> str:
     for where, hops in (("inside a node", links.inside), ("between nodes", links.across)):
         if hops is not None:
             gbit = hops.best_bytes_per_second * 8 / 1e9
-            parts.append(f"{where} {hops.latency_seconds * 1e6:.0f} us and {gbit:.3g} Gbit/s each way")
+            latency = f"{hops.latency_seconds * 1e6:.0f} us ±{hops.times[0][1].noise:.0%}"
+            parts.append(f"{where} {latency} and {gbit:.3g} Gbit/s each way")
     return "messages: " + ("; ".join(parts) or "none between these ranks")
 
 

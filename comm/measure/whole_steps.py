@@ -203,17 +203,20 @@ def time_turn(
 
 def _is_behind(one: MeasuredTimes, fastest: MeasuredTimes) -> bool:
     """Return whether one is slower by more than DROP_RATIO and noise."""
-    return one.median > max(DROP_RATIO, 1 + math.hypot(one.noise, fastest.noise)) * fastest.median
+    return one.median > max(DROP_RATIO, 1 + one.joint_noise(fastest)) * fastest.median
 
 
 def choose_step(steps: Steps) -> StepCandidate:
-    """Return the first candidate that is within noise of the fastest and not slower than the first candidate."""
-    fastest, first = min(steps.values(), key=lambda times: times.median), next(iter(steps.values()))
-    return next(
-        candidate
-        for candidate, each in steps.items()
-        if each.median <= first.median and each.median - fastest.median <= noise_between(each, fastest)
-    )
+    """Return the first candidate that beats the first one beyond noise, and is within noise of the fastest.
+
+    Without such a candidate, return the first one.
+    """
+    fastest, (stated, first) = min(steps.values(), key=lambda times: times.median), next(iter(steps.items()))
+    for candidate, each in steps.items():
+        gain, loss = first.median - each.median, each.median - fastest.median
+        if gain > noise_between(each, first) and loss <= noise_between(each, fastest):
+            return candidate
+    return stated
 
 
 def noise_between(one: MeasuredTimes, other: MeasuredTimes) -> float:

@@ -13,13 +13,12 @@ from typing import Any
 
 from bigbatch.errors import RunFolderError, UserError
 from bigbatch.experiments.engine.folder import DONE, SweepFolder
-from bigbatch.experiments.engine.plan import describe_values
+from bigbatch.experiments.engine.plan import RANKS, describe_values
 from bigbatch.experiments.engine.points import ONE_HOST
 from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_runs, read_figures
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
-from bigbatch.trainer.config.file import flatten
-from bigbatch.trainer.config.kinds import flat_options
+from bigbatch.trainer.config.file import read_dumped
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.cost import spent_by
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -29,6 +28,8 @@ from bigbatch.words import count
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 MUST_BE_EQUAL = ("device", "torch", "commit")
 """If points differ in these, their speeds do not show scaling."""
+FACTS = ("train_samples", "device", "torch", "bigbatch", "commit")
+"""Facts of a run's newest start that its config does not state."""
 WARM_UP_REPORTS = 1
 """Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
 
@@ -104,6 +105,7 @@ def to_accuracy(records: Iterable[dict[str, Any]], *, target: float | None) -> T
 class RunResults:
     folder: Path
     config: dict[str, Any]
+    """Values by dotted key; keys that a later release added have their defaults."""
     conditions: dict[str, Any]
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -119,18 +121,22 @@ class RunResults:
                 newest = {name: record[name] for name in NOISE_SCALE_FIELDS}
         return newest
 
+    @property
+    def target(self) -> float | None:
+        """Return the top-1 that the run's own config states."""
+        return self.config["run.target_top1"]
+
     def to_accuracy(self, *, target: float | None) -> ToAccuracy:
         """Measure time to the stated target, or to the run's own. Raises: RunFolderError for a damaged folder."""
         try:
-            own = (self.config.get("run") or {}).get("target_top1")
-            return to_accuracy(self.records(), target=target if target is not None else own)
+            return to_accuracy(self.records(), target=target if target is not None else self.target)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunFolderError(f"{self.folder}: {describe_damage(error)}") from error
 
     def trained(self, *, target: float | None) -> TrainedRun | None:
         """Return its results so far; None if it has no figures yet. Raises: RunFolderError."""
         try:
-            return _trained(str(self.folder), self.config, self.records(), values={}, target=target)
+            return _trained(RunDir(self.folder), self.config, values={}, target=target)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
             return None
 
@@ -142,7 +148,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
     run = RunDir(path)
     if run.config.is_file() and run.metrics.is_file():
         summary = _summary(run) if run.summary.is_file() else {}
-        return RunResults(path, _mapping(run.config, parse_yaml), common_conditions([summary]))
+        return RunResults(path, _mapping(run.config, read_dumped), common_conditions([summary]))
     what = "holds neither a sweep (sweep.yaml) nor a run (config.yaml and metrics.jsonl)"
     raise RunFolderError(f"{path} {what if path.is_dir() else 'is not a folder'}: name the folder of a sweep or a run")
 
@@ -215,28 +221,36 @@ def _read_point(
 ) -> _PointRun:
     """Read the results of one point. Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
-    config = _mapping(run.config if run.config.is_file() else folder.config(number), parse_yaml)
+    config = _mapping(run.config if run.config.is_file() else folder.config(number), read_dumped)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
     # runs of older releases did not record num_nodes
     nodes = summary.get("num_nodes") or (
         1 if state.get("where") in ONE_HOST else -(-state["ranks"] // state["ranks_per_node"])
     )
-    trained = _trained(str(run.path), config, read_records(run.metrics), values=state["values"], target=target)
+    trained = _trained(run, config, values=state["values"], target=target)
     found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], nodes)
     if is_scaling:
         _measure([found], {})  # damaged content raises here
     return found
 
 
-def _trained(
-    name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
-) -> TrainedRun:
+def _trained(run: RunDir, config: dict[str, Any], *, values: Any, target: float | None) -> TrainedRun:
     """Compute a run's results from its records. Raises: errors of reading damaged files."""
-    flat = flat_options(flatten(config))
-    is_generated = flat["data.loader"] == "synthetic"
-    size = flat["batch.global_batch_size"]
-    figures = read_figures(records, global_batch_size=size, target=target, is_generated=is_generated)
-    return TrainedRun(name, flat, dict(values), figures)
+    job: dict[str, Any] = {}
+
+    def records() -> Iterator[dict[str, Any]]:
+        for record in read_records(run.metrics):
+            if record["kind"] == "start":
+                job.update(record.get("job", {}))
+            yield record
+
+    is_generated, size = config["data.loader"] == "synthetic", config["batch.global_batch_size"]
+    figures = read_figures(records(), global_batch_size=size, target=target, is_generated=is_generated)
+    summary = _summary(run) if run.summary.is_file() else {}
+    known = job | summary
+    facts = {RANKS: known.get("world_size"), **{key: known.get(key) for key in FACTS}}
+    facts |= {"state": "finished" if summary else "unfinished", "run.seed": int(config["run.seed"])}
+    return TrainedRun(str(run.path), config | facts, dict(values), figures)
 
 
 def _variant(values: dict[str, Any]) -> Variant:
@@ -326,11 +340,11 @@ def _summary(run: RunDir) -> dict[str, Any]:
     return summary | ({"device": f"cpu ({count(int(older[1]), 'thread')} per rank)"} if older else {})
 
 
-def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Read the mapping of a JSON or YAML file. Raises: RunFolderError."""
     try:
-        found = parse(read_plain(path))
-    except (OSError, ValueError) as error:
+        found = parse(read_plain(path).decode())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunFolderError(f"{path} is not readable: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise RunFolderError(f"{path} holds no keys and values")

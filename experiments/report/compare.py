@@ -2,22 +2,25 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bigbatch.experiments.engine.plan import CASE
 from bigbatch.launch.tables import Table, table_of
+from bigbatch.trainer.config.sections import RECORDING_KEYS
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.words import percent
 
 SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
 """Titles of the two columns of speedups()."""
-NOT_COMPARED = ("run.directory", "run.seed")
-"""Keys that a comparison ignores."""
+NOT_COMPARED = ("run.seed", "compute.mode", "compute.mode_keeps", *RECORDING_KEYS)
+"""Keys that a comparison ignores. A mode sets other keys, which are compared themselves."""
 MAX_KEYS = 6
-"""Runs that differ in more keys are labelled by their folders."""
+"""Cells that differ in more keys are labelled by the folder of their first run."""
 RUN, SEED = "run", "seed"
+OWN_TITLES = ("n", "loss", "epochs")
+"""Columns of a comparison that a key's short name must not replace."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class TrainedRun:
     name: str
     """Its folder, or its point."""
     config: Mapping[str, Any]
-    """Values by key, such as optimizer.name."""
+    """Values by key, such as optimizer.name, and facts without a key, such as device."""
     values: Mapping[str, Any]
     """Values that distinguish it from others, without the seed."""
     figures: Figures
@@ -55,7 +58,7 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Cell:
-    """The runs with the same values, one for each seed."""
+    """The runs that differ only in their seeds, one for each seed."""
 
     values: Mapping[str, Any]
     runs: tuple[TrainedRun, ...]
@@ -102,6 +105,8 @@ class Comparison:
     cells: tuple[Cell, ...]
     is_cumulative: bool = False
     target: float | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences on runs that were separated or not counted."""
 
     @property
     def has_accuracy(self) -> bool:
@@ -137,44 +142,62 @@ def read_figures(
     return Figures(float(last.get("epoch", epochs)), seconds, rate, top1, loss, reached, evaluation, max(0, starts - 1))
 
 
-def differing_keys(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
-    return tuple(key for key in keys if len({as_yaml(run.config.get(key)) for run in runs}) > 1)
+def differing_keys(runs: Sequence[TrainedRun]) -> list[str]:
+    return [key for key in _varying([run.config for run in runs]) if key not in NOT_COMPARED]
+
+
+def _varying(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for each in found for key in each)
+    return [key for key in keys if len({repr(each.get(key)) for each in found}) > 1]
 
 
 def label_runs(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun]:
-    """Label runs by these keys, of the experiment or of a sweep; by their folders if the keys are too many."""
-    if len(keys) > MAX_KEYS:
-        return [replace(run, values={RUN: run.name}) for run in runs]
-    return [replace(run, values={key: run.values.get(key, run.config.get(key)) for key in keys}) for run in runs]
+    """Label runs by these keys, of the experiment or of a sweep."""
+    return [replace(run, values={key: run.config.get(key, run.values.get(key)) for key in keys}) for run in runs]
 
 
 def compare_runs(
     title: str, runs: Sequence[TrainedRun], *, is_cumulative: bool = False, target: float | None = None
 ) -> Comparison:
-    """Group runs with equal values over their seeds. The most accurate cell is first, without accuracy the fastest;
+    """Group runs that differ only in their seeds. The most accurate cell is first, without accuracy the fastest;
     cumulative cases keep their order.
 
-    Values that are the same in all runs are left out.
+    Values that are the same in all runs are left out. If runs of equal values differ in other keys, these distinguish
+    cells as well. Of several runs with the same seed in a cell the first counts.
     """
-    keys = list(dict.fromkeys(key for run in runs for key in run.values))
-    keys = [key for key in keys if len({as_yaml(run.values.get(key)) for run in runs}) > 1]
-    groups: dict[str, list[TrainedRun]] = {}
-    for run in runs:
-        groups.setdefault(as_yaml([run.values.get(key) for key in keys]), []).append(run)
-    cells = [
-        Cell({key: same[0].values.get(key) for key in keys}, tuple(sorted(same, key=lambda run: run.seed)))
-        for same in groups.values()
-    ]
+    labels = _varying([run.values for run in runs])
+    alike = _grouped(runs, lambda run: [run.values.get(key) for key in labels])
+    own = list(dict.fromkeys(key for same in alike for key in differing_keys(same) if key not in labels))
+    cells, repeats = [], list[str]()
+    for same in (part for some in alike for part in _grouped(some, lambda run: [run.config.get(key) for key in own])):
+        of_seed = {run.seed: run for run in reversed(same)}
+        repeats += [run.name for run in same if run is not of_seed[run.seed]]
+        found = {key: same[0].config.get(key) for key in own} if len(own) <= MAX_KEYS else {RUN: same[0].name}
+        values = {key: same[0].values.get(key) for key in labels} | found
+        cells.append(Cell(values, tuple(of_seed[seed] for seed in sorted(of_seed))))
     if not is_cumulative:
         figure = "top1" if any(cell.values_of("top1") for cell in cells) else "images_per_second"
         cells.sort(key=lambda cell: -(cell.mean(figure) or 0.0))
-    return Comparison(title, tuple(keys), tuple(cells), is_cumulative, target)
+    is_split = own and any(run.values for run in runs)
+    notes = [f"runs with equal values differ in {', '.join(own)}, so they are separate cells"] if is_split else []
+    if repeats:
+        notes.append(f"not counted, because they repeat settings and seed of another run: {', '.join(repeats)}")
+    keys, said = tuple(cells[0].values) if cells else (), tuple(f"{title}: {note}." for note in notes)
+    return Comparison(title, keys, tuple(cells), is_cumulative, target, said)
+
+
+def _grouped(runs: Sequence[TrainedRun], key: Callable[[TrainedRun], list[Any]]) -> list[list[TrainedRun]]:
+    groups: dict[str, list[TrainedRun]] = {}
+    for run in runs:
+        groups.setdefault(repr(key(run)), []).append(run)
+    return list(groups.values())
 
 
 def comparison_table(found: Comparison) -> Table:
     """Make a row for each cell. Columns without information are left out."""
-    columns = {short_key(key): [value_text(cell.values[key]) for cell in found.cells] for key in found.keys}
+    short = [*OWN_TITLES, *map(short_key, found.keys)]
+    titles = {key: short_key(key) if short.count(short_key(key)) == 1 else key for key in found.keys}
+    columns = {titles[key]: [value_text(cell.values[key]) for cell in found.cells] for key in found.keys}
     columns["n"] = [_count(cell) for cell in found.cells]
     if found.has_accuracy:
         columns["top-1 (%)"] = [_spread(cell, "top1", scale=100, digits=2) for cell in found.cells]

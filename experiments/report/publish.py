@@ -11,7 +11,7 @@ from bigbatch.experiments.engine.plan import CASE, RANKS
 from bigbatch.experiments.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.experiments.report.report import Report
 from bigbatch.launch.tables import Table
-from bigbatch.numbers import decimal
+from bigbatch.numbers import decimal, is_number
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.refusals import Refusals
@@ -48,17 +48,29 @@ def report_on(
     for path in folders:
         found.setdefault(os.path.realpath(path), path)
     results = [read_folder(path, target=target) for path in found.values()]
+    if target is None and (target := common_target(results)) is not None:
+        results = [each if each.target == target else read_folder(each.folder, target=target) for each in results]
     report = Report(
         [each for each in results if isinstance(each, SweepResults)],
         [(each, each.to_accuracy(target=target)) for each in results if isinstance(each, RunResults)],
+        target=target,
         price=price,
         by=by,
         more=tuple(more),
     )
-    folder = output or folders[0] / "report"
+    place = folders[0] if len(found) == 1 else Path(os.path.normpath(folders[0] / ".."))
+    folder = output or place / "report"
     report.print()
-    names = report.write(folder, within=folder if output else folders[0])
+    names = report.write(folder, within=output or place)
     print_line(f"written into {folder}: {', '.join(names)}")
+
+
+def common_target(results: Sequence[SweepResults | RunResults]) -> float | None:
+    """Return the lowest top-1 that one of these states, else the lowest best one of several; None without any."""
+    stated = [each.target for each in results if is_number(each.target)]
+    runs = [each.to_accuracy(target=None).best for each in results if isinstance(each, RunResults)]
+    best = [run.top1 for run in runs if run and len(results) > 1]
+    return min(stated or best, default=None)  # type: ignore[type-var]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,8 +84,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folders", type=as_path, nargs="+", metavar="FOLDER", help="folder of a sweep or a run")
-    add("--output", type=as_path, metavar="DIR", help="folder for its files (default: report, in the first FOLDER)")
-    add("--by", metavar="KEY,KEY", help="keys to group all runs by (default: those in which they differ)")
-    add("--target", type=decimal, help="top-1 to reach, such as 0.759 (default: the run's own target, else its best)")
+    add(
+        "--output",
+        type=as_path,
+        metavar="DIR",
+        help="folder for its files (default: report, in FOLDER; beside the first of several)",
+    )
+    add("--by", metavar="KEY,KEY", help="keys to compare all runs by (default: those in which they differ)")
+    add(
+        "--target",
+        type=decimal,
+        help="top-1 to reach, such as 0.759 (default: the lowest that a folder states, else that all runs reach)",
+    )
     add("--price", type=decimal, help="price of a GPU (a rank) for an hour, such as 2.50: adds the cost")
     return parser

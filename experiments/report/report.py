@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,6 @@ from bigbatch.experiments.report.compare import (
     best_of,
     compare_runs,
     comparison_table,
-    differing_keys,
     label_runs,
     run_records,
 )
@@ -54,6 +54,8 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 class Report:
     sweeps: list[SweepResults]
     runs: list[tuple[RunResults, ToAccuracy]]
+    target: float | None = None
+    """Top-1 to reach, the same for all; None if no folder states one."""
     price: float | None = None
     """Price of a rank for an hour."""
     by: tuple[str, ...] = ()
@@ -67,19 +69,24 @@ class Report:
 
     @cached_property
     def trained(self) -> list[TrainedRun]:
+        """Return each run once, those of sweeps first: a named folder may also be a point of a sweep."""
         plain = [results.trained(target=run.target) for results, run in self.runs]
-        return [*(run for sweep in self.sweeps for run in sweep.runs), *(run for run in plain if run)]
+        found: dict[str, TrainedRun] = {}
+        for run in (*(run for sweep in self.sweeps for run in sweep.runs), *(run for run in plain if run)):
+            found.setdefault(os.path.realpath(run.name), run)
+        return [*found.values()]
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
         """Return a comparison of each sweep, and of the other runs if there are several."""
         if self.by:
-            return [compare_runs(f"Comparison by {', '.join(self.by)}", label_runs(self.trained, self.by))]
+            title = f"Comparison by {', '.join(self.by)}"
+            return [compare_runs(title, label_runs(self.trained, self.by), target=self.target)]
         found = [sweep.comparison for sweep in self.sweeps if sweep.runs]
         found = [each for each in found if each.has_accuracy or (each.cells[0].values and "ranks" not in each.keys)]
         plain = self.trained[sum(len(sweep.runs) for sweep in self.sweeps) :]
         if len(plain) > 1:
-            found.append(compare_runs("Comparison of runs", label_runs(plain, differing_keys(plain))))
+            found.append(compare_runs("Comparison of runs", label_runs(plain, ()), target=self.target))
         return found
 
     def name_of(self, sweep: SweepResults) -> str | None:
@@ -89,7 +96,7 @@ class Report:
     @property
     def findings(self) -> list[str]:
         lines = [f"{sweep.folder}: no point has figures yet." for sweep in self.sweeps if not sweep.runs]
-        lines += [line for found in self.comparisons if (line := best_of(found))]
+        lines += [line for found in self.comparisons for line in (best_of(found), *found.notes) if line]
         lines += [
             line for sweep, found in self.efficiencies for line in tables.findings(found, name=self.name_of(sweep))
         ]

@@ -166,7 +166,7 @@ def test_verify_on_uneven_nodes_of_three_ranks(tmp_path: Path) -> None:
 def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
     """Two nodes of two ranks: measured, stored, used by bench as hybrid, and refused by another cluster."""
     path, nodes = tmp_path / "tuned.json", ("a", "a", "b", "b")
-    options = [*SMALL_MODEL, "--comm.interface", "lo", "--budget-seconds", "20", "--output", str(path)]
+    options = [*SMALL_MODEL, "--comm.interface", "lo", "--budget-seconds", "20", "--force", "--output", str(path)]
     text = play_nodes(nodes, "comm", "tune", *options)
     for expected in (
         "inside a node",
@@ -189,14 +189,14 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
 
 
 def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorSpec, ...]) -> None:
-    """Within 5% of the best median everywhere; whole steps in time; gradients in their order."""
+    """The default, or within 5% of the best median everywhere; whole steps in time; gradients in their order."""
     medians = {
         int(size): {name: statistics.median(seconds) for name, seconds in at_size.items()}
         for size, at_size in evidence["all_reduce_seconds"].items()
     }
     assert medians
     for size, at_size in medians.items():
-        assert at_size[choose(size)] <= 1.05 * (1 + 1e-9) * min(at_size.values())
+        assert choose(size) == "hierarchical" or at_size[choose(size)] <= 1.05 * (1 + 1e-9) * min(at_size.values())
     for step in evidence["whole_steps"]:  # a busy machine has no time for them
         assert min(step["seconds"]) > 0
     ready = [evidence["ready_seconds"][tensor.name] for tensor in tensors]
@@ -210,7 +210,7 @@ def test_tune_then_train_with_it_and_evaluate_anywhere(tmp_path: Path) -> None:
     tiny = ("--config", "quickstart", "--model.options.width", "4", "--batch.global_batch_size", "64")
     tiny += ("--batch.microbatch_size", "16", "--batch.bn_span", "16")
     tiny += ("--schedule.warmup_epochs", "1", "--data.root", str(tmp_path / "shapes"), "--data.loader", "torchvision")
-    text = play_nodes("aa", "comm", "tune", *tiny, "--budget-seconds", "4", "--output", str(table))
+    text = play_nodes("aa", "comm", "tune", *tiny, "--budget-seconds", "4", "--force", "--output", str(table))
     options = re.search(r"to train with it: (.*)", text)
     assert options, text
     train = ("train", *tiny, "--run.epochs", "1", "--run.directory", str(run), *options[1].split())

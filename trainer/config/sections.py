@@ -33,6 +33,13 @@ READING_KEYS = (  # where and how images are read, not which
 )
 
 
+RECORDING_KEYS = (  # what a run records, saves and waits for: not what it learns, nor how fast
+    *("run.directory", "run.resume", "run.loggers", "run.log_every_steps", "run.checkpoint_every_steps", "run.heal"),
+    *("run.keep_checkpoints", "run.checkpoint_timeout_seconds", "data.patience_seconds", "data.probe_seconds"),
+    *("comm.warn_seconds", "comm.timeout_seconds", "comm.meeting_seconds", "comm.timeline_steps"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Folder, length, checkpoints, checks and loggers of the run."""

@@ -10,7 +10,7 @@ from bigbatch.errors import ConfigError, columns, print_line, print_lines
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import KEYS
-from bigbatch.trainer.config.sections import READING_KEYS
+from bigbatch.trainer.config.sections import READING_KEYS, RECORDING_KEYS
 from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
 from bigbatch.trainer.mlperf.reference import ConvergencePoint, as_log, fewest_epochs, read_reference
 from bigbatch.trainer.mlperf.rules import TARGET_TOP1, Verdict, check_rules
@@ -19,14 +19,13 @@ from bigbatch.trainer.run.resume import changes
 
 WIRE_KEYS = ("comm.wire_dtype", "comm.predivide", "comm.reduce_dtype")
 MAY_DIFFER = (
-    *("run.seed", "run.log_every_steps", "run.eval_offset_epochs", "run.loggers", "run.heal", "run.reproducible"),
-    *("run.checkpoint_every_steps", "run.keep_checkpoints", "run.checkpoint_timeout_seconds", "run.audit_every_steps"),
-    *("run.digest_every_steps", "run.digest_layers", "run.digest_values", "run.noise_scale_every_steps"),
-    *(*READING_KEYS, "data.root", "batch.microbatch_size"),
+    *("run.seed", "run.eval_offset_epochs", "run.reproducible", "run.audit_every_steps", "run.noise_scale_every_steps"),
+    *("run.digest_every_steps", "run.digest_layers", "run.digest_values"),
+    *(*RECORDING_KEYS, *READING_KEYS, "data.root", "batch.microbatch_size"),
     *(key for key in KEYS if key.startswith(("comm.", "compute.")) and key not in WIRE_KEYS),
 )
-"""Keys in which the runs of one recipe may differ, besides run.directory and run.resume: they state where and how it
-runs, and change numbers only by the order of sums."""
+"""Keys in which the runs of one recipe may differ: they state where and how it runs, and change numbers only by the
+order of sums."""
 EARLY_EPOCHS = 4
 """Epochs between two evaluations, by the rules: a run is not by chance earlier than the reference by more."""
 FEWEST_RUNS = 3

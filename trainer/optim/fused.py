@@ -2,8 +2,10 @@
 
 import copy
 import math
+import sys
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; an error leaves all groups unchanged. Raises: ValueError, as the constructor."""
         super().add_param_group(param_group)
+        _untraced(type(self))  # before a compiler traces a step
         group = self.param_groups[-1]
         problems = [problem_with_number(key, group[key]) for key in self._numbers]
         problems += [_problem_with_weights(group["params"], asked_by=type(self).__name__), self._problem_with(group)]
@@ -40,6 +43,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             # torch appends the group before this class can check it
             self.param_groups.pop()
             raise ValueError(problem)
+        num_vectors = sum(len(shape_of(w)) < 2 for w in group["params"])
+        if group.get("adapt", True) is None and group["weight_decay"] and num_vectors:
+            decay, name = f"weight_decay={group['weight_decay']:g}", type(self).__name__
+            warnings.warn(
+                f"{name}: {num_vectors} of {len(group['params'])} parameters have fewer than two dimensions, such as "
+                f"bias and norm. They do not adapt, but they decay ({decay}), against the published rule: pass "
+                f"bigbatch.param_groups(model, {decay}) to {name}, or state adapt in the group",
+                stacklevel=2,
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer of this class, for the same model.
@@ -70,7 +82,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _shapes(self, weight: Tensor, group: dict[str, Any]) -> dict[str, torch.Size]:
         """Return the shape of each entry of a weight's state."""
-        shape = getattr(weight, "whole_shape", weight.shape)  # a state_dict has whole tensors
+        shape = shape_of(weight)  # a state_dict has whole tensors
         return {name: torch.Size() if name == "step" else shape for name in self._kept}
 
     @torch.no_grad()
@@ -83,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update_groups_()
+        _untraced(type(self))(self)
         return loss
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
@@ -101,6 +113,38 @@ class FusedOptimizer(torch.optim.Optimizer):
         memo[id(self)] = copied = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+
+def _untraced(kind: type[FusedOptimizer]) -> Callable[[Any], None]:
+    """Return the update of all groups, outside of torch.compile: the compiler cannot trace fused kernels.
+
+    Without the compiler, a slow import, nothing traces.
+    """
+    if kind not in _UNTRACED and "torch._dynamo" in sys.modules:
+        why = f"{kind.__name__} is fused already: compile the model alone, and call step() outside of it"
+        _UNTRACED[kind] = torch.compiler.disable(kind._update_groups_, reason=why)
+    return _UNTRACED.get(kind, kind._update_groups_)
+
+
+_UNTRACED: dict[type[FusedOptimizer], Callable[[Any], None]] = {}
+
+
+def shape_of(weight: Tensor) -> torch.Size:
+    """Return the shape of a weight, or of the whole tensor that it is a part of."""
+    return getattr(weight, "whole_shape", weight.shape)
+
+
+def by_adaptation(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+    """Yield weights that one kernel can update, and their group's settings, in which `adapt` is True or False.
+
+    If a group does not state it, weights of two and more dimensions adapt, and bias and norm do not.
+    """
+    for group in groups:
+        for adapts in (True, False):
+            stated = group["adapt"]
+            some = [w for w in group["params"] if (len(shape_of(w)) > 1 if stated is None else bool(stated)) is adapts]
+            for weights in by_device_and_dtype(some):
+                yield weights, {**group, "adapt": adapts}
 
 
 def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -174,6 +218,8 @@ def write_(
     weight_decay: float = 0.0,
 ) -> None:
     """Update momenta and weights, in place, by the kernel of SGD(fused=True); it writes nothing if overflow is 1."""
+    if isinstance(lr, Tensor):
+        lr = lr.to(weights[0].device, torch.float32, non_blocking=True).view(())
     torch._fused_sgd_(
         weights,
         updates,
@@ -240,6 +286,8 @@ def _problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | 
 
 
 def problem_with_number(key: str, value: object, *, below: float = math.inf) -> str | None:
+    if key == "lr" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        value = float(value)
     if isinstance(value, int | float) and 0 <= value < below:
         return None
     legal = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     Norms,
-    by_device_and_dtype,
+    by_adaptation,
     count_steps_,
     kept_like,
     norms_of,
@@ -32,7 +32,8 @@ class LAMB(FusedOptimizer):
     This is algorithm 2 of the paper's last version, bias correction included, with the identity for its phi. It does
     not clip gradients to norm 1 before, as apex and NVIDIA do (config key optimizer.clip_norm).
 
-    Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
+    Every setting can differ per parameter group. `adapt=False` fixes r = 1; without `adapt`, parameters of fewer than
+    two dimensions (bias and batch norm) have r = 1. param_groups also exempts them from the decay.
     Gradients are only read; a step needs one more copy of a group's gradients, two under a GradScaler; on a GPU two,
     and as many zeros as its largest tensor has elements.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an overflow
@@ -51,7 +52,7 @@ class LAMB(FusedOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         *,
-        adapt: bool = True,
+        adapt: bool | None = None,
     ) -> None:
         """Check the settings. Raises: ValueError for one that is out of range, and for unusable parameters."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
@@ -66,15 +67,14 @@ class LAMB(FusedOptimizer):
         return problem_with_betas(group)
 
     def _update_groups_(self) -> None:
-        for group in self.param_groups:
-            for weights in by_device_and_dtype(group["params"]):
-                overflow = overflow_flag(self, weights[0].device)
-                updates = self._directions(weights, group, overflow)
-                torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-                if group["adapt"]:
-                    w_N, u_N = self.norms([*weights, *updates]).view(2, -1)
-                    updates = scaled(updates, one_where_a_norm_is_zero(w_N / u_N, w_N, u_N))
-                write_(weights, updates, [], lr=group["lr"], overflow=overflow)
+        for weights, group in by_adaptation(self.param_groups):
+            overflow = overflow_flag(self, weights[0].device)
+            updates = self._directions(weights, group, overflow)
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+            if group["adapt"]:
+                w_N, u_N = self.norms([*weights, *updates]).view(2, -1)
+                updates = scaled(updates, one_where_a_norm_is_zero(w_N / u_N, w_N, u_N))
+            write_(weights, updates, [], lr=group["lr"], overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any], overflow: Tensor | None) -> list[Tensor]:
         """Return Adam's bias-corrected directions; updates moments and step counts.

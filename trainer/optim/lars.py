@@ -9,7 +9,7 @@ from torch import Tensor
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     Norms,
-    by_device_and_dtype,
+    by_adaptation,
     momentum_buffers,
     norms_of,
     one_where_a_norm_is_zero,
@@ -49,7 +49,8 @@ class LARS(FusedOptimizer):
     The two agree while lr is constant (v = lr * u) and differ under warm-up. With nesterov, w changes by
     momentum * v plus the term last added to v, instead of by v (the same for u), as in TensorFlow's reference.
 
-    Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
+    Every setting can differ per parameter group. `adapt=False` fixes r = 1; without `adapt`, parameters of fewer than
+    two dimensions (bias and batch norm) have r = 1. param_groups also exempts them from the decay.
     Gradients are not changed. A step on a GPU needs memory for two copies of a group's gradients, three with a
     GradScaler, and for zeros of the size of the largest tensor.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an
@@ -72,7 +73,7 @@ class LARS(FusedOptimizer):
         *,
         nesterov: bool = False,
         momentum_form: str = "lr_inside",
-        adapt: bool = True,
+        adapt: bool | None = None,
     ) -> None:
         """Check the settings. Raises: ValueError if one is negative or unknown, or if parameters are unusable."""
         defaults = {
@@ -95,12 +96,11 @@ class LARS(FusedOptimizer):
         return None
 
     def _update_groups_(self) -> None:
-        for group in self.param_groups:
-            for weights in by_device_and_dtype(group["params"]):
-                # self.norms may be a collective: by portions, ranks would call it different numbers of times, and hang
-                is_by_portions = weights[0].device.type == "cpu" and self.norms is norms_of
-                update_ = self._update_on_cpu_ if is_by_portions else self._update_at_once_
-                update_(weights, group)
+        for weights, group in by_adaptation(self.param_groups):
+            # self.norms may be a collective: by portions, ranks would call it different numbers of times, and hang
+            is_by_portions = weights[0].device.type == "cpu" and self.norms is norms_of
+            update_ = self._update_on_cpu_ if is_by_portions else self._update_at_once_
+            update_(weights, group)
 
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Update weights that share device and dtype, with the same number of kernels for any number of weights."""

@@ -12,6 +12,7 @@ from bigbatch.trainer.optim.fused import (
     by_device_and_dtype,
     momentum_buffers,
     overflow_flag,
+    shape_of,
     unscaled_grads,
     write_,
 )
@@ -40,11 +41,6 @@ class Part(nn.Parameter):
     """Flat elements of a tensor that a rank updates, with the shape of the whole tensor."""
 
     whole_shape: torch.Size
-
-
-def shape_of(weight: Tensor) -> torch.Size:
-    """Return the shape of a weight, or of the whole tensor that it is a part of."""
-    return weight.whole_shape if isinstance(weight, Part) else weight.shape
 
 
 class Gatherer(Protocol):
@@ -88,7 +84,8 @@ class MatrixOptimizer(FusedOptimizer):
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         for index, weight in enumerate(group["params"]):
             if group["adapt"] and len(shape_of(weight)) < 2:
-                name = group["names"][index] if "names" in group else f"parameter {index} of the group"
+                names = group.get("names", group.get("param_names"))
+                name = names[index] if names else f"parameter {index} of the group"
                 return (
                     f"{type(self).__name__} {self._does}, and {name} has shape {tuple(weight.shape)}: put it into a "
                     "group with adapt=False, which follows SGD, as bigbatch.param_groups does"

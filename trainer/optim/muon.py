@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
-from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_, zeros_like_all
-from bigbatch.trainer.optim.matrices import (
-    MatrixOptimizer,
-    batched_by_shape,
-    problem_with_count,
-    sgd_step_,
+from bigbatch.trainer.optim.fused import (
+    momentum_buffers,
+    overflow_flag,
     shape_of,
-    updatable,
+    unscaled_grads,
+    write_,
+    zeros_like_all,
 )
+from bigbatch.trainer.optim.matrices import MatrixOptimizer, batched_by_shape, problem_with_count, sgd_step_, updatable
 
 PRECISIONS = ("fp32", "bf16")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -16,16 +16,10 @@ from bigbatch.trainer.optim.fused import (
     overflow_flag,
     problem_with_number,
     scaled,
+    shape_of,
     unscaled_grads,
 )
-from bigbatch.trainer.optim.matrices import (
-    MatrixOptimizer,
-    batched_by_shape,
-    problem_with_count,
-    sgd_step_,
-    shape_of,
-    updatable,
-)
+from bigbatch.trainer.optim.matrices import MatrixOptimizer, batched_by_shape, problem_with_count, sgd_step_, updatable
 
 
 class Shampoo(MatrixOptimizer):

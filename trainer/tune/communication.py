@@ -21,6 +21,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import Conditions, gather_cluster, gather_conditions
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
 from bigbatch.errors import ConfigError, TunedError, print_line
+from bigbatch.exit_codes import FAILED
 from bigbatch.numbers import at_least, decimal
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build import input as build_input
@@ -41,7 +42,7 @@ NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, choose, print why, and store; return the exit code. Collective over the job's ranks.
+    """Measure, choose, print why, and store; return the exit code, 1 if other work disturbed it. Collective.
 
     Raises: ConfigError; CommError; TunedError if the file cannot be written.
     """
@@ -67,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     say(f"{communicator}; {conditions.device}")
     parameters, forward = _make_forward(config, communicator)
     stated = _stated(config, communicator, say=say)
-    findings = tune(communicator, parameters, forward, stated=stated, seconds=arguments.budget_seconds, say=say)
+    seconds, force = arguments.budget_seconds, arguments.force
+    findings = tune(communicator, parameters, forward, stated=stated, seconds=seconds, force=force, say=say)
     tuned = Tuned(
         cluster=gather_cluster(communicator),
         model=config.model.name,
@@ -79,6 +81,10 @@ def main(argv: Sequence[str]) -> int:
     )
     path = arguments.output or default_path(tuned.cluster, tuned.model, tuned.tensors)
     communicator.close()
+    if findings.doubt:
+        remedy = "end other work on the hosts, or raise --budget-seconds; --force stores the fastest anyway"
+        say(f"nothing is stored: {findings.doubt}; {remedy}")
+        return FAILED
     if communicator.rank == 0:
         write_tuned(tuned, path)
         print_line(f"stored in {path}; to train with it: --comm.algorithm hybrid --comm.table {path} {NULL_SIZES}")
@@ -197,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help=f"instead: this model in the experiment {MODEL_CONFIG}")
     add("--output", type=as_path, metavar="FILE.json", help="default: tuned/MODEL-BACKEND-NODES-FINGERPRINT.json")
     add("--budget-seconds", type=decimal, default=60.0, help="how long to measure (default: %(default)s)")
+    add("--force", action="store_true", help="store the result even if other work disturbed the measurement")
     add("--backend", choices=BACKENDS, help="same as --comm.backend")
     return parser
 

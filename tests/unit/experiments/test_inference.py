@@ -70,6 +70,19 @@ def test_inference_is_that_of_the_last_case_that_has_runs(tmp_path: Path, monkey
     ], "what was told is not measured again"
 
 
+def test_inference_pools_no_values_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, points = begin(tmp_path, inference={"plain": []}, grid={"model.options.width": [8, 16]}, cases={})
+    for number in range(1, 4):  # both seeds of 16, one of 8
+        FOLDER.change_state(number, state="done")
+    monkeypatch.setattr(inference, "_evaluate", lambda *_, **__: (100.0, 0.5))
+    found = inference.measure(plan, points, FOLDER)
+    assert found is not None
+    assert [(table.title, table.rows[0][1]) for table in found.tables] == [
+        ("Inference with what model.options.width=16 trained", "2"),
+        ("Inference with what model.options.width=8 trained", "1"),
+    ]
+
+
 def test_inference_imports_what_the_sweep_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, points = begin(tmp_path, inference={"plain": []}, options={"run.metrics": {"x": "own.Score"}}, cases={})
     FOLDER.change_state(0, state="done")

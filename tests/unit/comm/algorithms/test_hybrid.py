@@ -130,6 +130,43 @@ def test_table_makes_no_switch_for_less_than_the_noise() -> None:
     assert make_hybrid(quiet).algorithms == ("b", "a")  # 1.5% counts where nothing wavers
 
 
+def spread_over(median: float, share: float, *, count: int = 20) -> MeasuredTimes:
+    """Times whose quartiles lie that share of the median apart."""
+    return MeasuredTimes(tuple(median * (1 + share / 2 * (-1) ** i) for i in range(count)))
+
+
+def test_noise_of_two_medians_has_the_spread_of_the_other_for_a_single_time() -> None:
+    """Two standard errors: 2 * 1.253 / 1.349 times quartile distance / sqrt(n), of both, by Pythagoras."""
+    a, b, single = spread_over(1.0, 0.3), spread_over(5.0, 0.4, count=10), MeasuredTimes((3.0,))
+    errors = 2 * 1.253 / 1.349
+    assert (a.spread, b.spread, single.spread) == (pytest.approx(0.3), pytest.approx(0.4), 0.0)
+    assert a.joint_noise(b) == pytest.approx(errors * math.hypot(0.3 / 20**0.5, 0.4 / 10**0.5))
+    assert a.joint_noise(single) == single.joint_noise(a) == pytest.approx(errors * math.hypot(0.3 / 20**0.5, 0.3))
+
+
+def test_table_keeps_the_default_unless_another_is_faster_beyond_noise() -> None:
+    """The noise of both is 0.186: 15% is no difference, 50% is one."""
+    noisy = {name: spread_over(median, 0.3, count=18) for name, median in (("a", 1.0), ("b", 1.15), ("c", 1.5))}
+    assert noisy["a"].joint_noise(noisy["b"]) == pytest.approx(0.186, abs=1e-3)
+    times = {size: dict(noisy) for size in (1000, 2000, 4000)}
+    assert [make_hybrid(times, default=name).algorithms for name in ("a", "b", "c", "")] == [
+        ("a",),
+        ("b",),
+        *2 * [("a",)],
+    ]
+    times[1000] = exact(a=1.0, b=2.0)
+    assert make_hybrid(times, default="b").algorithms == ("a",), "no switch for a difference within noise"
+    times[4000] = exact(a=2.0, b=1.0)
+    assert make_hybrid(times, default="b").rows[0].up_to_bytes < 2000, "b where a is not faster beyond noise"
+    assert make_hybrid(times, default="a").rows[0].up_to_bytes >= 2000
+
+
+def test_table_of_one_lucky_time_keeps_the_default() -> None:
+    """On a busy host a single time of half the median is no evidence."""
+    times = {1000: {"default": spread_over(2.0, 1.0), "other": MeasuredTimes((1.0,))}}
+    assert make_hybrid(times, default="default").algorithms == ("default",)
+
+
 @pytest.mark.parametrize("times", [{}, {1024: {}}])
 def test_table_of_nothing_measured(times: Mapping[int, Mapping[str, MeasuredTimes]]) -> None:
     with pytest.raises(ValueError, match=naming("hybrid table", "time", "every size")):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import re
 import stat
 import time
@@ -24,7 +25,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.measure import calibration
 from bigbatch.comm.measure.calibration import SECONDS, calibrate
 from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
-from bigbatch.comm.measure.sizes import SumTimes, make_table, sizes_up_to
+from bigbatch.comm.measure.sizes import SumTimes, find_disturbance, make_table, sizes_up_to
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
@@ -231,6 +232,48 @@ def test_calibration_does_not_judge_buffers_by_short_sums(largest: int, beyond: 
     """Crossings lie at the geometric mean of two sizes, where the ratios of the times are each other's inverse."""
     table = make_table({1024: TIMES[1024], largest: TIMES[4_000_000]}, beyond=beyond)
     assert str(table) == expected
+
+
+def times_of(*medians: float, spread: float = 0.1, count: int = 8) -> dict[int, dict[str, MeasuredTimes]]:
+    """Times of the fastest at sizes four times each other, whose quartiles lie that share of the median apart."""
+    swings = [spread / 2 * (-1) ** i for i in range(count)]
+    slow = MeasuredTimes((99.0, 99.0))
+    return {
+        1024 * 4**i: {"ring": MeasuredTimes(tuple(median * (1 + each) for each in swings)), "doubling": slow}
+        for i, median in enumerate(medians)
+    }
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        ({}, ()),
+        (times_of(1.0, 1.2, 1.1, 3.0), ()),
+        (times_of(1.9, 1.0, 1.0, 3.0), ()),
+        (times_of(1.0e-3, 1.1e-3, 93.1e-3, 1.6e-3), ("93.1 ms for 16,384 bytes", "1.6 ms for 65,536")),
+        (times_of(93.1e-3, 1.6e-3, count=2), ()),  # two times may have met one hiccup
+        (times_of(1.0, 2.0, 3.0, spread=0.45), ()),
+        (times_of(1.0, 2.0, 3.0, spread=0.6), ("4,096 bytes", "60%")),
+        (times_of(1.0, 2.0, 3.0) | {4: times_of(1.0, spread=0.9)[1024]}, ()),  # one of several sizes
+    ],
+)
+def test_calibration_tells_times_that_other_work_disturbed(times: Any, told: tuple[str, ...]) -> None:
+    found = find_disturbance(times)
+    assert bool(found) == bool(told)
+    assert naming_all(found, *told)
+
+
+def test_calibration_keeps_the_default_on_a_busy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum may lose its core for 30 ms, three of seven times: a host with more busy processes than cores."""
+    draw = random.Random(0)
+
+    def seconds_of(algorithm: str, num_bytes: int) -> float:
+        return (1e-3 if algorithm == "doubling" else 1.2e-3) + num_bytes * 1e-9 + 0.03 * (draw.random() < 3 / 7)
+
+    play(monkeypatch, seconds_of, gather=0.0)
+    found = calibrate(alone(), folder=tmp_path, buffer_bytes=LARGEST, seconds=2.0)
+    assert str(found.table) == "native at any size"  # of one rank
+    assert naming_all(found.source, "measured in", "without a choice", "other work disturbed it (", "stored in")
 
 
 def test_calibration_ends_where_a_sum_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

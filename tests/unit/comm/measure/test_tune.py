@@ -35,6 +35,7 @@ from bigbatch.comm.measure.whole_steps import (
 )
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.tuned import make_cluster, read_tuned, write_tuned
+from bigbatch.trainer.tune import communication
 
 CPU = torch.device("cpu")
 
@@ -139,7 +140,9 @@ def test_choice_is_the_fastest_beyond_noise_and_never_slower_than_what_is_stated
     assert choose_step({a: stated, b: exact(0.9), c: exact(0.8)}) == c
     assert choose_step({a: stated, b: exact(0.9), c: exact(0.899)}) == b  # within 0.2%
     assert choose_step({a: stated, b: exact(1.1)}) == a
-    assert choose_step({a: stated, b: MeasuredTimes((0.5, 0.9, 1.3))}) == a  # its quartiles are 0.4 apart
+    unsteady = MeasuredTimes((0.5, 0.9, 1.3))
+    assert choose_step({a: stated, b: unsteady}) == a  # its quartiles are 0.4 apart
+    assert choose_step({a: stated, b: unsteady, c: exact(0.8)}) == c  # b is near c, but not better than a
 
 
 class PlayedSteps:
@@ -223,6 +226,22 @@ def test_choice_is_explained() -> None:
     kept = findings({STATED: exact(0.2), other: exact(0.3)})
     assert kept.chosen == STATED
     assert explain_choice(kept)[-1].startswith("chosen: what the config states is kept: 200.0 ms a step")
+    noisy = MeasuredTimes((0.18, 0.2, 0.2, 0.22))
+    assert any("200.0 ms ±4.6%" in line for line in explain_choice(findings({STATED: noisy, other: exact(0.3)})))
+
+
+def test_doubtful_times_choose_nothing() -> None:
+    other = StepCandidate(FASTEST, PlanSizes(1 << 22, 1 << 22))
+    for steps in ({STATED: exact(0.2), other: exact(0.1)}, {STATED: exact(0.2)}):
+        disturbed = dataclasses.replace(findings(steps), doubt="noise")
+        assert disturbed.chosen == STATED
+        assert not any(str(FASTEST) in line for line in explain_choice(disturbed) if line.startswith("chosen: "))
+    kept = explain_choice(dataclasses.replace(faster_than_stated(), doubt="noise"))[-1]
+    assert kept == "chosen: what the config states is kept: noise"
+
+
+def faster_than_stated() -> TuneResults:
+    return findings({STATED: exact(0.2), StepCandidate(FASTEST, STATED.sizes): exact(0.1)})
 
 
 def test_algorithms_that_are_far_behind_are_not_tried_in_whole_steps() -> None:
@@ -263,6 +282,26 @@ def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tuned(dataclasses.replace(tuned, cluster=OTHER_CLUSTER), path)
     assert main(["comm", "bench", "--table", str(path)]) == 1
     assert re.search(naming(path, "backend tcp there", "single here"), capsys.readouterr().err)
+
+
+def test_tune_stores_no_doubtful_times_unless_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def tune(*_: object, force: bool, **__: object) -> TuneResults:
+        asked.append(force)
+        return dataclasses.replace(faster_than_stated(), doubt="" if force else "93.1 ms, but 1.6 ms")
+
+    monkeypatch.setattr(communication, "tune", tune)
+    path = tmp_path / "tuned.json"
+    command = ["comm", "tune", *SMALL, "--output", str(path)]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert re.search(naming("nothing is stored", "93.1 ms, but 1.6 ms", "--budget-seconds", "--force"), out)
+    assert ("to train with it" in out, path.exists()) == (False, False)
+    assert main([*command, "--force"]) == 0
+    assert (asked, read_tuned(path).table) == ([False, True], FASTEST)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_records_that_are_none_have_no_figures(train: dict[str, Any], evaluation
 
 def run(case: str, batch: int, seed: int, top1: float | None, *, seconds: float = 10.0) -> TrainedRun:
     config = {"run.seed": seed, "run.directory": f"{case}{batch}{seed}", "batch.global_batch_size": batch, "a.lr": 0.1}
+    config |= {"optimizer.name": case}
     values = {"case": case, "batch.global_batch_size": batch, "a.lr": 0.1}
     loss = None if top1 is None else 1 - top1
     reached = None if top1 is None or top1 < 0.9 else seconds / 2
@@ -146,11 +148,86 @@ def test_cumulative_cells_keep_their_order_and_tell_gains() -> None:
     assert best_of(found) == ""
 
 
-def test_runs_are_labelled_by_any_keys_and_by_their_folders_where_too_many_differ() -> None:
-    assert differing_keys(RUNS) == ("batch.global_batch_size",), "neither seeds nor folders"
+def test_cells_hold_runs_that_differ_in_their_seeds_alone() -> None:
+    """By batch, sgd with seeds 0 and 1 and lars with 0, 1 and 2 are two cells, and the optimizer is a column."""
+    assert differing_keys(RUNS) == ["batch.global_batch_size", "optimizer.name"], "neither seeds nor folders"
     by_batch = compare_runs("t", label_runs(RUNS, ["batch.global_batch_size"]))
-    assert sorted(len(cell.runs) for cell in by_batch.cells) == [5, 5]
-    assert label_runs(RUNS, ["a"] * 9)[0].values == {"run": "sgd/64/0"}
+    assert by_batch.keys == ("batch.global_batch_size", "optimizer.name")
+    assert sorted(len(cell.runs) for cell in by_batch.cells) == [2, 2, 3, 3]
+    assert by_batch.notes == ("t: runs with equal values differ in optimizer.name, so they are separate cells.",)
+    by_both = compare_runs("t", label_runs(RUNS, ["batch.global_batch_size", "optimizer.name"]))
+    assert ([len(cell.runs) for cell in by_both.cells], by_both.notes) == ([3, 3, 2, 2], ())
+
+
+def test_cells_of_runs_without_labels_have_what_differs_as_columns() -> None:
+    found = compare_runs("t", label_runs(RUNS, ()))
+    assert (found.keys, found.notes) == (("batch.global_batch_size", "optimizer.name"), ())
+    assert [len(cell.runs) for cell in found.cells] == [3, 3, 2, 2]
+
+
+def other(changes: dict[str, Any], *, seed: int = 1) -> TrainedRun:
+    first = run("lars", 64, seed, 0.9)
+    return replace(first, name="other", config={**first.config, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch.global_batch_size": 128},
+        {"schedule.base_lr": 2.0},
+        {"optimizer.weight_decay": 1e-4},
+        {"data.root": "elsewhere"},
+        {"model.options.width": 8},
+        {"optimizer.lr_factors": {"fc.*": 2}},
+        {"ranks": 8},
+        {"device": "NVIDIA H200"},
+        {"torch": "2.14.1"},
+        {"commit": "abc"},
+        {"state": "unfinished"},
+        {"train_samples": 10},
+        {"batch.global_batch_size": "64"},
+    ],
+    ids=str,
+)
+def test_cells_hold_no_run_of_other_settings_data_or_conditions(changes: dict[str, Any]) -> None:
+    first = run("lars", 64, 0, 0.9)
+    alike = compare_runs("t", label_runs([first, other({})], ["optimizer.name"]))
+    assert ([len(cell.runs) for cell in alike.cells], alike.notes) == ([2], ())
+    found = compare_runs("t", label_runs([first, other(changes)], ["optimizer.name"]))
+    assert found.keys == tuple(changes)
+    assert [len(cell.runs) for cell in found.cells] == [1, 1]
+    assert f"differ in {next(iter(changes))}," in found.notes[0]
+    assert all(cell.deviation("top1") is None for cell in found.cells)
+
+
+@pytest.mark.parametrize("key", ["run.directory", "run.loggers", "run.log_every_steps", "comm.timeout_seconds"])
+def test_cells_do_not_go_by_what_a_run_writes_and_waits_for(key: str) -> None:
+    found = compare_runs("t", label_runs([run("lars", 64, 0, 0.9), other({key: "b"})], ["optimizer.name"]))
+    assert [len(cell.runs) for cell in found.cells] == [2]
+
+
+def test_run_of_the_same_seed_again_is_not_counted_and_named() -> None:
+    first, again = run("lars", 64, 1, 0.8), other({"run.directory": "b"})
+    found = compare_runs("t", label_runs([first, run("lars", 64, 0, 0.9), again], ["optimizer.name"]))
+    (cell,) = found.cells
+    assert [each.name for each in cell.runs] == ["lars/64/0", "lars/64/1"]
+    assert cell.mean("top1") == pytest.approx(0.85)
+    assert found.notes == ("t: not counted, because they repeat settings and seed of another run: other.",)
+
+
+def test_cells_that_differ_in_too_many_keys_are_labelled_by_their_folders_and_still_have_their_seeds() -> None:
+    many = {f"a.key{number}": number for number in range(7)}
+    runs = [run("lars", 64, 0, 0.9), other({}), other(many, seed=0), other(many)]
+    found = compare_runs("t", label_runs(runs, ()))
+    assert [(cell.values, len(cell.runs)) for cell in found.cells] == [({"run": "lars/64/0"}, 2), ({"run": "other"}, 2)]
+    assert compare_runs("t", label_runs([], ["optimizer.name"])).cells == ()
+
+
+def test_columns_of_keys_with_one_short_name_have_their_whole_names() -> None:
+    keys = ("run.epochs", "optimizer.loss", "a.eps", "b.eps", "schedule.base_lr")
+    runs = [other({}), other(dict.fromkeys(keys, 1))]
+    head = comparison_table(compare_runs("t", label_runs(runs, ()))).head
+    assert head[:5] == ("run.epochs", "optimizer.loss", "a.eps", "b.eps", "base_lr")
 
 
 def test_plot_has_a_line_and_a_band_for_each_case_over_the_batch() -> None:
@@ -199,14 +276,21 @@ def test_plot_of_characters_that_the_font_lacks_is_written_without_a_warning(tmp
         RunDir(tmp_path).save_plot(tmp_path / "a.png", figure)
 
 
-def write_run(folder: Path, *, name: str, seed: int, top1: float) -> None:
+def write_run(
+    folder: Path, *, name: str, seed: int, top1: float, target: float | None = None, **others: dict[str, Any]
+) -> Path:
     folder.mkdir(parents=True)
-    config = {"run": {"seed": seed}, "optimizer": {"name": name}, "data": {"loader": "pillow"}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"batch": {"global_batch_size": 100}}))
+    config = {"run": {"seed": seed, "target_top1": target}, "optimizer": {"name": name}, "data": {"loader": "dali"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"batch": {"global_batch_size": 100}} | others))
     lines = [*RECORDS[:-1], RECORDS[-1] | {"top1": top1, "top5": 1.0}]
     start = {"kind": "start", "job": {"world_size": 1, "device": "cpu"}}
     lines = [{"time": 100.0 + i, "elapsed_seconds": float(i), **each} for i, each in enumerate([start, *lines[1:]])]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def cells_in(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "cells.csv").read_text().splitlines()))
 
 
 def test_report_groups_any_runs_by_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,8 +301,7 @@ def test_report_groups_any_runs_by_a_key(tmp_path: Path, capsys: pytest.CaptureF
     written = capsys.readouterr().out.rpartition(f"written into {tmp_path / 'out'}: ")[2].strip().split(", ")
     assert {"report.html", "report.md", "report.json", "runs.csv", "cells.csv", "comparison.png"} <= set(written)
     assert all((tmp_path / "out" / name).stat().st_size for name in written), "files that are named exist"
-    cells = list(csv.DictReader((tmp_path / "out/cells.csv").read_text().splitlines()))
-    assert [(cell["optimizer.name"], cell["n"], cell["top1_mean"]) for cell in cells] == [
+    assert [(cell["optimizer.name"], cell["n"], cell["top1_mean"]) for cell in cells_in(tmp_path / "out")] == [
         ("sgd", "1", "0.7"),
         ("lars", "2", "0.55"),
     ]
@@ -226,3 +309,61 @@ def test_report_groups_any_runs_by_a_key(tmp_path: Path, capsys: pytest.CaptureF
     assert [(each["optimizer.name"], each["seed"]) for each in runs] == [("lars", "0"), ("lars", "1"), ("sgd", "0")]
     assert main(["report", "--by", "optimizer.nam", *folders]) == 1
     assert "optimizer.name" in capsys.readouterr().err
+
+
+def test_report_separates_runs_by_all_that_matters_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folders of an older release lack keys, which have their defaults, as an unstated key has."""
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), name="lars", seed=0, top1=0.5)
+    write_run(Path("b"), name="lars", seed=1, top1=0.6, schedule={"name": "polynomial", "base_lr": 1.0})
+    write_run(Path("c"), name="lars", seed=1, top1=0.7, schedule={"base_lr": 2.0})
+    shutil.copytree("a", "copied")
+    assert main(["report", "--by", "optimizer.name", "a", "b", "c", "copied", "b/../b"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "runs with equal values differ in schedule.base_lr," in out
+    assert "repeat settings and seed of another run: copied." in out
+    cells = [(cell["schedule.base_lr"], cell["n"], cell["seeds"]) for cell in cells_in(Path("report"))]
+    assert cells == [("2.0", "1", "[1]"), ("1.0", "2", "[0, 1]")]
+    assert sorted(path.name for path in Path("a").iterdir()) == ["config.yaml", "metrics.jsonl"], "beside, not into it"
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "expected"),
+    [
+        ((None, None), (), 0.71),  # what both reach
+        ((0.4, 0.5), (), 0.4),
+        ((None, 0.5), (), 0.5),
+        ((0.4, 0.5), ("--target", "0.6"), 0.6),
+    ],
+)
+def test_report_gives_all_folders_the_same_target(
+    targets: tuple[float | None, ...], options: tuple[str, ...], expected: float, tmp_path: Path
+) -> None:
+    runs = [
+        write_run(tmp_path / f"run{index}", name="lars", seed=index, top1=0.71 + 0.1 * index, target=target)
+        for index, target in enumerate(targets)
+    ]
+    assert main(["report", *map(str, runs), *options]) == 0
+    facts = json.loads((tmp_path / "report/report.json").read_text())
+    assert [each["target"] for each in facts["runs"].values()] == [expected] * 2
+    assert f"to {100 * expected:.1f}% (s)" in (tmp_path / "report/report.md").read_text()
+
+
+def test_report_counts_a_run_of_a_sweep_once_and_writes_where_the_folder_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = tmp_path / "sweeps/a"
+    for number in range(2):
+        run_folder = write_run(sweep / f"points/{number}/run", name="lars", seed=number, top1=0.5)
+        (run_folder / "summary.json").write_text(json.dumps({"global_batch_size": 100}))
+        state = {"number": number, "values": {"a.lr": 1}, "ranks": 1, "ranks_per_node": 1, "state": "done"}
+        (sweep / f"points/{number}/point.json").write_text(json.dumps({**state, "reason": None}))
+    (sweep / "sweep.yaml").write_text("name: a\n")
+    monkeypatch.chdir(sweep)
+    assert main(["report", ".", "points/0/run", "--by", "optimizer.name"]) == 0
+    ((cell,),) = [cells_in(tmp_path / "sweeps/report")]
+    assert cell["n"] == "2"
+    assert main(["report", "."]) == 0
+    assert (sweep / "report/cells.csv").is_file()

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import warnings
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from optimizer_steps import (
     scaled_step,
     set_random_grads,
 )
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -27,12 +29,16 @@ from bigbatch.trainer.optim.fused import scaled_on_gpu
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.lion import Lion
+from bigbatch.trainer.optim.matrices import Part
 from bigbatch.trainer.optim.muon import Muon
+from bigbatch.trainer.optim.param_groups import param_groups
 from bigbatch.trainer.optim.shampoo import Shampoo
 
 timm = pytest.importorskip("timm.optim")
 
 torch.set_num_threads(1)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*against the published rule:UserWarning")
 
 
 def of_matrices(kind, params, **settings):
@@ -205,6 +211,122 @@ def test_fused_group_that_is_added_equals_one_from_the_start(make):
     assert_same_bits(late, early)
 
 
+def in_groups(weights, **matrices):
+    """Groups of matrices and of the rest, with settings of the matrices."""
+    return [
+        {"params": [w for w in weights if w.dim() > 1], **matrices},
+        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0, **dict.fromkeys(matrices, False)},
+    ]
+
+
+def vit():
+    """A model with all that timm's groups sort: matrices, biases, norms, a token, and a convolution."""
+    torch.manual_seed(0)
+    return nn.ModuleDict({"stem": nn.Conv2d(3, 4, 3), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
+
+
+@pytest.mark.parametrize("name", ["lars inside", "lars outside", "lamb"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        in_groups,
+        list,  # mixed in one group
+        lambda weights: [(f"layer.{index}", weight) for index, weight in enumerate(weights)],
+        lambda weights: [{"params": weights, "adapt": None}],
+    ],
+)
+def test_fused_adapts_no_bias_and_norm_unless_asked(name, groups):
+    """MLPerf's rule: as if the groups said so, bit for bit, also after a state_dict."""
+    ends = []
+    for make in (groups, partial(in_groups, adapt=True)):
+        weights = random_weights()
+        optimizer = MAKERS[name](make(weights))
+        for seed in range(4):
+            if seed == 2:
+                before, optimizer = optimizer, MAKERS[name](make(weights))
+                optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+            set_random_grads(weights, seed=seed)
+            optimizer.step()
+        ends.append(weights)
+    assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize("name", ["lars inside", "lamb"])
+def test_fused_takes_the_groups_of_timm_as_ours(name):
+    ends = []
+    for groups in (timm.param_groups_weight_decay, param_groups):
+        model = vit()
+        optimizer = MAKERS[name](groups(model, weight_decay=0.01))
+        for seed in range(3):
+            set_random_grads([*model.parameters()], seed=seed)
+            optimizer.step()
+        ends.append([*model.parameters()])
+    assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize("name", ["lars inside", "lamb"])
+def test_fused_adapts_a_part_of_a_matrix(name):
+    """A rank's part is flat; the whole has two dimensions."""
+    part, vector = Part(torch.ones(4)), Part(torch.ones(4))
+    part.whole_shape, vector.whole_shape = torch.Size((4, 4)), torch.Size((16,))
+    for weight in (part, vector):
+        weight.grad = torch.full_like(weight, 2.0)
+    MAKERS[name]([part, vector]).step()
+    assert not torch.equal(part, vector)
+    alone = torch.ones(4, requires_grad=True)
+    alone.grad = torch.full_like(alone, 2.0)
+    MAKERS[name]([alone], adapt=True).step()
+    torch.testing.assert_close(part.detach(), alone.detach())
+
+
+@pytest.mark.parametrize("name", ["lars inside", "lamb"])
+def test_fused_warns_if_bias_and_norm_decay_unasked(name):
+    model = vit()
+    fine = [param_groups(model, weight_decay=0.5), param_groups(model, weight_decay=0.5, exclude_bias_and_norm=False)]
+    fine += [timm.param_groups_weight_decay(model, 0.5), [{"params": [*model.parameters()], "adapt": True}]]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for groups in fine:
+            MAKERS[name](groups, weight_decay=0.5)
+        MAKERS[name](model.parameters())
+        assert not seen
+        kind = type(MAKERS[name](model.named_parameters(), weight_decay=0.5)).__name__
+    fix = f"bigbatch.param_groups(model, weight_decay=0.5) to {kind}"
+    (text,) = [str(each.message) for each in seen]
+    assert re.search(naming(f"{kind}: 4 of 6 parameters", "bias and norm", "weight_decay=0.5", fix), text)
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.25), torch.tensor([0.25]), torch.tensor(0.25, dtype=torch.float64)])
+def test_fused_rate_in_a_tensor_is_that_number(make, lr):
+    ends = []
+    for rate in (0.25, lr):
+        weights = random_weights()
+        optimizer = make(weights, lr=rate)
+        for seed in range(3):
+            set_random_grads(weights, seed=seed)
+            optimizer.step()
+        ends.append(weights)
+    assert_same_bits(*ends)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["lars inside", "shampoo"])
+def test_fused_step_under_the_compiler_is_the_step(name):
+    """aot_eager traces as inductor does, and generates no code; the step is that of the base class."""
+    ends = []
+    for compiled in (False, True):
+        weights = random_weights()
+        optimizer = MAKERS[name](weights)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        set_random_grads(weights, seed=0)
+        step()
+        ends.append(weights)
+    assert_same_bits(*ends)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{type(optimizer).__name__} is fused .*the model alone"):
+        torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)()
+
+
 def test_fused_parameters_without_gradient_stay_and_count_no_step(make):
     weights = random_weights()
     before = clones(weights)
@@ -218,7 +340,7 @@ def test_fused_parameters_without_gradient_stay_and_count_no_step(make):
 
 def test_fused_closure_runs_with_gradients_on_and_its_loss_returns():
     weight = torch.tensor([3.0, 4.0], requires_grad=True)
-    optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1)
+    optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1, adapt=True)
 
     def closure():
         optimizer.zero_grad()
@@ -353,9 +475,13 @@ def test_fused_launches_of_a_loop_are_seen():
     ],
 )
 def test_fused_refuses_a_setting_that_is_no_finite_number_of_at_least_zero(kind, key):
-    for value in (-0.1, math.nan, math.inf, None, torch.tensor(1.0)):
+    others = [torch.tensor([0.1, 0.2]), torch.tensor(0.1, device="meta")] if key == "lr" else [torch.tensor(1.0)]
+    for value in (-0.1, math.nan, math.inf, None, *others):
         with pytest.raises(ValueError, match=rf"^{key} .* {re.escape(str(value))}"):
             kind(random_weights(), **({"lr": 1.0} | {key: value}))
+    if key == "lr":
+        with pytest.raises(ValueError, match=r"^lr .* nan"):
+            kind(random_weights(), lr=torch.tensor(math.nan))
 
 
 @pytest.mark.parametrize(

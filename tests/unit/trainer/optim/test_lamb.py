@@ -50,7 +50,7 @@ def test_lamb_steps_follow_the_formula(settings, dtype, rtol, device, way, monke
     excluded = random_weights(1, dtype=dtype, device=device)
     with torch.no_grad():
         adapted[0].zero_()  # zero weight: ratio 1, then it moves away
-    groups = [{"params": adapted}, {"params": excluded, "adapt": False, "weight_decay": 0.0}]
+    groups = [{"params": adapted, "adapt": True}, {"params": excluded, "adapt": False, "weight_decay": 0.0}]
     optimizer = LAMB(groups, lr=1.0, **settings)
     oracles = [Oracle(w.tolist(), adapt=True, **settings) for w in adapted]
     oracles += [Oracle(w.tolist(), adapt=False, **(settings | {"weight_decay": 0.0})) for w in excluded]

@@ -88,7 +88,7 @@ def test_lars_steps_follow_the_formula(settings, form, dtype, rtol, device, way)
         adapted[0].zero_()  # zero weight: ratio 1, then it moves away
         adapted[2].mul_(1e15)  # its gradient too
         adapted[3].mul_(1e-15)
-    groups = [{"params": adapted}, {"params": excluded, "adapt": False, "weight_decay": 0.0}]
+    groups = [{"params": adapted, "adapt": True}, {"params": excluded, "adapt": False, "weight_decay": 0.0}]
     optimizer = LARS(groups, lr=1.0, momentum_form=form, **settings)
     oracles = [Oracle(w.tolist(), form=form, adapt=True, **settings) for w in adapted]
     without_decay = settings | {"weight_decay": 0.0}
@@ -113,7 +113,7 @@ def test_lars_steps_follow_the_formula(settings, form, dtype, rtol, device, way)
 
 def run(lrs, **settings):
     weights = random_weights(dtype=torch.float64)
-    optimizer = LARS(weights, lr=1.0, weight_decay=1e-4, **settings)
+    optimizer = LARS(weights, lr=1.0, weight_decay=1e-4, adapt=True, **settings)
     for seed, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
         set_random_grads(weights, seed=seed)
