@@ -18,7 +18,7 @@ from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
-from bigbatch.trainer.config.options import join_values
+from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.diff import KEY, RecordedRun, find_difference, read_run
 from bigbatch.trainer.difference import likely_cause
@@ -52,7 +52,7 @@ SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
 
 def main(argv: Sequence[str]) -> int:
     """Replay a step; return 0 if its digests are equal, else DIFFERENT. Raises: UserError, such as RunFolderError."""
-    arguments, overrides = _make_parser().parse_known_args(join_values(argv))
+    arguments, overrides = parse_beside_keys(_make_parser(), argv)
     run = read_run(arguments.run)
     config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay")
     return replay(run, config, step=arguments.step)

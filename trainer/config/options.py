@@ -4,7 +4,7 @@ import argparse
 import ast
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from bigbatch.errors import ConfigError, tell_once
@@ -46,14 +46,14 @@ def parse_options(
     # only the help needs the texts, which are slow to read from the sources
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     options = dict.fromkeys(name for word in argv if is_option(name := word.partition("=")[0][2:]))
-    parsed, others = _make_parser(prog, packaged, options, for_help=for_help).parse_known_args(argv)
+    words_of_keys = join_values(argv, flags=("--config", "--help", TRUST, *FLAGS))
+    parsed, others = _make_parser(prog, packaged, options, for_help=for_help).parse_known_args(words_of_keys)
     # a command without --config already has its experiment
     known = (*KEYS, *(() if "config" in parsed else ("config",)))
     for word in others:
         if word.startswith("--"):
             name = word.partition("=")[0][2:]
             require_known(name, known=known, where="command line", refusals=refusals, prog=prog)
-    # words between unknown options may be their values
     if others and not others[0].startswith("--"):
         how = "state a key as --run.epochs 3"
         if "config" not in parsed and packaged:
@@ -69,13 +69,31 @@ def parse_options(
     return words.pop("config", []), words
 
 
-def join_values(argv: Sequence[str]) -> list[str]:
-    """Join --section.key VALUE to one word: argparse, not knowing the key, would take VALUE for a name."""
+def parse_beside_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a command's own options and arguments; return them, and the other words: keys as --section.key=VALUE.
+
+    argparse would take a key's value for an argument, such as the run folder: it gets a stand-in for each key.
+    """
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    end = [*argv, "--"].index("--")
+    keys: dict[str, str] = {}
+    words = []
+    for word in join_values(argv[:end], flags={*flags, TRUST}):
+        if word.startswith("--") and word.partition("=")[0] not in flags:
+            stand_in = f"--key{len(keys)}"
+            keys[stand_in] = word
+            word = stand_in
+        words.append(word)
+    arguments, others = parser.parse_known_args([*words, *argv[end:]])
+    return arguments, [keys.get(word, word) for word in others if word != "--"]
+
+
+def join_values(argv: Sequence[str], *, flags: Collection[str]) -> list[str]:
+    """Join --section.key VALUE to one word, for all options but flags; VALUE may begin with one dash."""
     joined: list[str] = []
     for word in argv:
         last = joined[-1] if joined else ""
-        takes_value = last in ALIASES or (last.startswith("--") and "." in last and "=" not in last)
-        if takes_value and not word.startswith("--"):
+        if last.startswith("--") and "=" not in last and last not in flags and not word.startswith("--"):
             joined[-1] = f"{last}={word}"
         else:
             joined.append(word)
