@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import shlex
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, 
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.batch.report import Answer, explain, plot_answer
 from bigbatch.experiments.launch_option import parse_launch
+from bigbatch.files import as_json
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.numbers import whole
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         if code := _train(short_run(arguments, overrides)):
             return code
     answer = read_answer(run)
-    text = json.dumps(answer.record(), indent=1)
+    text = as_json(answer.record(), indent=1)
     try:
         run.write_text(run.path / "batch.json", text + "\n")
         if answer.rows:

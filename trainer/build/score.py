@@ -1,6 +1,7 @@
 """Build loss and metrics of a config; the user's own are tested on random logits before the first step."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -66,13 +67,20 @@ def _user_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: C
             f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TEST_IMAGES} images. Give one per image, to "
             "average, or several per image and a method result, which computes the metric from their sums"
         )
+    result = None if result is None else partial(_try_result, result, key=key)
     metric = Metric(own, width=values[0].numel(), result=result, is_on_grid=config.run.reproducible)
-    sums_M = values.double().reshape(NUM_TEST_IMAGES, -1).sum(0).cpu()
+    metric.figure(values.double().reshape(NUM_TEST_IMAGES, -1).sum(0).cpu(), count=NUM_TEST_IMAGES)
+    return metric
+
+
+def _try_result(result: Callable[[Tensor], Any], sums_M: Tensor, *, key: str) -> float:
+    """Return result(sums_M); NaN if it divides numbers of Python by 0, as torch does. Raises: ConfigError."""
     try:
-        metric.figure(sums_M, count=NUM_TEST_IMAGES)
+        return float(result(sums_M))
+    except ZeroDivisionError:
+        return math.nan
     except Exception as error:  # foreign code may raise anything
         raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {as_line(error)}") from error
-    return metric
 
 
 def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerImage:

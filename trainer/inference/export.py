@@ -1,6 +1,5 @@
 """Export trained weights to other formats: `bigbatch export`."""
 
-import json
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch import __version__
 from bigbatch.errors import ExportError, find_os_error, print_line, write_failure
-from bigbatch.files import replacing, write_whole
+from bigbatch.files import as_json, replacing, write_whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
         # after the file got its name, which it gets only if its logits agree
         path = Path(f"{out}.json")
-        write_whole(path, (json.dumps(facts, indent=1) + "\n").encode())
+        write_whole(path, (as_json(facts, indent=1) + "\n").encode())
     except ExportError:
         raise
     except (OSError, RuntimeError) as error:

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
-from bigbatch.files import parse_json, write_whole
+from bigbatch.files import as_json, parse_json, write_whole
 from bigbatch.trainer.config.checks import LIBRARIES
 from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.config.kinds import OPTION_KEYS
@@ -199,7 +198,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping
     from safetensors.torch import save
 
     # format: transformers and others read the framework from it
-    metadata = {name: json.dumps(fact) for name, fact in facts.items()} | {"format": "pt"}
+    metadata = {name: as_json(fact) for name, fact in facts.items()} | {"format": "pt"}
     # save_file would replace this file by one with other permissions
     write_whole(path, save(dict(state), metadata=metadata))
 

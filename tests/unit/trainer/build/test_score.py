@@ -69,6 +69,14 @@ class Share:
         return first / second
 
 
+class PythonShare(Share):
+    def result(self, sums_M: Tensor) -> Tensor:
+        first, second = sums_M.tolist()
+        if first < 0:
+            raise KeyError("below zero")
+        return first / second
+
+
 class BrokenShare(Share):
     def result(self, sums_M: Tensor) -> Tensor:
         return sums_M["first"]  # type: ignore[call-overload]
@@ -162,6 +170,18 @@ def test_metrics_leave_out_what_does_not_count() -> None:
     chosen = [(row.double(), int(label)) for row, label in zip(logits_BK[valid_B], labels_B[valid_B], strict=True)]
     gap = sum(float(1 - row.softmax(0)[label]) for row, label in chosen) / 4
     assert found == pytest.approx({"gap": gap, "share": sum(label for _, label in chosen) / 4})
+
+
+@pytest.mark.parametrize("own", ["Share", "PythonShare"])
+def test_metric_without_a_value_is_none(own: str) -> None:
+    """The share of a class without an image: torch gives NaN or inf, and Python's numbers raise."""
+    metric = make_score(config(f"--run.metrics={{mine: {HERE}.{own}}}"), CPU).metrics["mine"]
+    assert metric.figure(torch.tensor([3.0, 4.0]), count=4) == 0.75
+    for sums in ([0.0, 0.0], [1.0, 0.0], [torch.nan, 1.0]):
+        assert metric.figure(torch.tensor(sums), count=4) is None
+    if own == "PythonShare":
+        with pytest.raises(ConfigError, match=naming("run.metrics: mine=", "result fails", "KeyError: 'below zero'")):
+            metric.figure(torch.tensor([-1.0, 1.0]), count=4)
 
 
 @pytest.mark.parametrize(
