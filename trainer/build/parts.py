@@ -15,6 +15,7 @@ from bigbatch.comm.gradients.broadcast import Start
 from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, tensor_spec
 from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_
 from bigbatch.trainer.build.job import fusion_sizes
@@ -267,7 +268,10 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
     scaling = None
     if settings.loss_scale is not None:
         scaling = Scaling(initial=settings.loss_scale, growth_steps=settings.loss_scale_growth_steps)
-    return Precision(model, name=settings.precision, device=device, scaling=scaling, clip_norm=settings.clip_norm)
+    try:
+        return Precision(model, name=settings.precision, device=device, scaling=scaling, clip_norm=settings.clip_norm)
+    except ValueError as error:
+        raise ConfigError(f"model.name={config.model.name}: {error}") from error
 
 
 def _make_average(config: Config, model: nn.Module, precision: Precision) -> MovingAverage:
@@ -275,6 +279,11 @@ def _make_average(config: Config, model: nn.Module, precision: Precision) -> Mov
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
         return no_average()
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    tensors = {name: t for name, t in precision.model_state().items() if t.is_floating_point() and name not in frozen}
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    # not other buffers, such as masks of -inf and unit vectors
+    tensors = {
+        name: tensor
+        for name, tensor in precision.model_state().items()
+        if name in trained or name.endswith(("running_mean", "running_var"))
+    }
     return MovingAverage(tensors, decay=decay, every_steps=every_steps, on_change=precision.write_half_)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import __version__
-from bigbatch.errors import ExportError, find_os_error, print_line, write_failure
+from bigbatch.errors import ExportError, UserError, find_os_error, print_line, write_failure
 from bigbatch.files import as_json, replacing, write_whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
         # after the file got its name, which it gets only if its logits agree
         path = Path(f"{out}.json")
         write_whole(path, (as_json(facts, indent=1) + "\n").encode())
-    except ExportError:
+    except UserError:
         raise
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # exporters and onnxruntime may raise anything
         reason = write_failure(path, error)
         if find_os_error(error):
             raise ExportError(f"cannot write {path}: {reason}; free some disk or name another --out") from error

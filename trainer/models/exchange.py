@@ -25,7 +25,7 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
     source names the file in errors. Raises: CheckpointError if state is not a state_dict, or another model's.
     """
     own = model.state_dict()
-    tensors = _require_tensors(_unwrapped(state), source=source)
+    tensors = _require_tensors(_unwrapped(state), own, source=source)
     # the model's counters first, so that the file's replace them if it has any
     tensors = {name: tensor for name, tensor in own.items() if name.endswith(COUNTER)} | tensors
     if new_head:
@@ -45,7 +45,7 @@ def partly_from_foreign(
     Raises: CheckpointError if a pattern matches nothing in the model, or its weights are missing or of another shape.
     """
     own = model.state_dict()
-    tensors = _require_tensors(_unwrapped(state), source=source)
+    tensors = _require_tensors(_unwrapped(state), own, source=source)
     named: dict[str, None] = {}
     for pattern in patterns:
         if not (found := matching(own, pattern)):
@@ -95,7 +95,7 @@ def names_head(model: nn.Module, patterns: Sequence[str]) -> bool:
 
 
 def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
+    return name.rpartition(".")[0].partition(".parametrizations.")[0]  # of torch.nn.utils.parametrize
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def holds_weights(state: object) -> bool:
     return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
 
 
-def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
+def _require_tensors(state: object, own: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
     remedy = "save one with torch.save(model.state_dict(), FILE)"
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__} and no state_dict: {remedy}")
@@ -136,7 +136,7 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
     if odd or not state:
         what = f"{odd[0]!r} in it is of type {type(state[odd[0]]).__name__}" if odd else "it is empty"
         raise CheckpointError(f"{source} holds no state_dict, since {what}: {remedy}")
-    if odd := [name for name, tensor in state.items() if not _is_plain(tensor)]:
+    if odd := [name for name, tensor in state.items() if not _is_plain(tensor, own.get(name))]:
         raise CheckpointError(
             f"{source}: {odd[0]} is not a dense tensor of real numbers of 16 bits or more: save it as used, such as "
             "by .to_dense() or .float()"
@@ -144,8 +144,11 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor, own: Tensor | None) -> bool:
+    """Return whether a tensor of a file is dense, and holds numbers of own's kind."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if own is not None and tensor.dtype == own.dtype:
+        return is_dense
     # floats of 8 bits or less have a meaning only with a scale
     return is_dense and not tensor.is_complex() and (tensor.element_size() > 1 or not tensor.is_floating_point())
 
@@ -174,7 +177,7 @@ def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *,
     if not odd:
         return
     classifier = _classifier(own)
-    if odd[0] == classifier and own[classifier].shape[1:] == tensors[classifier].shape[1:]:
+    if _owner(odd[0]) == _owner(classifier) and own[classifier].shape[1:] == tensors[classifier].shape[1:]:
         there, here = len(tensors[classifier]), len(own[classifier])
         raise CheckpointError(
             f"{source}: {classifier} has {there} classes and data.num_classes is {here}: train with "

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,8 @@ def load_weights_(
         raise CheckpointError(
             f"{path}: {empty[0]} is on the meta device, without values: save the model from another device"
         )
-    if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
+    if odd := next(_damaged(weights, model), None):
+        raise CheckpointError(f"{path}: {odd} holds values that are not finite: name weights of an earlier step")
     has_head = not new_head and (partial is None or names_head(model, partial))
     classes = None
     if has_head and names is not None:
@@ -78,6 +78,20 @@ def load_weights_(
         hint = f"{path} holds apex.amp's loss scale {scale:g}: to start with it, add --optimizer.loss_scale {scale:g}"
         note = f"{note}; {hint}" if note else hint
     return LoadedWeights(note, has_head, classes)
+
+
+def _damaged(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors with NaN, or with inf in weights and statistics, unless model starts with the same.
+
+    Other buffers may hold inf, such as masks of -inf.
+    """
+    own, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in weights.items():
+        may_be_inf = name not in parameters and not name.endswith(("running_mean", "running_var"))
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite
+        is_odd = values.isnan() if may_be_inf else ~values.isfinite()
+        if is_odd.any() and not values.isclose(own[name].to(values), equal_nan=True).all():
+            yield name
 
 
 def _apex_scale(state: Any) -> float | None:
@@ -94,7 +108,7 @@ def digest(model: nn.Module) -> str:
     """Return a digest of all weights and buffers, which ranks compare."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
-        found.update(tensor.cpu().contiguous().numpy().tobytes())
+        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
