@@ -172,11 +172,14 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
     images: list[tuple[int, int]] = []
     rows: list[Row] = []
     numbers = range(training.plan.division.num_microbatches)
+    before = [(buffer, buffer.clone()) for buffer in parts.model.buffers()]
     requests = step_requests(config, split, plan=training.plan, step=step - 1, microbatches=numbers)
     for number, batch in enumerate(split.loader.load(requests)):
         found, of_gradients = recompute(parts, training.plan, batch, step=step - 1, microbatch=number, layers=layers)
         images += zip(found, batch.request.indices_B.tolist(), strict=True)
         rows += of_gradients
+    for buffer, value in before:  # a forward may change buffers, as spectral norm's does
+        buffer.copy_(value)
     if is_exact:
         make_steps(replace(training.plan, first_step=step - 1, num_steps=step))
     return {
