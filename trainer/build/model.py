@@ -24,7 +24,7 @@ from bigbatch.trainer.models.foreign import make_foreign, require_logits_
 from bigbatch.trainer.models.initialization import initialize_
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory, freeze_
 from bigbatch.trainer.models.spread_norm import RankGroup
-from bigbatch.trainer.run.weights import load_weights_
+from bigbatch.trainer.run.weights import LoadedWeights, load_weights_
 
 DEVICE_NAMES = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
 """Names in a RuntimeError of torch by which a device or its driver has failed, not the model: it may not recur."""
@@ -59,15 +59,14 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
 
 
 @torch.no_grad()  # weights that a layer computes, as weight_norm does, would have a history, and could not be copied
-def make_plain_model(config: Config, *, weights: Path) -> tuple[nn.Module, tuple[str, ...] | None]:
+def make_plain_model(config: Config, *, weights: Path) -> tuple[nn.Module, LoadedWeights]:
     """Make the classifier with those weights, for evaluation: in fp32, on the CPU, with torch's own batch norm.
 
-    Also returns the names of the classes that these weights were trained on; None if they come without.
     Raises: CheckpointError.
     """
     model = _build_model(config, nn.BatchNorm2d)
-    taken = load_weights_(model, weights, config=config)
-    return model.eval(), taken.classes
+    loaded = load_weights_(model, weights, config=config)
+    return model.eval(), loaded
 
 
 def _build_model(config: Config, norm: NormFactory) -> nn.Module:

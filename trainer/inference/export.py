@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, config, weights = read_trained(_parser(), argv)
     out: Path = arguments.out
     chosen = require_format(arguments.format, config, out, fold=arguments.fold)
-    model, classes = make_plain_model(config, weights=weights)
+    model, loaded = make_plain_model(config, weights=weights)
+    classes = loaded.classes
     facts = {"format": arguments.format, "weights": str(weights), **_describe(config, classes)}
     written = fold_norms(model) if arguments.fold else model
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
@@ -55,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         ) from error
     if arguments.fold:
         print_line(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
+    if loaded.note:
+        print_line(loaded.note)
     if classes is None:
         print_line(f"{weights} keeps no class names, so {out} has none")
     print_line(f"{out}: {weights} for {arguments.format}; {out}.json describes its input and output")

@@ -34,7 +34,7 @@ class LoadedWeights:
     """Result of loading weights into a model."""
 
     note: str
-    """Log text if only a part was loaded, or the file has a loss scale; else empty."""
+    """Log text if only a part or an average was loaded, or the file has a loss scale; else empty."""
     has_head: bool
     """Whether the last layer was loaded."""
     classes: tuple[str, ...] | None
@@ -58,11 +58,11 @@ def load_weights_(
         state = evaluated_weights(state)
     elif path.suffix == ".safetensors":
         names = _exported_names(path)
-    note = ""
+    notes: list[str] = []
     if partial is None:
-        weights = from_foreign(state, model, source=str(path), new_head=new_head)
+        weights = from_foreign(state, model, source=str(path), new_head=new_head, say=notes.append)
     else:
-        weights, note = partly_from_foreign(state, model, source=str(path), patterns=partial)
+        weights = partly_from_foreign(state, model, source=str(path), patterns=partial, say=notes.append)
     if empty := [name for name, tensor in weights.items() if tensor.is_meta]:
         raise CheckpointError(
             f"{path}: {empty[0]} is on the meta device, without values: save the model from another device"
@@ -76,8 +76,8 @@ def load_weights_(
     model.load_state_dict(weights)
     if scale and config.optimizer.loss_scale not in (None, scale):
         hint = f"{path} holds apex.amp's loss scale {scale:g}: to start with it, add --optimizer.loss_scale {scale:g}"
-        note = f"{note}; {hint}" if note else hint
-    return LoadedWeights(note, has_head, classes)
+        notes.append(hint)
+    return LoadedWeights("; ".join(notes), has_head, classes)
 
 
 def _damaged(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[str]:
