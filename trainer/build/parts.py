@@ -50,14 +50,15 @@ def make_parts(
     tuned: Tuned | None,
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
+    train: build_input.Split | None = None,
     stop: StopRequest | None = None,
     is_restored: bool = False,
 ) -> Parts:
     """Return all parts of a step. tuned: as join_job returns it; gradient_order: a resumed run's, a name per line.
 
     model.weights are read for the first step of a run only. classes: class names of the data, which the weights must
-    share if their last layer is taken; None: not compared. stop: the stop request of the job's earlier run; None: a
-    new one. is_restored: a state is loaded next, so the ranks do not compare their initial weights.
+    share if their last layer is taken; None: not compared. train: as for make_loss. stop: the stop request of the job's
+    earlier run; None: a new one. is_restored: a state is loaded next, so the ranks do not compare initial weights.
     Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
@@ -100,7 +101,7 @@ def make_parts(
             communicator=communicator,
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
-            loss=make_loss(config, communicator.device),
+            loss=make_loss(config, communicator.device, train=train),
             stop=stop or StopRequest(launcher=communicator.env.agent_pid),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, or_nearest
+from bigbatch.trainer.build.input import Split
 from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
-from bigbatch.trainer.config.optimizer import CROSS_ENTROPY, metric_entries
+from bigbatch.trainer.config.optimizer import BALANCED, CLASS_WEIGHTS, CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.score import Metric, PerImage, Score, cross_entropies
 
@@ -22,13 +23,50 @@ NUM_TEST_IMAGES = 4
 """Number of test images; even, because halves are tested too."""
 
 
-def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the training loss: a sum over a microbatch's images. Raises: ConfigError for an unfit loss."""
+def make_loss(
+    config: Config, device: torch.device, *, train: Split | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the training loss: a sum over a microbatch's images. Raises: ConfigError for an unfit loss.
+
+    train: the split whose labels scale the weights of classes; None: a trial without data, which has none.
+    """
     optimizer = config.optimizer
     if optimizer.loss == CROSS_ENTROPY:
-        return partial(F.cross_entropy, label_smoothing=optimizer.label_smoothing, reduction="sum")
+        weight_K = None if train is None else _class_weights(config, train, device)
+        return partial(F.cross_entropy, weight=weight_K, label_smoothing=optimizer.label_smoothing, reduction="sum")
     own = _user_loss(config, device)
     return lambda logits_BK, targets: own(logits_BK, targets).sum()
+
+
+def _class_weights(config: Config, train: Split, device: torch.device) -> Tensor | None:
+    """Return the stated weights of the classes, scaled to a mean of 1 over the training images; None without weights.
+
+    So their scale does not count, as with torch's weighted mean, which divides by their sum, and an image's loss does
+    not depend on others: with the training set as one batch both are equal. Raises: ConfigError.
+    """
+    stated = (config.optimizer.loss_options or {}).get(CLASS_WEIGHTS)
+    if stated is None:
+        return None
+    key, num_classes = f"optimizer.loss_options: {CLASS_WEIGHTS}", config.data.num_classes
+    names = train.classes or tuple(map(str, range(num_classes)))
+    counts_K = torch.from_numpy(train.class_counts(num_classes)).double()
+    if stated == BALANCED:
+        stated = (1 / counts_K).tolist()
+    elif isinstance(stated, dict):
+        stated = {str(name): number for name, number in stated.items()}  # YAML reads a class 7 as a number
+        if unknown := [name for name in stated if name not in names]:
+            raise ConfigError(f"{key}: {config.data.root} has no class {unknown[0]}{or_nearest(unknown[0], names)}")
+        stated = [stated.get(name, 1.0) for name in names]
+    weights_K = torch.tensor(stated, dtype=torch.float64)
+    if len(weights_K) != num_classes:
+        raise ConfigError(f"{key} has {len(weights_K)} numbers for data.num_classes={num_classes}: give each class one")
+    if not weights_K.isfinite().all():
+        empty = names[int(weights_K.argmax())]
+        raise ConfigError(f"{key}={BALANCED}: {empty} has no training image, and so no weight: give a weight by name")
+    mean = (weights_K * counts_K).sum() / counts_K.sum()
+    if not mean > 0:
+        raise ConfigError(f"{key} is 0 for all classes that have training images: give one of them a weight")
+    return (weights_K / mean).float().to(device)
 
 
 def make_score(config: Config, device: torch.device) -> Score:
@@ -98,6 +136,9 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
             f"{key}: from torch, torchvision, timm and Python only torch modules and functions of "
             f"{' and '.join(FUNCTION_MODULES)} are legal: call others in a function of your own package, and name that"
         )
+    if is_of_library(found, name=dotted):  # torch's weight and pos_weight are tensors, and YAML has none
+        lists = {name: value for name, value in options.items() if isinstance(value, list | tuple)}
+        options = {**options, **{name: torch.tensor(value).float().to(device) for name, value in lists.items()}}
     if not isinstance(found, type):
         return partial(found, **options)
     if not any("__call__" in vars(base) for base in found.__mro__):
