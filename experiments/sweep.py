@@ -24,13 +24,14 @@ from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import PACKAGED, parse_overrides
+from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.user_settings import visible_gpus
 from bigbatch.words import count
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the pending points; return 0 if all are done, 3 if some failed, 130 if the user stopped it."""
-    arguments, words = _parser().parse_known_args(argv)
+    arguments, words = parse_beside_keys(_parser(), argv)
     plan, path = _read(arguments, words)
     folder = SweepFolder(path)
     points = make_points(plan, folder=folder.path)

@@ -63,7 +63,7 @@ def build_run(
     make = (
         partial(regroup_parts, inherited.parts)
         if inherited.parts
-        else partial(make_parts, tuned=job.tuned, classes=train.classes, is_restored=bool(state))
+        else partial(make_parts, tuned=job.tuned, classes=train.classes, train=train, is_restored=bool(state))
     )
     parts = make(config, communicator, plan=plan, gradient_order=start.gradient_order, stop=inherited.stop)
     with ExitStack() as failure:

@@ -82,7 +82,7 @@ def reason_to_end(evaluations: Sequence[Mapping[str, Any]], run: RunConfig) -> s
     """Return why a run with these evaluations, oldest first, ends; None if it continues.
 
     Depends on the evaluations alone, so that all ranks decide alike.
-    A metric must exceed the best so far; an equal one is no improvement.
+    A metric must exceed the best so far; an equal one is no improvement, and any number is better than none.
     """
     target_top1, metric, after_evaluations = run.target_top1, run.stop_metric, run.stop_after_evaluations
     reached = [e for e in evaluations if target_top1 is not None and e["top1"] >= target_top1]
@@ -90,8 +90,9 @@ def reason_to_end(evaluations: Sequence[Mapping[str, Any]], run: RunConfig) -> s
         return f"run.target_top1={target_top1:g}: top-1 was {reached[0]['top1']:.4f} at step {reached[0]['step']}"
     if metric is None or after_evaluations is None or not evaluations:
         return None
-    best = max(evaluations, key=lambda e: METRICS[metric] * e[metric])  # of equal ones the first
-    num_since = len(evaluations) - 1 - list(evaluations).index(best)
+    merits = [METRICS[metric] * e[metric] if math.isfinite(e[metric]) else -math.inf for e in evaluations]
+    first = merits.index(max(merits))  # of equal ones
+    best, num_since = evaluations[first], len(evaluations) - 1 - first
     if num_since < after_evaluations:
         return None
     return (

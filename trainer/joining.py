@@ -208,7 +208,7 @@ def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:
     """Return parts without the state."""
     plan = make_plan(config, alone, num_samples=splits.train.num_samples, first_step=1)  # not 0: reads no model.weights
     stop = StopRequest(takes_signals=False)  # a signal ends this rank until it has joined
-    parts = make_parts(config, alone, plan=plan, tuned=None, stop=stop, is_restored=True)
+    parts = make_parts(config, alone, plan=plan, tuned=None, train=splits.train, stop=stop, is_restored=True)
     parts.close()
     return parts
 

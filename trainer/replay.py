@@ -18,7 +18,7 @@ from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
-from bigbatch.trainer.config.options import join_values
+from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.diff import KEY, RecordedRun, find_difference, read_run
 from bigbatch.trainer.difference import likely_cause
@@ -52,7 +52,7 @@ SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
 
 def main(argv: Sequence[str]) -> int:
     """Replay a step; return 0 if its digests are equal, else DIFFERENT. Raises: UserError, such as RunFolderError."""
-    arguments, overrides = _make_parser().parse_known_args(join_values(argv))
+    arguments, overrides = parse_beside_keys(_make_parser(), argv)
     run = read_run(arguments.run)
     config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay")
     return replay(run, config, step=arguments.step)
@@ -172,11 +172,14 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
     images: list[tuple[int, int]] = []
     rows: list[Row] = []
     numbers = range(training.plan.division.num_microbatches)
+    before = [(buffer, buffer.clone()) for buffer in parts.model.buffers()]
     requests = step_requests(config, split, plan=training.plan, step=step - 1, microbatches=numbers)
     for number, batch in enumerate(split.loader.load(requests)):
         found, of_gradients = recompute(parts, training.plan, batch, step=step - 1, microbatch=number, layers=layers)
         images += zip(found, batch.request.indices_B.tolist(), strict=True)
         rows += of_gradients
+    for buffer, value in before:  # a forward may change buffers, as spectral norm's does
+        buffer.copy_(value)
     if is_exact:
         make_steps(replace(training.plan, first_step=step - 1, num_steps=step))
     return {

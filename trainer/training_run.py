@@ -10,6 +10,7 @@ from typing import Any
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import ReplicasDiffer, add_note, exit_code_of
 from bigbatch.exit_codes import LOST
+from bigbatch.files import as_json
 from bigbatch.trainer.build.input import Splits, measure_input, train_batches
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
@@ -193,7 +194,7 @@ class TrainingRun:
                 schedule=self.parts.schedule,
                 is_healed=self._is_healed,
             )
-            return json.dumps(summary)
+            return as_json(summary)
 
         control, timeout_seconds = self.communicator.control, self.config.run.checkpoint_timeout_seconds
         text = write_on_first(write, control, what="plot and summary", timeout_seconds=timeout_seconds)

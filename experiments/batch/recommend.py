@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import shlex
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +13,13 @@ from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, 
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.batch.report import Answer, explain, plot_answer
 from bigbatch.experiments.launch_option import parse_launch
+from bigbatch.files import as_json
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.short_run import differences, shorten
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """
     if (size := read_process_env().world_size) > 1:
         raise TuneError(f"bigbatch tune batch is one process, not {size}: start it alone, and give --launch")
-    arguments, overrides = _parser().parse_known_args(argv)
+    arguments, overrides = parse_beside_keys(_parser(), argv)
     if (arguments.epochs is None) != (arguments.out is None):
         raise ConfigError("--epochs and --out go together: both to train first, neither to read an existing run")
     if arguments.out is None:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         if code := _train(short_run(arguments, overrides)):
             return code
     answer = read_answer(run)
-    text = json.dumps(answer.record(), indent=1)
+    text = as_json(answer.record(), indent=1)
     try:
         run.write_text(run.path / "batch.json", text + "\n")
         if answer.rows:

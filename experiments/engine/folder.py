@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.errors import LaunchOptionError, RunFolderError, tell
 from bigbatch.experiments.engine.plan import SweepPlan, dump_plan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.files import parse_json, read_plain
+from bigbatch.files import as_json, parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
 from bigbatch.trainer.config.names import rekeyed
@@ -133,7 +133,7 @@ class SweepFolder:
 
     def write_state(self, number: int, state: dict[str, Any]) -> None:
         """Write a point's state in one step. Raises: RunFolderError."""
-        RunDir(self.path).write_text(self.state(number), json.dumps(state, indent=1) + "\n")
+        RunDir(self.path).write_text(self.state(number), as_json(state, indent=1) + "\n")
 
     def change_state(self, number: int, **changes: Any) -> dict[str, Any]:
         state = self.read_state(number) | changes

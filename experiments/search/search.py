@@ -257,9 +257,13 @@ class _Trials:
     def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
         """Note an evaluation in the study; return why to stop the trial before its end, or "" to let it run."""
         stated, epoch = self._stated, round(evaluation["epoch"])
-        is_worse = self._study.should_stop(point.number, epoch=epoch, result=evaluation[stated.metric])
+        is_worse = self._study.should_stop(point.number, epoch=epoch, result=self._result(evaluation))
         is_stopped = stated.prune and is_worse and epoch < stated.epochs
         return f"worse than the median after {epoch} of {stated.epochs} epochs" if is_stopped else ""
+
+    def _result(self, evaluation: dict[str, Any]) -> float:
+        value = evaluation[self._stated.metric]
+        return math.nan if value is None else float(value)  # JSON has null for a number that is not finite
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
         """Note in the study how a trial ended."""
@@ -267,7 +271,7 @@ class _Trials:
         if how == DONE:
             metrics = self._folder.run(point.number).metrics
             evaluations = [record for record in read_records(metrics) if record["kind"] == "eval"]
-            result = float(evaluations[-1][self._stated.metric]) if evaluations else math.nan
+            result = self._result(evaluations[-1]) if evaluations else math.nan
             if not math.isfinite(result):
                 how, result, reason = FAILED, None, f"its last evaluation's result is {result}"
         self._study.tell(point.number, how, result=result, reason=reason)

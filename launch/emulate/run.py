@@ -1,6 +1,5 @@
 """Run one job on an emulated cluster and count the bytes that it sends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import with_secret
 from bigbatch.errors import EmulationError, print_lines, tell
-from bigbatch.files import write_named
+from bigbatch.files import as_json, write_named
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import LinkBytes, count, exclusive_job, format_table, join, reporting_lost_cluster
 from bigbatch.launch.emulate.plan import format_rate
@@ -79,7 +78,7 @@ def run_job(
                 "exit_code": ended.code,
                 "nodes": [asdict(each) for each in counted],
             }
-            write_named(counters, (json.dumps(facts, indent=1) + "\n").encode())
+            write_named(counters, (as_json(facts, indent=1) + "\n").encode())
         except OSError as error:  # the job is done, and its exit code says more
             tell(f"--counters {counters}: {error.strerror}")
     return ended

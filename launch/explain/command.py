@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.recording import Recording, RunsCode, read_recording
 from bigbatch.errors import FaultError, print_lines, tell
 from bigbatch.exit_codes import FAILED
+from bigbatch.files import as_json
 from bigbatch.launch.explain.culprits import STUCK, find_culprits
 from bigbatch.launch.explain.verdict import describe_last_operation, headline, nothing_wrong, record, table
 from bigbatch.paths import as_path
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         gc.enable()
     if arguments.json:
-        print(json.dumps(record(job, findings)))
+        print(as_json(record(job, findings)))
         return FAILED if findings else 0
     if not findings:
         print_lines(nothing_wrong(job))

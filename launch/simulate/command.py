@@ -20,6 +20,7 @@ from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import decimal
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.options import parse_beside_keys
 
 PROG = "bigbatch simulate"
 MAX_COUNTS = 64
@@ -35,7 +36,7 @@ DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
 def main(argv: Sequence[str]) -> int:
     """Print the answer, and write the requested files; return 0."""
     parser = _parser()
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = parse_beside_keys(parser, argv)
     if moved := [word for word in overrides if word.partition("=")[0] in REMOVED_OPTIONS]:
         raise LaunchOptionError(
             f"{moved[0]} was removed: a checkout predicts rows of a table by python -m benchmarks.twin.predict "

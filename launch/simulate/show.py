@@ -1,15 +1,13 @@
 """Output of a simulation: sentences, tables, a plot, JSON and the simulated step as a trace."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigbatch import __version__
+from bigbatch import __version__, files
 from bigbatch.colours import COLOURS
 from bigbatch.errors import SimulationError, first_line, printable
-from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.simulate.network import BY_SIZE
@@ -301,7 +299,7 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
         }
         for point, each in zip(points, efficiencies(points), strict=True)
     ]
-    return json.dumps({"cluster": scenario.cluster.name, "assumed": assumptions(scenario), "points": rows}, indent=1)
+    return files.as_json({"cluster": scenario.cluster.name, "assumed": assumptions(scenario), "points": rows}, indent=1)
 
 
 def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
@@ -364,7 +362,7 @@ def trace(point: PredictedPoint) -> str:
         ),
         _event("wait for all-reduce", "step", end, end + step.communication),
     ]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=1)
+    return files.as_json({"displayTimeUnit": "ms", "traceEvents": events}, indent=1)
 
 
 def _event(name: str, row: str, start: float, end: float, num_bytes: int | None = None) -> dict[str, Any]:
@@ -375,6 +373,6 @@ def _event(name: str, row: str, start: float, end: float, num_bytes: int | None 
 def write(path: Path, text: str) -> None:
     """Write a file that the user named. Raises: SimulationError if that fails."""
     try:
-        write_named(path, text.encode())
+        files.write_named(path, text.encode())
     except OSError as error:
         raise SimulationError(f"cannot write {path}: {first_line(error)}") from error

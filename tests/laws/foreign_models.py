@@ -1,6 +1,9 @@
 """Small models of another package, as far as a config knows: by their import paths."""
 
+import warnings
+
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 
 class WithBatchNorm(nn.Module):
@@ -50,4 +53,30 @@ class UsedInAnotherOrder(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         logits_BK: Tensor = self.head(self.hidden(self.first(images_BCHW).relu()).relu().mean((2, 3)))
+        return logits_BK
+
+
+COMPUTED = {
+    "weight_norm": lambda layer: nn.utils.parametrizations.weight_norm(layer),
+    "old_weight_norm": lambda layer: nn.utils.weight_norm(layer),
+    "spectral_norm": lambda layer: nn.utils.parametrizations.spectral_norm(layer),
+    "old_spectral_norm": lambda layer: nn.utils.spectral_norm(layer),
+    "orthogonal": lambda layer: nn.utils.parametrizations.orthogonal(layer),
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+}
+
+
+class WithComputedWeights(nn.Module):
+    """A convolution and a linear layer that compute their weights from others, by torch's own ways."""
+
+    def __init__(self, num_classes: int, *, how: str = "weight_norm", width: int = 4) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the old weight_norm is deprecated
+            self.convolution = COMPUTED[how](nn.Conv2d(3, width, 3, stride=4))
+            self.norm = nn.BatchNorm2d(width)
+            self.head = COMPUTED[how](nn.Linear(width, num_classes))
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        logits_BK: Tensor = self.head(self.norm(self.convolution(images_BCHW)).relu().mean((2, 3)))
         return logits_BK

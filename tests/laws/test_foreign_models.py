@@ -24,7 +24,9 @@ from tests.laws.jobs import (
 
 TIMM = "timm:test_resnet"
 """With all that its ResNets have, and 374,000 weights."""
-NORMED, ATTENTION = (f"tests.laws.foreign_models.{name}" for name in ("WithBatchNorm", "WithAttention"))
+NORMED, ATTENTION, COMPUTED = (
+    f"tests.laws.foreign_models.{name}" for name in ("WithBatchNorm", "WithAttention", "WithComputedWeights")
+)
 
 
 def settings(name: str, **changes: object) -> dict[str, object]:
@@ -32,7 +34,9 @@ def settings(name: str, **changes: object) -> dict[str, object]:
 
 
 @pytest.fixture(
-    scope="module", params=[NORMED, pytest.param(ATTENTION, marks=pytest.mark.long)], ids=["batch-norm", "attention"]
+    scope="module",
+    params=[NORMED, *(pytest.param(each, marks=pytest.mark.long) for each in (ATTENTION, COMPUTED))],
+    ids=["batch-norm", "attention", "weight-norm"],
 )
 def one_rank(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("one_rank")

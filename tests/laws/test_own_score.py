@@ -40,7 +40,21 @@ def two_ranks(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, pytest.param({"augment.mixup_alpha": 0.2}, marks=pytest.mark.long)], ids=["indices", "shares"]
+    "changes",
+    [
+        {},
+        pytest.param({"augment.mixup_alpha": 0.2}, marks=pytest.mark.long),
+        pytest.param(
+            {
+                "optimizer.loss": "cross_entropy",
+                "optimizer.loss_options": f"{{weight: {[*range(1, NUM_CLASSES + 1)]}}}",
+                "augment.mixup_alpha": 0.2,
+                "optimizer.label_smoothing": 0.1,
+            },
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["indices", "shares", "weights of classes"],
 )
 def test_own_loss_any_division_gives_the_same_update(
     changes: dict[str, object], data: Path, tmp_path: Path, two_ranks: tuple[Path, str]

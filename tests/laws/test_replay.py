@@ -79,6 +79,15 @@ def test_replay_names_rank_microbatch_and_tensor_of_a_flipped_bit(
     assert {path: path.stat().st_mtime_ns for path in faulty.rglob("*")} == before, "nothing is written"
 
 
+@pytest.mark.long
+def test_replay_of_a_model_whose_forward_changes_its_buffers(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"model.name": "tests.laws.foreign_models.WithComputedWeights", "model.options": "{how: spectral_norm}"}
+    run(alone(train_command(data, tmp_path, {**RECORDED, **model, "run.digest_layers": "[head]"})))
+    assert replay(tmp_path, 3, capsys, "--trust-code")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("ranks", "step", "settings"),
     [

@@ -48,6 +48,7 @@ RULES = {
     "model.weights": "null (reference)",
     "model.frozen": "null (reference)",
     "optimizer.loss": "cross_entropy (reference)",
+    "optimizer.loss_options": "null (reference)",
     "optimizer.options.nesterov": "false (reference)",
     "optimizer.exclude_bias_and_norm": "true (reference)",
     "optimizer.bias_lr_factor": "1.0 (reference)",

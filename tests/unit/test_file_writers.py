@@ -80,6 +80,21 @@ def test_files_are_written_in_one_place() -> None:
     assert ALLOWED.keys() - found.keys() == set(), "these write nothing any more"
 
 
+def dumps_for_others(source: str) -> list[str]:
+    """The calls of json.dumps that are printed, encoded or indented, as files and outputs for other programs are."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for_others = [node for node in calls if any(keyword.arg == "indent" for keyword in node.keywords)]
+    for_others += [word for node in calls if ast.unparse(node.func) == "print" for word in node.args]
+    return [ast.unparse(node) for node in for_others if ast.unparse(node).startswith("json.dumps")]
+
+
+def test_json_for_other_programs_has_no_nan() -> None:
+    rooms = ("trainer", "launch", "experiments")
+    found = {path: dumps_for_others(path.read_text()) for room in rooms for path in (ROOT / room).rglob("*.py")}
+    assert {str(path): calls for path, calls in found.items() if calls} == {}, "call bigbatch.files.as_json"
+    assert len(dumps_for_others("print(json.dumps(a)); file.write(json.dumps(b, indent=1).encode())")) == 2
+
+
 @pytest.mark.parametrize(
     "source",
     [

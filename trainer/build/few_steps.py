@@ -35,7 +35,7 @@ def few_steps(
     local, _ = stage_data(config, communicator)
     splits = build_input.make_splits(local, communicator)
     whole = make_plan(config, communicator, num_samples=splits.train.num_samples, first_step=0)
-    parts = make_parts(config, communicator, plan=whole, tuned=tuned)
+    parts = make_parts(config, communicator, plan=whole, tuned=tuned, train=splits.train)
     if schedule is not None:
         parts = dataclasses.replace(parts, schedule=schedule)
     fit_whitening_(parts.model, splits.train, config=config, communicator=communicator)

@@ -46,6 +46,11 @@ class Split:
         """Return the class names in the order of the labels; None for generated samples."""
         return None if self.index is None else self.index.classes
 
+    def class_counts(self, num_classes: int) -> np.ndarray:
+        """Return the number of samples of each class."""
+        labels_N = np.arange(self.num_samples) % num_classes if self.index is None else self.index.labels_N
+        return np.bincount(labels_N, minlength=num_classes)
+
     @property
     def digest(self) -> str | None:
         """Return a digest of class names and labels, equal for folders and packed copies; None for generated samples.

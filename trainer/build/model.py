@@ -24,10 +24,13 @@ from bigbatch.trainer.models.foreign import make_foreign, require_logits_
 from bigbatch.trainer.models.initialization import initialize_
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory, freeze_
 from bigbatch.trainer.models.spread_norm import RankGroup
-from bigbatch.trainer.run.weights import load_weights_
+from bigbatch.trainer.run.weights import LoadedWeights, load_weights_
 
 DEVICE_NAMES = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
 """Names in a RuntimeError of torch by which a device or its driver has failed, not the model: it may not recur."""
+
+MIXED_DTYPES = re.compile("dtype|scalar type|Input type", re.IGNORECASE)
+"""Words by which torch refuses tensors of several dtypes in one operation."""
 
 
 def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTime | None = None) -> nn.Module:
@@ -55,15 +58,15 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
 
 
-def make_plain_model(config: Config, *, weights: Path) -> tuple[nn.Module, tuple[str, ...] | None]:
+@torch.no_grad()  # weights that a layer computes, as weight_norm does, would have a history, and could not be copied
+def make_plain_model(config: Config, *, weights: Path) -> tuple[nn.Module, LoadedWeights]:
     """Make the classifier with those weights, for evaluation: in fp32, on the CPU, with torch's own batch norm.
 
-    Also returns the names of the classes that these weights were trained on; None if they come without.
     Raises: CheckpointError.
     """
     model = _build_model(config, nn.BatchNorm2d)
-    taken = load_weights_(model, weights, config=config)
-    return model.eval(), taken.classes
+    loaded = load_weights_(model, weights, config=config)
+    return model.eval(), loaded
 
 
 def _build_model(config: Config, norm: NormFactory) -> nn.Module:
@@ -96,9 +99,17 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
             if isinstance(error, UserError) or is_out_of_memory(error) or is_of_device:
                 raise
             count, _, height, width = images_BCHW.shape
+            dtype = str(images_BCHW.dtype).removeprefix("torch.")
+            remedy = (
+                "choose another data.image_size, batch.microbatch_size or batch.bn_span, or model.options that go "
+                "with them"
+            )
+            if MIXED_DTYPES.search(str(error)):
+                remedy = (
+                    f"images and weights are {dtype} here (optimizer.precision): make buffers and constants so, too"
+                )
             raise ConfigError(
-                f"model.name={name} cannot compute {count} images of {height} x {width}: {as_line(error)}; choose "
-                "another data.image_size, batch.microbatch_size or batch.bn_span, or model.options that go with them"
+                f"model.name={name} cannot compute {count} images of {height} x {width}: {as_line(error)}; {remedy}"
             ) from error
         del model.forward
         return logits_BK

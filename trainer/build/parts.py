@@ -16,6 +16,7 @@ from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
 from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_
 from bigbatch.trainer.build.job import fusion_sizes
@@ -50,14 +51,15 @@ def make_parts(
     tuned: Tuned | None,
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
+    train: build_input.Split | None = None,
     stop: StopRequest | None = None,
     is_restored: bool = False,
 ) -> Parts:
     """Return all parts of a step. tuned: as join_job returns it; gradient_order: a resumed run's, a name per line.
 
     model.weights are read for the first step of a run only. classes: class names of the data, which the weights must
-    share if their last layer is taken; None: not compared. stop: the stop request of the job's earlier run; None: a
-    new one. is_restored: a state is loaded next, so the ranks do not compare their initial weights.
+    share if their last layer is taken; None: not compared. train: as for make_loss. stop: the stop request of the job's
+    earlier run; None: a new one. is_restored: a state is loaded next, so the ranks do not compare initial weights.
     Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
@@ -100,7 +102,7 @@ def make_parts(
             communicator=communicator,
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
-            loss=make_loss(config, communicator.device),
+            loss=make_loss(config, communicator.device, train=train),
             stop=stop or StopRequest(launcher=communicator.env.agent_pid),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),
@@ -268,7 +270,10 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
     scaling = None
     if settings.loss_scale is not None:
         scaling = Scaling(initial=settings.loss_scale, growth_steps=settings.loss_scale_growth_steps)
-    return Precision(model, name=settings.precision, device=device, scaling=scaling, clip_norm=settings.clip_norm)
+    try:
+        return Precision(model, name=settings.precision, device=device, scaling=scaling, clip_norm=settings.clip_norm)
+    except ValueError as error:
+        raise ConfigError(f"model.name={config.model.name}: {error}") from error
 
 
 def _make_average(config: Config, model: nn.Module, precision: Precision) -> MovingAverage:
@@ -276,6 +281,11 @@ def _make_average(config: Config, model: nn.Module, precision: Precision) -> Mov
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
         return no_average()
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    tensors = {name: t for name, t in precision.model_state().items() if t.is_floating_point() and name not in frozen}
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    # not other buffers, such as masks of -inf and unit vectors
+    tensors = {
+        name: tensor
+        for name, tensor in precision.model_state().items()
+        if name in trained or name.endswith(("running_mean", "running_var"))
+    }
     return MovingAverage(tensors, decay=decay, every_steps=every_steps, on_change=precision.write_half_)

@@ -1,6 +1,7 @@
 """Build loss and metrics of a config; the user's own are tested on random logits before the first step."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, or_nearest
+from bigbatch.trainer.build.input import Split
 from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
-from bigbatch.trainer.config.optimizer import CROSS_ENTROPY, metric_entries
+from bigbatch.trainer.config.optimizer import BALANCED, CLASS_WEIGHTS, CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.score import Metric, PerImage, Score, cross_entropies
 
@@ -21,13 +23,50 @@ NUM_TEST_IMAGES = 4
 """Number of test images; even, because halves are tested too."""
 
 
-def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the training loss: a sum over a microbatch's images. Raises: ConfigError for an unfit loss."""
+def make_loss(
+    config: Config, device: torch.device, *, train: Split | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the training loss: a sum over a microbatch's images. Raises: ConfigError for an unfit loss.
+
+    train: the split whose labels scale the weights of classes; None: a trial without data, which has none.
+    """
     optimizer = config.optimizer
     if optimizer.loss == CROSS_ENTROPY:
-        return partial(F.cross_entropy, label_smoothing=optimizer.label_smoothing, reduction="sum")
+        weight_K = None if train is None else _class_weights(config, train, device)
+        return partial(F.cross_entropy, weight=weight_K, label_smoothing=optimizer.label_smoothing, reduction="sum")
     own = _user_loss(config, device)
     return lambda logits_BK, targets: own(logits_BK, targets).sum()
+
+
+def _class_weights(config: Config, train: Split, device: torch.device) -> Tensor | None:
+    """Return the stated weights of the classes, scaled to a mean of 1 over the training images; None without weights.
+
+    So their scale does not count, as with torch's weighted mean, which divides by their sum, and an image's loss does
+    not depend on others: with the training set as one batch both are equal. Raises: ConfigError.
+    """
+    stated = (config.optimizer.loss_options or {}).get(CLASS_WEIGHTS)
+    if stated is None:
+        return None
+    key, num_classes = f"optimizer.loss_options: {CLASS_WEIGHTS}", config.data.num_classes
+    names = train.classes or tuple(map(str, range(num_classes)))
+    counts_K = torch.from_numpy(train.class_counts(num_classes)).double()
+    if stated == BALANCED:
+        stated = (1 / counts_K).tolist()
+    elif isinstance(stated, dict):
+        stated = {str(name): number for name, number in stated.items()}  # YAML reads a class 7 as a number
+        if unknown := [name for name in stated if name not in names]:
+            raise ConfigError(f"{key}: {config.data.root} has no class {unknown[0]}{or_nearest(unknown[0], names)}")
+        stated = [stated.get(name, 1.0) for name in names]
+    weights_K = torch.tensor(stated, dtype=torch.float64)
+    if len(weights_K) != num_classes:
+        raise ConfigError(f"{key} has {len(weights_K)} numbers for data.num_classes={num_classes}: give each class one")
+    if not weights_K.isfinite().all():
+        empty = names[int(weights_K.argmax())]
+        raise ConfigError(f"{key}={BALANCED}: {empty} has no training image, and so no weight: give a weight by name")
+    mean = (weights_K * counts_K).sum() / counts_K.sum()
+    if not mean > 0:
+        raise ConfigError(f"{key} is 0 for all classes that have training images: give one of them a weight")
+    return (weights_K / mean).float().to(device)
 
 
 def make_score(config: Config, device: torch.device) -> Score:
@@ -66,13 +105,20 @@ def _user_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: C
             f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TEST_IMAGES} images. Give one per image, to "
             "average, or several per image and a method result, which computes the metric from their sums"
         )
+    result = None if result is None else partial(_try_result, result, key=key)
     metric = Metric(own, width=values[0].numel(), result=result, is_on_grid=config.run.reproducible)
-    sums_M = values.double().reshape(NUM_TEST_IMAGES, -1).sum(0).cpu()
+    metric.figure(values.double().reshape(NUM_TEST_IMAGES, -1).sum(0).cpu(), count=NUM_TEST_IMAGES)
+    return metric
+
+
+def _try_result(result: Callable[[Tensor], Any], sums_M: Tensor, *, key: str) -> float:
+    """Return result(sums_M); NaN if it divides numbers of Python by 0, as torch does. Raises: ConfigError."""
     try:
-        metric.figure(sums_M, count=NUM_TEST_IMAGES)
+        return float(result(sums_M))
+    except ZeroDivisionError:
+        return math.nan
     except Exception as error:  # foreign code may raise anything
         raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {as_line(error)}") from error
-    return metric
 
 
 def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerImage:
@@ -90,6 +136,9 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
             f"{key}: from torch, torchvision, timm and Python only torch modules and functions of "
             f"{' and '.join(FUNCTION_MODULES)} are legal: call others in a function of your own package, and name that"
         )
+    if is_of_library(found, name=dotted):  # torch's weight and pos_weight are tensors, and YAML has none
+        lists = {name: value for name, value in options.items() if isinstance(value, list | tuple)}
+        options = {**options, **{name: torch.tensor(value).float().to(device) for name, value in lists.items()}}
     if not isinstance(found, type):
         return partial(found, **options)
     if not any("__call__" in vars(base) for base in found.__mro__):

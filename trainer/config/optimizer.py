@@ -13,7 +13,8 @@ STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_
 """Arguments of an optimizer -> the keys of the config that give them."""
 WHOLE_MATRIX = ("muon", "shampoo")
 """Optimizers that need whole matrices; ranks divide their work."""
-CROSS_ENTROPY = "cross_entropy"
+CROSS_ENTROPY, CLASS_WEIGHTS, BALANCED = "cross_entropy", "weight", "balanced"
+"""The loss of a config, its only option, and the value of that for weights of n / (classes * images of the class)."""
 METRIC_FIELDS = ("name", "options")
 """Keys of a metric with options."""
 SMALLEST_SCALE = 1.0
@@ -116,8 +117,14 @@ def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
     """Yield an error for a name of unknown form and for settings that do not apply to that loss."""
     loss, options = optimizer.loss, optimizer.loss_options
     if loss == CROSS_ENTROPY:
-        if options is not None:
-            yield f"optimizer.loss_options={options} has no meaning with optimizer.loss={loss}: set it to null"
+        weight = (options or {}).get(CLASS_WEIGHTS)
+        numbers = weight.values() if isinstance(weight, dict) else weight if isinstance(weight, list | tuple) else [-1]
+        is_legal = weight == BALANCED or all(type(each) in (int, float) and 0 <= each < math.inf for each in numbers)
+        if options is not None and not (options.keys() == {CLASS_WEIGHTS} and is_legal):
+            yield (
+                f"optimizer.loss_options={options} must be {{{CLASS_WEIGHTS}: {BALANCED}}} with optimizer.loss={loss}, "
+                "a list of numbers of at least 0, one for each class, or numbers by class name; or null"
+            )
         return
     if not is_import_path(loss):
         yield (

@@ -4,7 +4,7 @@ import argparse
 import ast
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from bigbatch.errors import ConfigError, tell_once
@@ -43,49 +43,66 @@ def parse_options(
     if nothing := [word for word in argv if word.startswith("--") and word.endswith("=--")]:
         # argparse before Python 3.13 makes an empty list of it
         raise ConfigError(f"{nothing[0]}: give a value after =")
-    # only the help needs the texts, which are slow to read from the sources
+    # only the help lists the keys; their texts are slow to read from the sources
     for_help = not {"-h", "--help"}.isdisjoint(argv)
-    options = dict.fromkeys(name for word in argv if is_option(name := word.partition("=")[0][2:]))
-    parsed, others = _make_parser(prog, packaged, options, for_help=for_help).parse_known_args(argv)
+    parsed, others = parse_beside_keys(_make_parser(prog, packaged, for_help=for_help), argv)
     # a command without --config already has its experiment
     known = (*KEYS, *(() if "config" in parsed else ("config",)))
+    words: dict[str, str] = {}
     for word in others:
-        if word.startswith("--"):
-            name = word.partition("=")[0][2:]
+        if not word.startswith("--"):
+            is_experiment = "config" not in parsed and packaged
+            how = f"name an experiment with --config {word}" if is_experiment else "state a key as --run.epochs 3"
+            raise ConfigError(f"{word} is not an option: {how}")
+        flag, is_stated, value = word.partition("=")
+        name = ALIASES.get(flag, flag.removeprefix("--"))
+        if not (name in KEYS or name in MOVED or is_option(name)):
             require_known(name, known=known, where="command line", refusals=refusals, prog=prog)
-    # words between unknown options may be their values
-    if others and not others[0].startswith("--"):
-        how = "state a key as --run.epochs 3"
-        if "config" not in parsed and packaged:
-            how = f"name an experiment with --config {others[0]}"
-        raise ConfigError(f"{' '.join(others)} is not an option: {how}")
-    words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS, *options)}
-    for old, new in MOVED.items():
-        if hasattr(parsed, old):
-            tell_once(f"{old} is {new} now")
-            stated, owner = getattr(parsed, old), words.get(f"{old.partition('.')[0]}.name")
-            if stated != "null" or not is_without_effect(new, name=owner):
-                words.setdefault(new, stated)
-    return words.pop("config", []), words
+        elif not is_stated:
+            raise ConfigError(f"argument {flag}: give it a value")
+        else:
+            words[name] = value
+    for old in [name for name in words if name in MOVED]:
+        new, stated, owner = MOVED[old], words.pop(old), words.get(f"{old.partition('.')[0]}.name")
+        tell_once(f"{old} is {new} now")
+        if stated != "null" or not is_without_effect(new, name=owner):
+            words.setdefault(new, stated)
+    return getattr(parsed, "config", []), words
 
 
-def join_values(argv: Sequence[str]) -> list[str]:
-    """Join --section.key VALUE to one word: argparse, not knowing the key, would take VALUE for a name."""
+def parse_beside_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a command's own options and arguments; return them, and the other words: keys as --section.key=VALUE.
+
+    argparse would take a key's value for an argument, such as the run folder: it gets a stand-in for each key.
+    """
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    end = [*argv, "--"].index("--")
+    keys: dict[str, str] = {}
+    words = []
+    for word in _join_values(argv[:end], flags={*flags, TRUST}):
+        if word.startswith("--") and word.partition("=")[0] not in flags:
+            stand_in = f"--key{len(keys)}"
+            keys[stand_in] = word
+            word = stand_in
+        words.append(word)
+    arguments, others = parser.parse_known_args([*words, *argv[end:]])
+    return arguments, [keys.get(word, word) for word in others if word != "--"]
+
+
+def _join_values(argv: Sequence[str], *, flags: Collection[str]) -> list[str]:
+    """Join --section.key VALUE to one word, for all options but flags; VALUE may begin with one dash."""
     joined: list[str] = []
     for word in argv:
         last = joined[-1] if joined else ""
-        takes_value = last in ALIASES or (last.startswith("--") and "." in last and "=" not in last)
-        if takes_value and not word.startswith("--"):
+        if last.startswith("--") and "=" not in last and last not in flags and not word.startswith("--"):
             joined[-1] = f"{last}={word}"
         else:
             joined.append(word)
     return joined
 
 
-def _make_parser(
-    prog: str, packaged: Sequence[str], options: Iterable[str], *, for_help: bool
-) -> argparse.ArgumentParser:
-    """Make the parser. options: the options of models and optimizers that the command line states."""
+def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argparse.ArgumentParser:
+    """Make the parser of all options but keys, which it has for the help only."""
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
@@ -108,7 +125,7 @@ def _make_parser(
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument(TRUST, action="store_true", help=TRUST_HELP)
     texts = _docstrings() if for_help else {}
-    for section, holder in SECTIONS.items():
+    for section, holder in SECTIONS.items() if for_help else ():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
         for key in (key for key in KEYS.values() if key.section == section):
             text = f"{texts.get((holder.__name__, key.name), '')} ({_describe_key(key)})"
@@ -121,13 +138,6 @@ def _make_parser(
             own = ", ".join(f"{each} with {name}" for name, each in defaults.items())
             text = f"{' '.join(owners)}: {about} ({_describe_key(key, own if len(set(defaults.values())) > 1 else '')})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
-    for option in options:
-        if option not in OPTION_KEYS:
-            parser.add_argument(f"--{option}", help=argparse.SUPPRESS)
-    for old in MOVED:
-        parser.add_argument(f"--{old}", help=argparse.SUPPRESS)
-    for alias, name in ALIASES.items():
-        parser.add_argument(alias, dest=name, help=argparse.SUPPRESS)
     return parser
 
 

@@ -307,7 +307,8 @@ class OptimizerConfig:
     """cross_entropy, or the import path of your own loss, which returns a number for each image, such as
     mypackage.losses.Focal."""
     loss_options: dict[str, Any] | None = None
-    """Arguments of your own loss; null for cross_entropy."""
+    """Arguments of your own loss; of cross_entropy only {weight: balanced}, or a number for each class instead of
+    balanced: in the order of the labels, or by class name, 1 for others. Scaled to a mean of 1 over training images."""
     label_smoothing: Annotated[float, BELOW_ONE] = 0.0
     """Fraction of the target spread over all classes, in [0, 1); must be 0 with your own loss."""
     precision: Literal["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "fp16"] = "fp32"

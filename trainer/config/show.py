@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from bigbatch.errors import print_line
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import Resolved, find_config, resolve
-from bigbatch.trainer.config.options import join_values
+from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     )
     # NAME may come as it does to the other commands
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
-    arguments, overrides = parser.parse_known_args(join_values(words))
+    arguments, overrides = parse_beside_keys(parser, words)
     path = find_config(arguments.name, what="NAME")
     for line in lines(resolve([f"--config={path}", *overrides], prog="bigbatch config show")):
         print_line(line)

@@ -1,6 +1,5 @@
 """Report of a data set's check, as text and as JSON."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import DataError, printable
-from bigbatch.files import write_named
+from bigbatch.files import as_json, write_named
 from bigbatch.trainer.datasets.check import CheckReport, ImageFinding, SplitFacts
 from bigbatch.trainer.input.base import written_keys
 
@@ -85,6 +84,6 @@ def conclusion(report: CheckReport) -> str:
 def write_json(report: CheckReport, path: Path) -> None:
     """Write the report with all cases of all findings. Raises: DataError if path cannot be written."""
     try:
-        write_named(path, (json.dumps(asdict(report, dict_factory=written_keys), indent=1) + "\n").encode())
+        write_named(path, (as_json(asdict(report, dict_factory=written_keys), indent=1) + "\n").encode())
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); name another file") from error

@@ -5,7 +5,6 @@ size, clutter and noise all vary, so a linear classifier on pixels fails where a
 """
 
 import io
-import json
 import os
 import shutil
 import uuid
@@ -20,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import parse_json, read_plain, write_new
+from bigbatch.files import as_json, parse_json, read_plain, write_new
 from bigbatch.locks import share_lock, try_lock
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
 from bigbatch.trainer.input.listed import SPLITS
@@ -271,7 +270,7 @@ def _write_all(folder: Path, *, recipe: ShapesRecipe, num_workers: int, on_progr
     for num_written in written:
         num_done += num_written
         on_progress(num_done, total)
-    write_new(folder / MANIFEST, (json.dumps(_manifest(recipe), indent=2) + "\n").encode())
+    write_new(folder / MANIFEST, (as_json(_manifest(recipe), indent=2) + "\n").encode())
 
 
 def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: tuple[str, int, range]) -> int:

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import os
 import tarfile
 import time
@@ -19,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import parse_json, read_plain, replacing
+from bigbatch.files import as_json, parse_json, read_plain, replacing
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, require_workers, show_nothing
 from bigbatch.trainer.datasets.verify_shards import COLUMNS, ShardRecord, read_shard
 from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
@@ -253,7 +252,7 @@ def _prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read or made ({error}); {_REMEDY}") from error
     with new_shard_file(path) as file:
-        file.write((json.dumps(settings, indent=1) + "\n").encode())
+        file.write((as_json(settings, indent=1) + "\n").encode())
 
 
 def _make_shard(

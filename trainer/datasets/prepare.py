@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.files import parse_json, read_plain, write_new, write_whole
+from bigbatch.files import as_json, parse_json, read_plain, write_new, write_whole
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 from bigbatch.trainer.datasets.archives import Archive, ArchiveMember, check_md5, download, find_archive, read_members
@@ -194,7 +193,7 @@ def _publish(root: Path, data_set: DataSet, *, split: str, unfinished: Path) -> 
         raise DataError(f"{unfinished / split}: {problem}; it is deleted: download the archive again and repeat")
     # before the rename: a split under its name always has its source
     sources = {**_read_sources(root), split: data_set.name}
-    write_whole(root / SOURCES, json.dumps(sources, indent=2).encode(), mark=_PART)
+    write_whole(root / SOURCES, as_json(sources, indent=2).encode(), mark=_PART)
     os.sync()  # so that a named split survives a power cut; syncing each of 1.3 million files would take hours
     os.replace(unfinished / split, root / split)
 

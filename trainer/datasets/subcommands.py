@@ -1,13 +1,13 @@
 """`bigbatch data`: prepare and check images before a run."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from bigbatch.errors import print_line
+from bigbatch.files import as_json
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.datasets.prepare_options import add_max_megapixels, add_prepare
@@ -203,7 +203,7 @@ def _stage(arguments: argparse.Namespace) -> int:
         )
     if arguments.json:
         facts = asdict(summary, dict_factory=written_keys)
-        print(json.dumps({"root": str(target), **facts, "gb_per_s": summary.gb_per_s}))
+        print(as_json({"root": str(target), **facts, "gb_per_s": summary.gb_per_s}))
     else:
         print_line(f"{target}: {summary}")
         print_line(f"in the config: data.root: {target}")

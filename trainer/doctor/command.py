@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import shlex
@@ -24,7 +23,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import ConfigError, DoctorError, print_line, print_lines
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.files import require_nameable, write_named
+from bigbatch.files import as_json, require_nameable, write_named
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.batch import divide_batch
@@ -136,7 +135,7 @@ def _write(
             **dataclasses.asdict(findings),
         }
         with writing(arguments.json):
-            write_named(arguments.json, (json.dumps(record, indent=1) + "\n").encode())
+            write_named(arguments.json, (as_json(record, indent=1) + "\n").encode())
     if arguments.out and findings.is_complete:
         recommended = try_values(full_config, findings.advice, world_size=arguments.ranks)
         assert isinstance(recommended, Config), "candidates are legal"

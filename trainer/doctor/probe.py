@@ -110,7 +110,7 @@ class _Probe:
         self.config = config
         self.split, self._eval_split = splits
         plan = make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
-        parts = make_parts(config, communicator, plan=plan, tuned=tuned)
+        parts = make_parts(config, communicator, plan=plan, tuned=tuned, train=self.split)
         # rate 0, so that weights stay: an exploding loss would change the time of a step
         self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)
         self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)

@@ -1,7 +1,6 @@
 """`bigbatch doctor RUN`: find from its records what limits a finished or running run. Imports no torch."""
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigbatch.errors import ConfigError, RunFolderError, print_line, print_lines
+from bigbatch.files import as_json
 from bigbatch.numbers import is_number
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import divide_batch
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     if times is None:
         raise RunFolderError(f"{rundir.path} has no report of training steps yet: wait for run.log_every_steps of them")
     if arguments.json:
-        print(json.dumps({**asdict(times), "limit": limit_of_run(times)}))
+        print(as_json({**asdict(times), "limit": limit_of_run(times)}))
         return 0
     is_done = rundir.summary.exists()
     age = max(0.0, time.time() - rundir.metrics.stat().st_mtime)

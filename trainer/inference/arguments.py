@@ -8,7 +8,7 @@ from pathlib import Path
 from bigbatch.errors import CheckpointError
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.options import join_values
+from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -42,7 +42,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
 
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for an illegal command line.
     """
-    arguments, overrides = parser.parse_known_args(join_values(argv))
+    arguments, overrides = parse_beside_keys(parser, argv)
     if arguments.images is not None:
         # images are no positional of argparse: it would assign them to RUN or IMAGE by their place before an option
         arguments.images = [as_path(word) for word in overrides if not word.startswith("--")]
@@ -59,8 +59,6 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
         return arguments, load_config(["--config", arguments.config, *overrides], prog=parser.prog), arguments.weights
     if arguments.config is not None or arguments.weights is not None:
-        if arguments.config is not None:  # first: the value of an unknown option was parsed as the run folder
-            load_config(["--config", arguments.config, *overrides], prog=parser.prog)
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     rundir = RunDir(arguments.run)
     config = load_run_config(rundir, overrides, prog=parser.prog)

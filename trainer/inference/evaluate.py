@@ -37,8 +37,11 @@ def main(argv: Sequence[str]) -> int:
     bind_rank(config, env)
     communicator, _ = join_job(config, env)
     score = make_score(config, communicator.device)
-    plain, classes = make_plain_model(config, weights=path)
+    plain, loaded = make_plain_model(config, weights=path)
+    classes = loaded.classes
     communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(plain)}, {describe(classes)}")
+    if loaded.note and communicator.rank == 0:
+        tell(loaded.note)
     if classes is None and communicator.rank == 0:
         tell(f"{path} keeps no class names: those of {config.data.root} are not compared")
     config, _ = stage_data(config, communicator)

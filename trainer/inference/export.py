@@ -1,6 +1,5 @@
 """Export trained weights to other formats: `bigbatch export`."""
 
-import json
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import __version__
-from bigbatch.errors import ExportError, find_os_error, print_line, write_failure
-from bigbatch.files import replacing, write_whole
+from bigbatch.errors import ExportError, UserError, find_os_error, print_line, write_failure
+from bigbatch.files import as_json, replacing, write_whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
@@ -30,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, config, weights = read_trained(_parser(), argv)
     out: Path = arguments.out
     chosen = require_format(arguments.format, config, out, fold=arguments.fold)
-    model, classes = make_plain_model(config, weights=weights)
+    model, loaded = make_plain_model(config, weights=weights)
+    classes = loaded.classes
     facts = {"format": arguments.format, "weights": str(weights), **_describe(config, classes)}
     written = fold_norms(model) if arguments.fold else model
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
@@ -43,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
         # after the file got its name, which it gets only if its logits agree
         path = Path(f"{out}.json")
-        write_whole(path, (json.dumps(facts, indent=1) + "\n").encode())
-    except ExportError:
+        write_whole(path, (as_json(facts, indent=1) + "\n").encode())
+    except UserError:
         raise
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # exporters and onnxruntime may raise anything
         reason = write_failure(path, error)
         if find_os_error(error):
             raise ExportError(f"cannot write {path}: {reason}; free some disk or name another --out") from error
@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         ) from error
     if arguments.fold:
         print_line(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
+    if loaded.note:
+        print_line(loaded.note)
     if classes is None:
         print_line(f"{weights} keeps no class names, so {out} has none")
     print_line(f"{out}: {weights} for {arguments.format}; {out}.json describes its input and output")

@@ -10,6 +10,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from bigbatch.errors import ComputeError
 from bigbatch.trainer.machine.host import seconds_of
+from bigbatch.trainer.models.initialization import has_own_weights
 from bigbatch.trainer.step.execution import compile_failure
 from bigbatch.trainer.step.precision import to_half_
 
@@ -80,6 +81,7 @@ def _foldable(model: nn.Module) -> list[tuple[str, str]]:
             and isinstance(model.get_submodule(names[1]), nn.BatchNorm2d)
             # another reader would get the normalised output
             and len(source.users) == 1
+            and all(has_own_weights(model.get_submodule(name)) for name in names)
             and all(num_calls[name] == 1 for name in names)
         ):
             pairs.append(names)

@@ -50,10 +50,12 @@ class Classifier:
             )
         # max_skipped replaces a bad image by another one, whose prediction would be reported for it
         self._config = without_choices(replace(config, data=replace(config.data, max_skipped=None)), world_size=1)
-        plain, classes = make_plain_model(config, weights=weights)
-        if classes is None:
+        plain, loaded = make_plain_model(config, weights=weights)
+        if loaded.note:
+            tell(loaded.note)
+        if loaded.classes is None:
             tell(f"{weights} keeps no class names: classes are numbers, from 0")
-        self._names = classes or tuple(map(str, range(config.data.num_classes)))
+        self._names = loaded.classes or tuple(map(str, range(config.data.num_classes)))
         self._communicator: Communicator = join_job(self._config, env)[0]
         self._model: nn.Module = for_inference(
             plain,

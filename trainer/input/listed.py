@@ -4,7 +4,6 @@ JSON, as `bigbatch init` writes it: {"version": 1, "folder": ..., "train": {clas
 The folder is relative to the list's folder, paths to the folder. Labels are positions in both splits' sorted classes.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.files import parse_json, write_whole
+from bigbatch.files import as_json, parse_json, write_whole
 from bigbatch.trainer.input.image_files import require_one_spelling
 from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_classes
 
@@ -34,7 +33,7 @@ def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: 
     seen = folder if folder.is_absolute() else os.path.relpath(folder, path.parent)
     sorted_splits = {s: {name: sorted(splits[s][name]) for name in sorted(splits[s])} for s in SPLITS}
     content = {"version": VERSION, "folder": str(seen), "made": made, **sorted_splits}
-    write_whole(path, (json.dumps(content, indent=0) + "\n").encode())
+    write_whole(path, (as_json(content, indent=0) + "\n").encode())
 
 
 def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:

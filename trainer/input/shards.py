@@ -6,7 +6,6 @@ with the label), index.npy (one ENTRY per image, in the order of the class folde
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.files import parse_json, read_plain
+from bigbatch.files import as_json, parse_json, read_plain
 from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.image_files import list_split
@@ -66,7 +65,7 @@ class SplitIndex:
     """Settings of the packer: max_side, quality, shard_bytes."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self, dict_factory=written_keys), indent=1) + "\n"
+        return as_json(asdict(self, dict_factory=written_keys), indent=1) + "\n"
 
 
 def shard_name(number: int) -> str:

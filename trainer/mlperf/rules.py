@@ -40,6 +40,7 @@ REFERENCE = {
     "model.weights": None,
     "model.frozen": None,
     "optimizer.loss": "cross_entropy",
+    "optimizer.loss_options": None,
     "optimizer.options.nesterov": False,
     "optimizer.exclude_bias_and_norm": True,
     "optimizer.bias_lr_factor": 1.0,

@@ -1,35 +1,50 @@
 """Convert state_dicts of other libraries to bigbatch's models, and back, by names."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fnmatch import filter as matching
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
 
-NESTS = ("state_dict", "model")
-"""Keys under which training scripts save the weights: "state_dict" in timm, "model" in torchvision and bigbatch."""
-WRAPPERS = ("module.", "_orig_mod.")
+NESTS = ("state_dict", "model", "state")
+"""Keys under which training scripts save the weights: "state_dict" in timm, "model" in torchvision, both in others."""
+WRAPPERS = ("module", "_orig_mod")
 """Prefixes that DistributedDataParallel and torch.compile add to every name."""
+AVERAGE = re.compile(r"(?<![a-z])(ema|swa|averaged?|avg|shadow)(?![a-z])", re.IGNORECASE)
+"""Words in the keys and prefixes under which scripts save an average of the weights."""
+MAX_NESTS, MAX_PREFIXES = 8, 32
+"""Most keys that lead to the weights, and most modules around the model in their names."""
 COUNTER = ".num_batches_tracked"
 """Name of a buffer of batch norms that no model here reads, and that files from before 2018 lack."""
 NUM_NAMED = 3
 """Most names of a kind that an error lists."""
 
 
-def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool = False) -> dict[str, Tensor]:
+def from_foreign(
+    state: object,
+    model: nn.Module,
+    *,
+    source: str,
+    new_head: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> dict[str, Tensor]:
     """Return a complete state_dict for model from state; ResNets share names with torchvision and timm.
 
     new_head: the last layer keeps the model's own weights; those in state are ignored.
-    source names the file in errors. Raises: CheckpointError if state is not a state_dict, or another model's.
+    source names the file in errors; say gets a line if an average is chosen.
+    Raises: CheckpointError if state is not a state_dict, or another model's.
     """
-    own = model.state_dict()
-    tensors = _require_tensors(_unwrapped(state), source=source)
+    own, head = model.state_dict(), head_of(model) if new_head else None
+    needed = {name for name in own if not name.endswith(COUNTER) and _owner(name) != head}
+    tensors = _require_tensors(_find(state, needed, own, source=source, say=say), own, source=source)
     # the model's counters first, so that the file's replace them if it has any
     tensors = {name: tensor for name, tensor in own.items() if name.endswith(COUNTER)} | tensors
     if new_head:
-        head = head_of(model)
         tensors = {name: tensor for name, tensor in tensors.items() if _owner(name) != head}
         tensors |= {name: tensor for name, tensor in own.items() if _owner(name) == head}
     _require_names(tensors, own, source=source)
@@ -38,14 +53,13 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
 
 
 def partly_from_foreign(
-    state: object, model: nn.Module, *, source: str, patterns: Sequence[str]
-) -> tuple[dict[str, Tensor], str]:
-    """Return weights from state for names that match patterns, and model's own for the rest; with log lines.
+    state: object, model: nn.Module, *, source: str, patterns: Sequence[str], say: Callable[[str], object]
+) -> dict[str, Tensor]:
+    """Return weights from state for names that match patterns, and model's own for the rest; say gets log lines.
 
     Raises: CheckpointError if a pattern matches nothing in the model, or its weights are missing or of another shape.
     """
     own = model.state_dict()
-    tensors = _require_tensors(_unwrapped(state), source=source)
     named: dict[str, None] = {}
     for pattern in patterns:
         if not (found := matching(own, pattern)):
@@ -54,6 +68,8 @@ def partly_from_foreign(
                 f"to {[*own][-1]}: correct it, or leave it out"
             )
         named.update(dict.fromkeys(found))
+    needed = {name for name in named if not name.endswith(COUNTER)}
+    tensors = _require_tensors(_find(state, needed, own, source=source, say=say), own, source=source)
     taken = [name for name in named if name in tensors or not name.endswith(COUNTER)]
     if missing := [name for name in taken if name not in tensors]:
         raise CheckpointError(
@@ -67,11 +83,11 @@ def partly_from_foreign(
         )
     fresh = [name for name in own if name not in taken]
     unused = [name for name in tensors if name not in taken]
-    note = (
+    say(
         f"model.partial_weights: {len(taken)} of {len(own)} tensors are from {source}; {len(fresh)} are initialized"
         f"{_listed(fresh)}; {len(unused)} of the file's are not used{_listed(unused)}"
     )
-    return own | {name: tensors[name] for name in taken}, note
+    return own | {name: tensors[name] for name in taken}
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -95,7 +111,7 @@ def names_head(model: nn.Module, patterns: Sequence[str]) -> bool:
 
 
 def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
+    return name.rpartition(".")[0].partition(".parametrizations.")[0]  # of torch.nn.utils.parametrize
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,32 +119,82 @@ def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 
 
-def _unwrapped(state: object) -> object:
-    """Return the innermost state_dict, its names without the prefixes of wrappers."""
-    seen: set[int] = set()  # mappings in a file may contain each other
-    while (
-        isinstance(state, Mapping)
-        and id(state) not in seen
-        and (nest := next((key for key in NESTS if key in state), None))
-    ):
-        seen.add(id(state))
-        state = state[nest]
-    # a loop: a compiled model within DistributedDataParallel has both, in either order
-    while isinstance(state, Mapping) and state:
-        prefix = next((w for w in WRAPPERS if all(isinstance(n, str) and n.startswith(w) for n in state)), None)
-        if prefix is None:
-            break
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
+def _find(
+    state: object, needed: Set[str], own: Mapping[str, Tensor], *, source: str, say: Callable[[str], object]
+) -> object:
+    """Return the state_dict in state that has most of the needed names of own, without a prefix of its names.
+
+    It may be in a mapping at any depth. Of several, an average is preferred, as in our own checkpoints; then one
+    without other keys and prefixes than NESTS and WRAPPERS; then the one with more shapes of own. If none has half of
+    the names, returns the mapping with most tensors. Raises: CheckpointError if several are equally good.
+    """
+    mappings = list(_mappings(state))
+    found: dict[str, tuple[tuple[int, ...], Mapping[Any, Any]]] = {}
+    for keys, mapping in mappings:
+        for prefix, count in _prefixes(mapping, needed).items():
+            if 2 * count <= len(needed):
+                continue
+            tensors = mapping
+            if prefix:
+                names = [name for name in mapping if isinstance(name, str) and name.startswith(prefix)]
+                tensors = {name.removeprefix(prefix): mapping[name] for name in names}
+            wrappers = [*keys, *filter(None, prefix.split("."))]
+            place = ".".join(wrappers)
+            is_average = AVERAGE.search(place) is not None
+            num_fitting = sum(_has_shape(tensors.get(name), own[name]) for name in needed)
+            found[place] = (count, is_average, {*wrappers} <= {*NESTS, *WRAPPERS}, num_fitting), tensors
+    if not found:
+        return max(reversed(mappings), key=lambda each: _num_tensors(each[1]), default=((), state))[1]
+    best = max(rank for rank, _ in found.values())
+    place, *others = (place for place, (rank, _) in found.items() if rank == best)
+    if others:
+        raise CheckpointError(
+            f"{source} holds weights of this model several times ({_first([place, *others])}): save those that you "
+            "mean, with torch.save(model.state_dict(), FILE)"
+        )
+    if AVERAGE.search(place):
+        say(f"{source}: the average of the weights is read ({place})")
+    return found[place][1]
+
+
+def _mappings(state: object) -> Iterator[tuple[tuple[str, ...], Mapping[Any, Any]]]:
+    """Yield the mappings in state, each once, with the keys that lead to them; those that they hold come later."""
+    left: deque[tuple[tuple[str, ...], object]] = deque([((), state)])
+    seen: set[int] = set()
+    while left:
+        keys, found = left.popleft()
+        if isinstance(found, Mapping) and id(found) not in seen:
+            seen.add(id(found))  # mappings in a file may contain each other
+            yield keys, found
+            nested = [((*keys, key), value) for key, value in found.items() if isinstance(key, str)]
+            left.extend(nested if len(keys) < MAX_NESTS else ())
+
+
+def _prefixes(mapping: Mapping[Any, Any], needed: Set[str]) -> Counter[str]:
+    """Count, by prefix, the tensors whose names are a prefix and a needed name."""
+    counts: Counter[str] = Counter()
+    for name, value in mapping.items():
+        if isinstance(name, str) and isinstance(value, Tensor):
+            parts = name.split(".", MAX_PREFIXES)
+            ends = (".".join(parts[start:]) for start in range(len(parts)))
+            counts.update(name.removesuffix(end) for end in ends if end in needed)
+    return counts
+
+
+def _has_shape(value: object, own: Tensor) -> bool:
+    return isinstance(value, Tensor) and not value.is_nested and value.shape == own.shape
+
+
+def _num_tensors(mapping: Mapping[Any, Any]) -> int:
+    return sum(isinstance(value, Tensor) for value in mapping.values())
 
 
 def holds_weights(state: object) -> bool:
-    """Return whether state holds tensors only, within the nests and wrappers that training scripts put around them."""
-    found = _unwrapped(state)
-    return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
+    """Return whether state, or a mapping at any depth in it, holds tensors only."""
+    return any(0 < len(each) == _num_tensors(each) for _, each in _mappings(state))
 
 
-def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
+def _require_tensors(state: object, own: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
     remedy = "save one with torch.save(model.state_dict(), FILE)"
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__} and no state_dict: {remedy}")
@@ -136,7 +202,7 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
     if odd or not state:
         what = f"{odd[0]!r} in it is of type {type(state[odd[0]]).__name__}" if odd else "it is empty"
         raise CheckpointError(f"{source} holds no state_dict, since {what}: {remedy}")
-    if odd := [name for name, tensor in state.items() if not _is_plain(tensor)]:
+    if odd := [name for name, tensor in state.items() if not _is_plain(tensor, own.get(name))]:
         raise CheckpointError(
             f"{source}: {odd[0]} is not a dense tensor of real numbers of 16 bits or more: save it as used, such as "
             "by .to_dense() or .float()"
@@ -144,8 +210,11 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor, own: Tensor | None) -> bool:
+    """Return whether a tensor of a file is dense, and holds numbers of own's kind."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if own is not None and tensor.dtype == own.dtype:
+        return is_dense
     # floats of 8 bits or less have a meaning only with a scale
     return is_dense and not tensor.is_complex() and (tensor.element_size() > 1 or not tensor.is_floating_point())
 
@@ -174,7 +243,7 @@ def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *,
     if not odd:
         return
     classifier = _classifier(own)
-    if odd[0] == classifier and own[classifier].shape[1:] == tensors[classifier].shape[1:]:
+    if _owner(odd[0]) == _owner(classifier) and own[classifier].shape[1:] == tensors[classifier].shape[1:]:
         there, here = len(tensors[classifier]), len(own[classifier])
         raise CheckpointError(
             f"{source}: {classifier} has {there} classes and data.num_classes is {here}: train with "

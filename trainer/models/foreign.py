@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
@@ -10,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.checks import LIBRARIES
 from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
+from bigbatch.trainer.models.initialization import has_own_weights
 from bigbatch.trainer.models.libraries import is_library_builder, library_model
 from bigbatch.trainer.models.norm import NormFactory
 
@@ -35,13 +37,28 @@ def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Map
         raise ConfigError(f"model.name={name} fails in its constructor: {as_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name={name} makes a {type(model).__name__} and no torch.nn.Module")
-    if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise ConfigError(f"model.name={name}: {lazy[0]} has no size yet: call the model once in its constructor")
     try:
+        require_tensors(model)
         take_norms_(model, norm)
     except ValueError as error:
         raise ConfigError(f"model.name={name}: {error}") from error
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):  # optimizer.precision states what they are rounded to
+            parameter.data = parameter.data.float()
     return model
+
+
+def require_tensors(model: nn.Module) -> None:
+    """Raise ValueError if the model's state_dict holds anything but dense tensors with values, as checkpoints do."""
+    if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ValueError(f"{lazy[0]} has no size yet: call the model once in its constructor")
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} in its state_dict is of type {type(value).__name__}: keep tensors only there")
+        is_empty = value.is_meta and not torch.empty(0).is_meta  # the caller may ask for a model without values
+        if is_empty or value.is_quantized or value.layout is not torch.strided:
+            kind = "has no values, on the meta device" if is_empty else "is quantized or sparse"
+            raise ValueError(f"{name} {kind}: make it a dense tensor on the CPU in the constructor")
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -78,7 +95,7 @@ def take_norms_(model: nn.Module, norm: NormFactory) -> None:
     momenta = {module.momentum for module in found.values()}
     for name, module in found.items():
         is_known = type(module) is nn.BatchNorm2d or _has_activation(module)
-        is_plain = is_known and module.affine and module.track_running_stats
+        is_plain = is_known and module.affine and module.track_running_stats and has_own_weights(module)
         if not is_plain or None in momenta or len(momenta) > 1:
             raise ValueError(
                 f"{name} is a {type(module).__name__}({module.extra_repr()}). Ghost batch norm takes the place of "
@@ -119,11 +136,13 @@ def require_logits_(model: nn.Module, *, name: str, num_classes: int) -> None:
     def check(_model: nn.Module, inputs: tuple[Any, ...], logits: object) -> None:
         first.remove()
         wanted = (len(inputs[0]), num_classes)
-        if not isinstance(logits, Tensor) or logits.shape != wanted:
-            given = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
+        if not isinstance(logits, Tensor) or logits.shape != wanted or not logits.is_floating_point():
+            given = f"type {type(logits).__name__}"
+            if isinstance(logits, Tensor):
+                given = f"shape {tuple(logits.shape)} and dtype {str(logits.dtype).removeprefix('torch.')}"
             raise ConfigError(
-                f"model.name={name} returns a value of {given} for {wanted[0]} images, and not one tensor of shape "
-                f"{wanted}, a logit for each of data.num_classes: set model.options so that it does"
+                f"model.name={name} returns a value of {given} for {wanted[0]} images, and not one tensor of floats of "
+                f"shape {wanted}, a logit for each of data.num_classes: set model.options so that it does"
             )
 
     first = model.register_forward_hook(check)

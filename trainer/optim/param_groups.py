@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MAGNITUDES = {"_g": "_v", ".original0": ".original1"}
+"""Ends of the names of weight_norm's magnitudes, of shape (out, 1, ...), and of its directions."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -15,16 +17,21 @@ def decays(model: nn.Module) -> dict[str, bool]:
     """Return whether weight decay applies, by parameter name; a shared parameter appears once, under its first name.
 
     False for parameters of normalisation layers (by module type, so names do not matter), for biases, torch's
-    in_proj_bias and bias_ih_l0 included, for other vectors and scalars, such as timm's layer scales, and for parameters
-    that the model's no_weight_decay() lists, as timm's models do. Worth +1.3% top-1 (Jia et al. 2018).
+    in_proj_bias and bias_ih_l0 included, for other vectors and scalars, such as timm's layer scales and the magnitudes
+    of weight_norm, and for parameters that the model's no_weight_decay() lists, as timm's models do. Worth +1.3% top-1
+    (Jia et al. 2018).
     """
     listed = getattr(model, "no_weight_decay", None)
     listed = listed() if callable(listed) else listed or ()
-    has_decay = {}
-    for name, parameter in model.named_parameters():
+    has_decay, parameters = {}, dict(model.named_parameters())
+    for name, parameter in parameters.items():
         owner, _, leaf = name.rpartition(".")
         is_norm = isinstance(model.get_submodule(owner), NORM_LAYERS)
-        has_decay[name] = parameter.dim() > 1 and not (is_norm or is_bias(leaf) or name in listed)
+        is_magnitude = parameter.squeeze().dim() <= 1 and any(
+            name.endswith(end) and name.removesuffix(end) + other in parameters for end, other in MAGNITUDES.items()
+        )
+        is_vector = parameter.dim() <= 1 or is_magnitude
+        has_decay[name] = not (is_vector or is_norm or is_bias(leaf) or name in listed)
     return has_decay
 
 

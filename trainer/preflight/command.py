@@ -21,7 +21,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import require_own_gpus
 from bigbatch.errors import CommError, print_line, printable, tell
 from bigbatch.exit_codes import UNFIT
-from bigbatch.files import write_named
+from bigbatch.files import as_json, write_named
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -253,7 +253,7 @@ def _print_findings(
             "findings": [asdict(finding) for finding in findings],
             "seconds": seconds,
         }
-        _write(arguments.json, json.dumps(facts, indent=1) + "\n")
+        _write(arguments.json, as_json(facts, indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

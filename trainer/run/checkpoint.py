@@ -1,6 +1,5 @@
 """Atomic checkpoints: written to a temporary folder, hashed and renamed; loaded without executing code."""
 
-import json
 import os
 import pickle
 import shutil
@@ -16,7 +15,7 @@ import torch
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, first_line, write_failure
-from bigbatch.files import create_file, flush, make_folder, parse_json, read_plain, sha256_of, write_new
+from bigbatch.files import as_json, create_file, flush, make_folder, parse_json, read_plain, sha256_of, write_new
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -74,7 +73,7 @@ def save_checkpoint(
             "bytes": (aside / STATE_FILE).stat().st_size,
             "sha256": sha256_of(aside / STATE_FILE),
         }
-        write_new(aside / MANIFEST_FILE, (json.dumps(manifest, indent=1) + "\n").encode())
+        write_new(aside / MANIFEST_FILE, (as_json(manifest, indent=1) + "\n").encode())
         # before the rename: otherwise a crash could leave the name with empty files
         for part in (aside / STATE_FILE, aside / MANIFEST_FILE, aside):
             flush(part)

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 from bigbatch.errors import first_line
+from bigbatch.numbers import is_number
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.config.schema import Config
@@ -188,10 +189,10 @@ class _MlflowRun:
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by name, user metrics with the prefix metrics/; without step and time."""
+    """Return the finite numbers of a record by name, metrics with the prefix metrics/; without step and time."""
     own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
-    named = {name: value for name, value in {**record, **own}.items() if isinstance(value, int | float)}
-    return {name: value for name, value in named.items() if name not in ("step", "time", ELAPSED)}
+    others = ("step", "time", ELAPSED)
+    return {name: value for name, value in {**record, **own}.items() if is_number(value) and name not in others}
 
 
 class _TensorBoardRun:

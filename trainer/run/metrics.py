@@ -1,6 +1,5 @@
 """Outputs for a run's numbers: metrics.jsonl, loggers and the plot."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bigbatch.colours import COLOURS
-from bigbatch.files import open_to_append
+from bigbatch.files import as_json, open_to_append
 from bigbatch.numbers import has_numbers
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
@@ -52,7 +51,7 @@ class MetricsLog:
                 is_written_again = record["kind"] in WRITTEN_AGAIN and record.get("step") == from_step
                 # a run that starts at step 0 keeps no records
                 if _is_whole(record) and 0 < from_step >= record["step"] and not is_written_again:
-                    file.write((json.dumps(record) + "\n").encode())
+                    file.write((as_json(record) + "\n").encode())
         with writing(self._path):
             self._file = open_to_append(self._path)
 
@@ -66,7 +65,7 @@ class MetricsLog:
             return
         stamps = {"time": time.time(), ELAPSED: time.monotonic() - self._opened_at}
         with writing(self._path):
-            self._file.write((json.dumps({"kind": kind, **stamps, **record}) + "\n").encode())
+            self._file.write((as_json({"kind": kind, **stamps, **record}) + "\n").encode())
             # flush: the record is complete in the file however the process ends
             self._file.flush()
         self._continues_from = max(self._continues_from, record["step"] + (kind in WRITTEN_AGAIN))
@@ -114,7 +113,7 @@ def draw_run(
     from matplotlib.figure import Figure
 
     train = [r for r in records if r["kind"] == "train" and has_numbers(r, "step", "epoch", "loss", "lr")]
-    evals = [r for r in records if r["kind"] == "eval" and has_numbers(r, "epoch", "loss", "top1")]
+    evals = [r for r in records if r["kind"] == "eval" and has_numbers(r, "epoch", "top1")]
     noisy = [r for r in train if has_numbers(r, "noise_scale", "noise_scale_low")]
     count = 4 if noisy else 3
     figure = Figure(figsize=(13 * count / 3, 4.4), layout="constrained")
@@ -122,7 +121,7 @@ def draw_run(
     smoothed = f" (raised by label smoothing of {label_smoothing:g})" if label_smoothing else ""
     lines = [
         (loss_axes, train, "loss", 1, "-", TRAIN_COLOUR, f"training{smoothed}"),
-        (loss_axes, evals, "loss", 1, "o-", EVAL_COLOUR, "evaluation"),
+        (loss_axes, [r for r in evals if has_numbers(r, "loss")], "loss", 1, "o-", EVAL_COLOUR, "evaluation"),
         (accuracy_axes, evals, "top1", 100, "o-", EVAL_COLOUR, "top-1"),
         (rate_axes, _every_rate(train, schedule), "lr", 1, "-", TRAIN_COLOUR, None),
     ]

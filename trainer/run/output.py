@@ -1,6 +1,5 @@
 """Rank 0's output: terminal, metrics, plot and summary."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import tell
+from bigbatch.files import as_json
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
 from bigbatch.trainer.config.schema import Config
@@ -181,7 +181,7 @@ class RunOutput:
                 noise=noise,
                 spent=total_spent(read_records(rundir.metrics)),
             )
-            rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
+            rundir.write_text(rundir.summary, as_json(summary, indent=1) + "\n")
         self._print_summary(summary)
         return dict(summary)
 

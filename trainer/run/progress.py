@@ -115,16 +115,17 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     shown = []
     for name, value in summary.items():
         if name == "metrics" and isinstance(value, dict):
-            shown += [
-                (f"{name}.{own}", f"{figure:.4g}" if is_number(figure) else str(figure))
-                for own, figure in value.items()
-            ]
+            shown += [(f"{name}.{own}", _metric_text(figure)) for own, figure in value.items()]
         elif name == "noise_scale":
             scale = describe_noise_scale(summary)
             shown.append((name, scale if scale == UNMEASURED else f"{scale} images"))
         elif name not in NOISE_SCALE_FIELDS:
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown
+
+
+def _metric_text(value: Any) -> str:
+    return f"{value:.4g}" if is_number(value) else "no value" if value is None else str(value)
 
 
 def show(name: str, value: Any) -> str:
@@ -165,7 +166,7 @@ def _exposed_and_skipped(record: dict[str, Any]) -> str:
 def describe_evaluation(record: dict[str, Any]) -> str:
     """Return one evaluation as a line; without top-5 for at most five classes."""
     top5 = f"top-5 {100 * record['top5']:.2f}%  " if record["top5"] < 1 else ""
-    metrics = "".join(f"{name} {value:.4g}  " for name, value in record.get("metrics", {}).items())
+    metrics = "".join(f"{name} {_metric_text(value)}  " for name, value in record.get("metrics", {}).items())
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  {top5}"
         f"loss {record['loss']:.3f}  {metrics}({count(record['count'], 'image')} in {record['seconds']:.1f} s)"

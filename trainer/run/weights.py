@@ -2,10 +2,9 @@
 
 import errno
 import hashlib
-import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
-from bigbatch.files import parse_json, write_whole
+from bigbatch.files import as_json, parse_json, write_whole
 from bigbatch.trainer.config.checks import LIBRARIES
 from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.config.kinds import OPTION_KEYS
@@ -35,7 +34,7 @@ class LoadedWeights:
     """Result of loading weights into a model."""
 
     note: str
-    """Log text if only a part was loaded, or the file has a loss scale; else empty."""
+    """Log text if only a part or an average was loaded, or the file has a loss scale; else empty."""
     has_head: bool
     """Whether the last layer was loaded."""
     classes: tuple[str, ...] | None
@@ -59,17 +58,17 @@ def load_weights_(
         state = evaluated_weights(state)
     elif path.suffix == ".safetensors":
         names = _exported_names(path)
-    note = ""
+    notes: list[str] = []
     if partial is None:
-        weights = from_foreign(state, model, source=str(path), new_head=new_head)
+        weights = from_foreign(state, model, source=str(path), new_head=new_head, say=notes.append)
     else:
-        weights, note = partly_from_foreign(state, model, source=str(path), patterns=partial)
+        weights = partly_from_foreign(state, model, source=str(path), patterns=partial, say=notes.append)
     if empty := [name for name, tensor in weights.items() if tensor.is_meta]:
         raise CheckpointError(
             f"{path}: {empty[0]} is on the meta device, without values: save the model from another device"
         )
-    if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
+    if odd := next(_damaged(weights, model), None):
+        raise CheckpointError(f"{path}: {odd} holds values that are not finite: name weights of an earlier step")
     has_head = not new_head and (partial is None or names_head(model, partial))
     classes = None
     if has_head and names is not None:
@@ -77,8 +76,22 @@ def load_weights_(
     model.load_state_dict(weights)
     if scale and config.optimizer.loss_scale not in (None, scale):
         hint = f"{path} holds apex.amp's loss scale {scale:g}: to start with it, add --optimizer.loss_scale {scale:g}"
-        note = f"{note}; {hint}" if note else hint
-    return LoadedWeights(note, has_head, classes)
+        notes.append(hint)
+    return LoadedWeights("; ".join(notes), has_head, classes)
+
+
+def _damaged(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors with NaN, or with inf in weights and statistics, unless model starts with the same.
+
+    Other buffers may hold inf, such as masks of -inf.
+    """
+    own, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in weights.items():
+        may_be_inf = name not in parameters and not name.endswith(("running_mean", "running_var"))
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite
+        is_odd = values.isnan() if may_be_inf else ~values.isfinite()
+        if is_odd.any() and not values.isclose(own[name].to(values), equal_nan=True).all():
+            yield name
 
 
 def _apex_scale(state: Any) -> float | None:
@@ -95,7 +108,7 @@ def digest(model: nn.Module) -> str:
     """Return a digest of all weights and buffers, which ranks compare."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
-        found.update(tensor.cpu().contiguous().numpy().tobytes())
+        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -199,7 +212,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping
     from safetensors.torch import save
 
     # format: transformers and others read the framework from it
-    metadata = {name: json.dumps(fact) for name, fact in facts.items()} | {"format": "pt"}
+    metadata = {name: as_json(fact) for name, fact in facts.items()} | {"format": "pt"}
     # save_file would replace this file by one with other permissions
     write_whole(path, save(dict(state), metadata=metadata))
 

@@ -29,6 +29,8 @@ COMPUTE_DTYPES = {
 
 AUTOCAST_DTYPES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
 """Precision -> dtype to which autocast rounds the inputs of convolutions and matrix products."""
+TRAINED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of parameters that can be trained, and that precision rounds; those of other dtypes stay as they are."""
 CLIP_EPS = 1e-6
 """Added to the norm, as in torch.nn.utils.clip_grad_norm_."""
 
@@ -52,10 +54,12 @@ class Precision:
         scaling: Scaling | None = None,
         clip_norm: float | None = None,
     ) -> None:
+        """Round the weights. Raises: ValueError for trained parameters that are not real numbers of 16 or 32 bits."""
+        require_trainable(model)
         self.compute_dtype = COMPUTE_DTYPES[name]
         self._name, self._device = name, device
         # before the rounding to half precision, so that masters keep all digits of the initial weights
-        whole = {key: p.detach().float().clone() for key, p in model.named_parameters()}
+        whole = {key: p.detach().float().clone() for key, p in model.named_parameters() if p.dtype in TRAINED_DTYPES}
         to_half_(model, self.compute_dtype)
         self._model = model
         masters = {
@@ -66,7 +70,7 @@ class Precision:
         self._frozen = {
             key: whole[key].cpu()
             for key, p in model.named_parameters()
-            if key not in masters and p.dtype != torch.float32
+            if key not in masters and key in whole and p.dtype != torch.float32
         }
         """fp32 values of rounded frozen weights, for checkpoints only."""
         self.weights: WholeWeights | ShardedWeights = WholeWeights(model, masters)
@@ -169,8 +173,11 @@ class Precision:
         return not self.weights.sum_parts(odd_1).any()
 
     def model_state(self) -> dict[str, Tensor]:
-        """Return the model's state_dict with fp32 masters in place of half-precision weights."""
-        return {**self._model.state_dict(), **self._frozen, **self.weights.whole()}
+        """Return the model's state_dict with fp32 masters in place of half-precision weights, under all their names."""
+        state = {**self._model.state_dict(), **self._frozen, **self.weights.whole()}
+        first = {parameter: key for key, parameter in self._model.named_parameters()}
+        shared = {key: first[p] for key, p in self._model.named_parameters(remove_duplicate=False) if first[p] != key}
+        return state | {key: state[name] for key, name in shared.items()}
 
     def load_model_state(self, state: Mapping[str, Tensor]) -> None:
         """Load what model_state gave. Raises: RuntimeError listing missing and foreign keys."""
@@ -242,6 +249,17 @@ def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor]
     return float(small / total)
 
 
+def require_trainable(model: nn.Module) -> None:
+    """Raise ValueError for a trained parameter that is complex, float64 or of 8 bits: none of its digits are lost."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in TRAINED_DTYPES:
+            remedy = "give the model float32 weights, such as by .float() in its constructor"
+            if parameter.is_complex():
+                remedy = "train torch.view_as_real of it, and call torch.view_as_complex in forward"
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} is {dtype}, and weights are trained as float32 numbers: {remedy}")
+
+
 def to_half_(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast all weights but those of norm layers, which stay fp32."""
     for parameter in half_precision_parameters(model).values():
@@ -249,12 +267,13 @@ def to_half_(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def half_precision_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by name, the parameters that half precision rounds: all but those of norm layers."""
+    """Return, by name, the parameters that half precision rounds: those of TRAINED_DTYPES, except in norm layers."""
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, module in model.named_modules()
         if not isinstance(module, _NormBase)
         for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dtype in TRAINED_DTYPES
     }
 
 

@@ -1,5 +1,6 @@
 """Scores of outputs per image: cross-entropy or the user's loss, and the user's metrics."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -42,8 +43,10 @@ class Metric:
         values_BM = (to_grid(values) if self.is_on_grid else values.double()).reshape(len(labels_B), self.width)
         return torch.where(valid_B[:, None], values_BM, 0.0).sum(0)
 
-    def figure(self, sums_M: Tensor, *, count: int) -> float:
-        return float(sums_M) / count if self.result is None else float(self.result(sums_M))
+    def figure(self, sums_M: Tensor, *, count: int) -> float | None:
+        """Return the metric; None if it is not finite, such as the share of a class without images."""
+        value = float(sums_M) / count if self.result is None else float(self.result(sums_M))
+        return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)

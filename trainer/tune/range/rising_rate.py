@@ -18,7 +18,7 @@ from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.config.options import join_values
+from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.range_test import RANGE_TEST
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.short_run import to_the_last_epoch
@@ -44,13 +44,13 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ConfigError; TuneError if the loss explodes too soon to read anything.
     """
-    arguments, overrides = _parser().parse_known_args(argv)
+    arguments, overrides = parse_beside_keys(_parser(), argv)
     low, high, steps = arguments.low, arguments.high, arguments.steps
     if not 0 < low < high < math.inf:
         raise ConfigError(f"--from {low:g} --to {high:g}: give two learning rates above 0, the second one larger")
     if steps < MIN_STEPS:
         raise ConfigError(f"--steps {steps} are too few to read a curve from: give at least {MIN_STEPS}")
-    overrides = _without_earlier_test(overrides)
+    overrides = [word for word in overrides if not word.startswith(f"--{RANGE_TEST}=")]
     # the config's earlier range test may be of another recipe: this test replaces it
     config = load_config(["--config", arguments.config, *overrides, f"--{RANGE_TEST}=null"], prog="bigbatch tune range")
     to_its_end = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test detects it
@@ -80,12 +80,6 @@ def main(argv: Sequence[str]) -> int:
         _finish(curve, config, arguments=arguments, overrides=overrides)
     communicator.close()
     return leave_stopped(env) if stopped_by else 0
-
-
-def _without_earlier_test(overrides: Sequence[str]) -> list[str]:
-    joined = join_values(overrides)
-    kept = [word for word in joined if not word.startswith(f"--{RANGE_TEST}=")]
-    return list(overrides) if kept == joined else kept
 
 
 class _Curve:

@@ -1,18 +1,23 @@
 """Own losses and metrics equal their formula for each image, or are refused with the reason."""
 
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.score import make_loss, make_score
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.step.score import Metric
+from bigbatch.trainer.input.order import ImageIndex
+from bigbatch.trainer.step.score import Metric, cross_entropies
 
 CPU = torch.device("cpu")
 HERE = "tests.unit.trainer.build.test_score"
@@ -69,6 +74,14 @@ class Share:
         return first / second
 
 
+class PythonShare(Share):
+    def result(self, sums_M: Tensor) -> Tensor:
+        first, second = sums_M.tolist()
+        if first < 0:
+            raise KeyError("below zero")
+        return first / second
+
+
 class BrokenShare(Share):
     def result(self, sums_M: Tensor) -> Tensor:
         return sums_M["first"]  # type: ignore[call-overload]
@@ -93,6 +106,94 @@ def test_loss_is_summed_over_images() -> None:
     logs_BK = logits_BK.double().log_softmax(1)
     targets_BK = 0.9 * F.one_hot(labels_B, K) + 0.1 / K
     assert float(smoothed) == pytest.approx(float(-(targets_BK * logs_BK).sum()), rel=1e-6)
+
+
+def split_of(labels: list[int], *names: str) -> build_input.Split:
+    index = ImageIndex(root="", classes=names, paths=[str(each) for each in labels], labels_N=np.array(labels))
+    unused: Any = None
+    return build_input.Split(len(labels), unused, index)
+
+
+NAMES = tuple(f"class {number}" for number in range(K))
+LABELS = [*range(K), *[3] * 7, *[8] * 4]
+"""Labels of a training set."""
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "weight", ["balanced", "[2, 0, 1, 1, 5, .5, 1, 1, 3, 1]", "{class 3: 0.25, class 8: 3}"], ids=["n", "list", "names"]
+)
+def test_class_weights_are_torchs_weighted_mean_over_the_training_set(weight: str, smoothing: float) -> None:
+    """And their sum over microbatches is that over the whole batch, with labels and with shares of classes."""
+    words = [f"--optimizer.loss_options={{weight: {weight}}}", f"--optimizer.label_smoothing={smoothing}"]
+    ours = make_loss(config(*words), CPU, train=split_of(LABELS, *NAMES))
+    counts = np.bincount(LABELS, minlength=K)
+    stated = yaml.safe_load(weight)
+    if stated == "balanced":
+        stated = [len(LABELS) / (K * count) for count in counts]  # as scikit-learn's
+    elif isinstance(stated, dict):
+        stated = [stated.get(name, 1.0) for name in NAMES]
+    weight_K = torch.tensor(stated, dtype=torch.float64)
+    logits_BK, labels_B = torch.randn(len(LABELS), K), torch.tensor(LABELS)
+    for both in (logits_BK, logits_BK.double()):
+        both.requires_grad_()
+    parts = zip(logits_BK.split(4), labels_B.split(4), strict=True)
+    mean = sum(ours(*part) for part in parts) / len(LABELS)
+    theirs_BK = logits_BK.detach().double().requires_grad_()
+    expected = nn.CrossEntropyLoss(weight_K, label_smoothing=smoothing)(theirs_BK, labels_B)
+    torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(mean, logits_BK)[0].double(),
+        torch.autograd.grad(expected, theirs_BK)[0],
+        rtol=1e-5,
+        atol=1e-8,
+    )
+    shares_BK = torch.randn(len(LABELS), K).softmax(1)
+    scaled_K = weight_K * len(LABELS) / (weight_K * torch.from_numpy(counts)).sum()
+    smoothed_BK = (1 - smoothing) * shares_BK.double() + smoothing / K
+    by_hand = -(scaled_K * smoothed_BK * logits_BK.detach().double().log_softmax(1)).sum()
+    torch.testing.assert_close(ours(logits_BK, shares_BK).double(), by_hand, rtol=1e-6, atol=0)
+    assert torch.equal(
+        make_score(config(*words), CPU).losses(logits_BK, labels_B), cross_entropies(logits_BK, labels_B)
+    )
+
+
+def test_class_weights_of_generated_samples_and_of_trials_without_data() -> None:
+    words = ["--optimizer.loss_options={weight: balanced}"]
+    unused: Any = None
+    generated = make_loss(config(*words), CPU, train=build_input.Split(3 * K, unused, None))
+    logits_BK, labels_B = noise(6)
+    expected = F.cross_entropy(logits_BK, labels_B, reduction="sum")
+    torch.testing.assert_close(generated(logits_BK, labels_B), expected)
+    torch.testing.assert_close(make_loss(config(*words), CPU)(logits_BK, labels_B), expected)
+
+
+@pytest.mark.parametrize(
+    ("weight", "labels", "named"),
+    [
+        ("balanced", LABELS[1:], ("weight=balanced", "class 0 has no training image")),
+        ("[1, 2]", LABELS, ("has 2 numbers", "data.num_classes=10")),
+        ("[]", LABELS, ("has 0 numbers", "data.num_classes=10")),
+        ("{clas 3: 2}", LABELS, ("no class clas 3", "class 3")),
+        ("{3: 2}", LABELS, ("no class 3",)),
+        ("[1, 0, 0, 0, 0, 0, 0, 0, 0, 0]", LABELS[1:], ("0 for all classes",)),
+    ],
+)
+def test_class_weights_that_do_not_fit_the_classes_are_refused(
+    weight: str, labels: list[int], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=naming("optimizer.loss_options: weight", *named)):
+        make_loss(config(f"--optimizer.loss_options={{weight: {weight}}}"), CPU, train=split_of(labels, *NAMES))
+
+
+def test_loss_of_torch_takes_lists_for_its_tensors() -> None:
+    logits_BK, labels_B = noise(6)
+    weight = [float(number) for number in range(1, K + 1)]
+    options = f"--optimizer.loss_options={{weight: {weight}, reduction: none}}"
+    expected = nn.CrossEntropyLoss(torch.tensor(weight), reduction="sum")(logits_BK, labels_B)
+    for name in ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"):
+        own = make_loss(config(f"--optimizer.loss={name}", options), CPU)
+        torch.testing.assert_close(own(logits_BK, labels_B), expected)
 
 
 def test_loss_of_torch_takes_no_mean() -> None:
@@ -162,6 +263,18 @@ def test_metrics_leave_out_what_does_not_count() -> None:
     chosen = [(row.double(), int(label)) for row, label in zip(logits_BK[valid_B], labels_B[valid_B], strict=True)]
     gap = sum(float(1 - row.softmax(0)[label]) for row, label in chosen) / 4
     assert found == pytest.approx({"gap": gap, "share": sum(label for _, label in chosen) / 4})
+
+
+@pytest.mark.parametrize("own", ["Share", "PythonShare"])
+def test_metric_without_a_value_is_none(own: str) -> None:
+    """The share of a class without an image: torch gives NaN or inf, and Python's numbers raise."""
+    metric = make_score(config(f"--run.metrics={{mine: {HERE}.{own}}}"), CPU).metrics["mine"]
+    assert metric.figure(torch.tensor([3.0, 4.0]), count=4) == 0.75
+    for sums in ([0.0, 0.0], [1.0, 0.0], [torch.nan, 1.0]):
+        assert metric.figure(torch.tensor(sums), count=4) is None
+    if own == "PythonShare":
+        with pytest.raises(ConfigError, match=naming("run.metrics: mine=", "result fails", "KeyError: 'below zero'")):
+            metric.figure(torch.tensor([-1.0, 1.0]), count=4)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,12 @@ def test_evaluate_any_resolution_and_crop(
 ) -> None:
     torch.manual_seed(0)
     model = MODELS[name](num_classes=10, **OPTIONS[name][1]).eval()
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    others = {name: 0 * tensor for name, tensor in model.state_dict().items()}
+    average = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}  # as torchvision's scripts do
+    torch.save({"model": others, "model_ema": average} if flip else model.state_dict(), tmp_path / "weights.pt")
     argv = command(name, tmp_path / "weights.pt", data, size=size, fraction=0.75, flip=flip)
+    assert main(["export", *argv, "--format=safetensors", f"--out={tmp_path / 'w.safetensors'}"]) == 0
+    assert ("the average of the weights is read (model_ema.module)" in capsys.readouterr().out) == flip
     record, line = evaluate(capsys, *argv)
     correct, loss = count_by_hand(model, data, size=size, fraction=0.75, flip=flip)
     assert record["count"] == 20

@@ -295,15 +295,17 @@ def test_export_only_a_full_disk_is_called_one(
         lambda *_: fail(OSError(28, "No space left on device")),
     ]
     monkeypatch.setattr(export_formats, "open", lambda path, mode: open("/dev/full", mode), raising=False)  # noqa: SIM115
-    for write in (*full, lambda *_: fail(RuntimeError("no such operator\nand more")), lambda *_: fail(RuntimeError())):
+    others = [RuntimeError("no such operator\nand more"), TypeError("onnxruntime's are plain"), RuntimeError()]
+    for write in (*full, *(partial(lambda error, *_: fail(error), other) for other in others)):
         form = export_formats.Format(None, write, lambda path, config: None)
         monkeypatch.setitem(export_formats.FORMATS, "torchvision", form)
         assert export("resnet9", "torchvision", tmp_path / "a.pth")[1] == 1
-    *of_disk, of_operator, without_words = refusal(capsys).splitlines()
+    *of_disk, of_operator, of_reader, without_words = refusal(capsys).splitlines()
     assert len(of_disk) == 3
     for line in of_disk:
         assert re.search(naming(f" {tmp_path / 'a.pth'}: No space left on device, ", "MB are free", "--out"), line)
     assert re.search(naming("bigbatch: ", "torchvision: no such operator; ", "--format"), of_operator)
+    assert re.search(naming("torchvision: onnxruntime's are plain; ", "--format"), of_reader)
     assert re.search(naming("torchvision: RuntimeError; ", "--format"), without_words)
 
 

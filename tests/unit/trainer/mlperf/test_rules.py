@@ -49,6 +49,7 @@ WITH_OTHERS = {
     "augment.randaugment_ops": ("--augment.randaugment_ops=2", "--augment.randaugment_magnitude=9"),
     "augment.randaugment_magnitude": ("--augment.randaugment_ops=2", "--augment.randaugment_magnitude=9"),
     "optimizer.ema_decay": ("--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=1"),
+    "optimizer.loss_options": ("--optimizer.loss_options={weight: balanced}",),
     "optimizer.loss": ("--optimizer.loss=mine.Loss", "--optimizer.label_smoothing=0", "--run.divergence_steps=null"),
     "schedule.name": ("--schedule.name=cosine",),
     "data.crop": (

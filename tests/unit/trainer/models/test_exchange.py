@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.exchange import from_foreign, plain_tensors
+from bigbatch.trainer.models.exchange import from_foreign, partly_from_foreign, plain_tensors
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 
 timm = pytest.importorskip("timm")
@@ -185,3 +185,72 @@ REMEDY = "save one with torch.save(model.state_dict(), FILE)"
 def test_exchange_messages_of_what_is_no_state_dict(state: object, message: str) -> None:
     """The room's catalogue of messages: the one test here that holds whole sentences."""
     assert refusal(state, ours()) == f"{message}: {REMEDY}"
+
+
+def averaged(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state_dict of torch's AveragedModel, which counts its updates beside the weights."""
+    return {"n_averaged": torch.tensor(3), **prefixed(state, "module.")}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "average"),
+    [
+        (lambda state, _: {"state_dict": {**prefixed(state, "model."), "criterion.weight": torch.ones(10)}}, ""),
+        (lambda state, _: {"state_dict": prefixed(state, "net._orig_mod."), "hyper_parameters": {"lr": 0.1}}, ""),
+        (lambda state, other: {"state_dict": prefixed(state, "model."), "current_model_state": other}, ""),
+        (lambda state, _: prefixed(state, "module.", "backbone."), ""),
+        (lambda state, _: {"state": {"model": prefixed(state, "module."), "algorithms": []}, "rng": []}, ""),
+        (lambda state, _: {"net": prefixed(state, "module."), "acc": 93.1}, ""),
+        (lambda state, _: {"model_state_dict": state, "optimizer_state_dict": {"state": {0: {}}}}, ""),
+        (lambda state, other: {"model": state, "momentum": other}, ""),
+        (lambda state, _: averaged(state), ""),
+        (lambda state, other: {"model": other, "model_ema": averaged(state)}, "model_ema.module"),
+        (lambda state, other: {"state_dict": other, "state_dict_ema": state, "epoch": 3}, "state_dict_ema"),
+        (lambda state, other: {**prefixed(other, "model."), **prefixed(averaged(state), "ema_model.")}, "ema_model"),
+        (lambda state, other: {"ema": {"decay": 0.9}, "model": state, "avgpool": {"conv1.weight": other}}, ""),
+    ],
+)
+def test_exchange_finds_weights_below_any_keys_and_prefixes(wrap: Any, average: str) -> None:
+    state, model = both_resnet18()
+    said: list[str] = []
+    found = from_foreign(
+        wrap(state, {name: 0 * t for name, t in state.items()}), model, source="a.pth", say=said.append
+    )
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert [line for line in said if average in line] == said
+    assert len(said) == (average != "")
+
+
+def test_exchange_of_a_prefix_has_the_messages_of_the_names_without() -> None:
+    state, model = both_resnet18()
+    with torch.device("meta"):
+        deep = torchvision.models.resnet34(num_classes=10).state_dict()
+        classes = torchvision.models.resnet18(num_classes=7).state_dict()
+    assert "foreign (layer1.2.conv1.weight, " in refusal({"state_dict": prefixed(deep, "net.")}, model)
+    assert "fc.weight has 7 classes" in refusal(prefixed(classes, "model."), model)
+    assert "1 of 123 tensors are foreign (aux)" in refusal(prefixed({**state, "aux": torch.ones(1)}, "net."), model)
+    for twice, places in (
+        ({"student": state, "teacher": dict(state)}, "(student, teacher)"),
+        ({**prefixed(state, "online."), **prefixed(state, "target.")}, "(online, target)"),
+    ):
+        assert f"a.pth holds weights of this model several times {places}" in refusal(twice, model)
+    several = [1, {"state_dict": [state]}, {0: state}, {"." * 9999: torch.ones(1)}, {"a": {"b": {"c": {"d": {}}}}}]
+    for odd in several:
+        assert "no state_dict" in refusal(odd, model) or "missing" in refusal(odd, model)
+    nested: dict[str, Any] = {"model": state}
+    for _ in range(9):  # deeper than any script nests them
+        nested = {"model": nested}
+    assert "no state_dict" in refusal(nested, model)
+
+
+def test_exchange_takes_parts_and_all_but_the_head_below_a_prefix() -> None:
+    state, model = both_resnet18()
+    backbone = {f"backbone.{name}": tensor for name, tensor in state.items() if not name.startswith("fc.")}
+    found = from_foreign({"state_dict": backbone}, model, source="a.pth", new_head=True)
+    assert torch.equal(found["layer4.1.conv2.weight"], state["layer4.1.conv2.weight"])
+    said: list[str] = []
+    found = partly_from_foreign(backbone, model, source="a.pth", patterns=["conv1.*", "layer1.*"], say=said.append)
+    assert torch.equal(found["conv1.weight"], state["conv1.weight"])
+    assert torch.equal(found["bn1.bias"], model.state_dict()["bn1.bias"])
+    assert re.search(naming("25 of 122 tensors are from a.pth", "not used (bn1.weight, "), said[0])

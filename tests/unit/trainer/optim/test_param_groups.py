@@ -54,6 +54,21 @@ def test_param_groups_leave_out_vectors_and_what_the_model_lists():
     assert decays(WithTokens()) == {"token": False, "gamma": False, "linear.weight": True, "linear.bias": False}
 
 
+def test_param_groups_leave_out_the_magnitudes_of_weight_norm():
+    """They scale a layer's outputs as a norm's weight does, and have the shape (out, 1, 1, 1)."""
+    new = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    old = nn.Linear(4, 2, bias=False)
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(old)
+    head = nn.Linear(4, 1)  # one class: its weight has one row, and decays
+    found = decays(nn.Sequential(new, old, head))
+    assert [name for name, has_decay in found.items() if has_decay] == [
+        "0.parametrizations.weight.original1",
+        "1.weight_v",
+        "2.weight",
+    ]
+
+
 def test_param_groups_know_biases_under_torchs_other_names():
     has_decay = decays(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(3, 4)}))
     assert has_decay == {

@@ -22,12 +22,14 @@ from rich.console import Console
 from small_run import PLAN
 
 from bigbatch.errors import RunFolderError
+from bigbatch.experiments.report.compare import read_figures
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.input.report import MeasuredInput, input_settings
 from bigbatch.trainer.run import folder, metrics, summary
 from bigbatch.trainer.run.cost import Spent, total_spent
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary
+from bigbatch.trainer.run.loggers import figures_of
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
 from bigbatch.trainer.run.progress import Bar, Lines, describe, describe_evaluation, rows
 from bigbatch.trainer.run.resume import changes
@@ -129,6 +131,40 @@ def test_report_a_resumed_run_drops_records_that_it_cannot_have_written(tmp_path
     MetricsLog(rundir).begin(from_step=1)
     assert list(read_records(rundir.metrics)) == [whole]
     assert total_spent(read_records(rundir.metrics)) == Spent()
+
+
+def test_report_numbers_that_json_lacks_are_null_for_every_reader(tmp_path: Path) -> None:
+    """A metric without a value, and a loss that is not finite."""
+    rundir, log = RunDir(tmp_path), MetricsLog(RunDir(tmp_path))
+    older = {"kind": "eval", "time": 1.0, **EVAL_RECORD, "metrics": {"balanced": math.nan}}
+    rundir.metrics.write_text(json.dumps(older) + "\n")  # as earlier releases wrote it
+    log.begin(from_step=3)
+    record = {**EVAL_RECORD, "step": 4, "epoch": 1.0, "loss": math.inf, "metrics": {"balanced": None, "right": 0.5}}
+    log.write("eval", record)
+    log.close()
+    found = [json.loads(line, parse_constant=pytest.fail) for line in rundir.metrics.read_text().splitlines()]
+    assert [each["metrics"]["balanced"] for each in found] == [None, None]
+    assert (found[1]["loss"], found[1]["metrics"]["right"]) == (None, 0.5)
+    assert (
+        figures_of(found[1]).keys()
+        == figures_of(record).keys()
+        == {"epoch", "top1", "top5", "count"}
+        | {
+            "seconds",
+            "metrics/right",
+        }
+    )
+    panels = draw_run(found, title="a run", label_smoothing=0.0).axes
+    assert [[line.get_xdata().tolist() for line in panel.get_lines()] for panel in panels] == [
+        [[0.5]],
+        [[0.5, 1.0], [0.5, 1.0]],
+        [],
+    ]
+    assert "loss inf  balanced no value  right 0.5  (8 images" in describe_evaluation(record)
+    assert rows({"metrics": found[1]["metrics"]}) == [("metrics.balanced", "no value"), ("metrics.right", "0.5")]
+    start = {"kind": "train", **TRAIN_RECORD}
+    figures = read_figures([start, *found], global_batch_size=8, target=0.2, is_generated=False)
+    assert (figures.top1, figures.loss) == (0.25, None)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])

@@ -1,5 +1,6 @@
 """When evaluations end a run, and which settings of that are refused."""
 
+import math
 import re
 from typing import Any
 
@@ -59,6 +60,12 @@ def test_stopping_patience_is_counted_from_the_first_best(
 ) -> None:
     for metric, sign in (("top1", 1), ("top5", 1), ("loss", -1)):
         assert end([sign * v for v in values], metric=metric, after=after) == expected, metric
+
+
+def test_stopping_a_loss_without_a_value_is_never_the_best() -> None:
+    assert end([math.nan, 3, 2, 1], metric="loss", after=2) is None
+    assert end([math.nan, math.nan, math.inf, 1], metric="loss", after=2) == 3
+    assert end([3, math.nan, 2, math.inf, math.nan], metric="loss", after=2) == 5
 
 
 def test_stopping_reason_names_rule_and_best() -> None:

@@ -207,8 +207,9 @@ AROUND: dict[str, dict[str, object]] = {
     "model": {"epoch": 3, "args": argparse.Namespace(lr=0.1, output_dir=Path("runs"))},
     "state_dict": {"arch": "resnet18", "version": 2, "args": argparse.Namespace(model="resnet18")},
     "module": {"best_prec1": numpy.float64(70.1), "rates": numpy.arange(3), "optimizer": {"state": {}}},
+    "net": {"hyper_parameters": argparse.Namespace(width=2), "callbacks": {"best": Path("runs")}},
 }
-"""What training scripts put beside weights: torchvision's, timm's, NVIDIA's."""
+"""What training scripts put beside weights: torchvision's, timm's, NVIDIA's, Lightning's."""
 
 
 @pytest.mark.parametrize("nest", AROUND)

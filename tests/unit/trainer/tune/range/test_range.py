@@ -131,7 +131,7 @@ def test_range_needs_no_earlier_one(words, tmp_path, monkeypatch):
     with pytest.raises(Reached):
         range_test.main(["--config", *experiment, *options])
     assert (started[0].schedule.range_test, started[0].data.flip) == (None, False)
-    kept = range_test._without_earlier_test(experiment)
+    kept = [str(file), "--data.flip=false"]
     command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=kept)[-1])
     search = parse_search([*command[3:], "--study", str(tmp_path / "study")])
     assert search.complete_config({"schedule.base_lr": "4"}).data.flip is False
