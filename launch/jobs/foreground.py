@@ -121,9 +121,12 @@ def run_in_foreground(
 
 
 def start_process(argv: Sequence[str], *, environ: Mapping[str, str], **others: Any) -> "subprocess.Popen[bytes]":
-    """Start a process in a new session; others: of Popen. Raises: LaunchOptionError if its program is not installed."""
+    """Start a process in a new session, without input: a job would consume the rest of a loop's list, or of a script.
+
+    others: of Popen. Raises: LaunchOptionError if its program is not installed.
+    """
     try:
-        return subprocess.Popen(argv, env=dict(environ), start_new_session=True, **others)
+        return subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True, **others)
     except FileNotFoundError as error:
         remedy = MISSING.get(Path(argv[0]).name, "install it, or use another launcher")
         raise LaunchOptionError(f"{argv[0]} is not installed here: {remedy}") from error

@@ -79,7 +79,6 @@ def run_processes(
             running[number] = start_process(
                 start.argv,
                 environ=dict(environ) | dict(start.variables),
-                stdin=subprocess.DEVNULL,
                 preexec_fn=None if enter is None else partial(enter, start.node),
             )
             watch(running[number].pid)

@@ -30,4 +30,4 @@ if [ -n "$INTERFACE" ]; then
 fi
 [ "$(id -u)" -eq 0 ] && options+=(--allow-run-as-root)
 
-exec mpirun "${options[@]}" bigbatch "$@"
+exec mpirun "${options[@]}" bigbatch "$@" < /dev/null   # a loop over lines keeps its input

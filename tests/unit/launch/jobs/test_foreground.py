@@ -58,6 +58,16 @@ def test_missing_launcher_is_named_with_its_own_remedy(program: str, remedy: str
         in_foreground(program)
 
 
+def test_foreground_job_leaves_the_input_of_a_loop_alone() -> None:
+    """`while read` would run once: the first job would consume the other lines."""
+    reads = "import sys; print('job', repr(sys.stdin.read()), flush=True)"
+    loop = 'while read -r line; do "$0" -c "$1" "$2"; echo "$line"; done'
+    done = subprocess.run(
+        ["sh", "-c", loop, sys.executable, PARENT, reads], input="one\ntwo\n", stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout.splitlines() == ["job ''", "by itself", "one", "job ''", "by itself", "two"]
+
+
 PARENT = """
 import signal
 import sys
