@@ -20,6 +20,7 @@ from bigbatch.comm.rendezvous.launcher import (
     number,
     refuse_unknown,
 )
+from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT, NUM_JOB_PORTS
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import LaunchError
 
@@ -34,7 +35,9 @@ STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 JOINS_VARIABLE = "BIGBATCH_JOINS"
 """Set by `bigbatch launch` for a rank that it restarts: path of a file that the rank removes once it has joined the
 running job."""
-IDENTITY_VARIABLES = (*RANK_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
+LISTENER_VARIABLE = "BIGBATCH_LISTENER"
+"""Set by `bigbatch launch local` for rank 0: descriptor of the socket that holds MASTER_PORT."""
+IDENTITY_VARIABLES = (*RANK_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE, LISTENER_VARIABLE)
 """bigbatch's launchers remove inherited ones, then set those of their ranks; * matches any end of a name."""
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
@@ -50,9 +53,6 @@ FIND_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Slurm's configuration and the user's token."""
 SECRET_VARIABLE = "BIGBATCH_SECRET"
 """Set by `bigbatch launch` for the ranks of each job, or by a user, equal for all ranks; see secret.py."""
-FIRST_JOB_PORT = 20000
-NUM_JOB_PORTS = 12000
-"""Ports 20000 to 31999: Linux uses ports from 32768 on for outgoing connections."""
 SLURM_STEP_PORTS = 1009
 """Distance of ports between two steps of a job: jobs with adjacent numbers, and their steps, may share a node."""
 SLURM_RESTART_PORTS = 5003
@@ -72,6 +72,8 @@ class ProcessEnv:
     master: tuple[str, int] | None
     names_launcher: bool = True
     """False for RANK and WORLD_SIZE without torchrun's own variables: any launcher may set these."""
+    listener: int | None = None
+    """Descriptor of the socket that already holds master's port, on rank 0; None: rank 0 opens the port."""
     master_runs: bool = False
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
     agent_pid: int | None = None
@@ -160,6 +162,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
         local_rank=local_rank,
         local_size=local_size,
         joins_file=Path(environ[JOINS_VARIABLE]) if environ.get(JOINS_VARIABLE) else None,
+        listener=number(environ, LISTENER_VARIABLE, "bigbatch launch") if LISTENER_VARIABLE in environ else None,
         master=_master(environ, launcher, is_one_host=local_size == world_size),
         names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,
         master_runs=master_runs,

@@ -38,6 +38,8 @@ class NodeProcess:
     variables: tuple[tuple[str, str], ...] = ()
     name: str = ""
     """Name for the message if it fails first, such as rank 2 on n1; empty: it reports its failure itself."""
+    descriptors: tuple[int, ...] = ()
+    """Open descriptors that it alone inherits: they are closed here once it has started."""
 
 
 def run_processes(
@@ -80,7 +82,10 @@ def run_processes(
                 start.argv,
                 environ=dict(environ) | dict(start.variables),
                 preexec_fn=None if enter is None else partial(enter, start.node),
+                pass_fds=start.descriptors,
             )
+            for descriptor in start.descriptors:
+                os.close(descriptor)
             watch(running[number].pid)
 
         def start_again(number: int) -> bool:
@@ -90,7 +95,8 @@ def run_processes(
             joins -= 1
             path = folder / f"{number}"
             write_whole(path, b"")
-            begin(number, replace(starts[number], variables=(*starts[number].variables, (JOINS_VARIABLE, f"{path}"))))
+            variables = (*starts[number].variables, (JOINS_VARIABLE, f"{path}"))
+            begin(number, replace(starts[number], variables=variables, descriptors=()))
             return True
 
         try:
