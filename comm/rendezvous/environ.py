@@ -18,6 +18,7 @@ from bigbatch.comm.rendezvous.launcher import (
     find_launcher,
     local_size_of,
     number,
+    refuse_partial,
     refuse_unknown,
 )
 from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT, NUM_JOB_PORTS
@@ -147,6 +148,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
     if launcher is None:
         refuse_unknown(environ)
         return alone
+    refuse_partial(environ, launcher)
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])
     master_runs = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -284,7 +286,12 @@ def _host(variables: Mapping[str, str], launcher: str | None) -> str:
 
 def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -> tuple[str, int] | None:
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
-        return variables["MASTER_ADDR"].strip("[]"), number(variables, "MASTER_PORT", launcher)
+        address, port = variables["MASTER_ADDR"].strip(" []"), number(variables, "MASTER_PORT", launcher)
+        if not address:
+            raise LaunchError("MASTER_ADDR is empty: set it to the name or address of rank 0's host")
+        if not 0 < port < 65536:
+            raise LaunchError(f"MASTER_PORT={port} is no port: set it to a free one of rank 0's host, 1 to 65535")
+        return address, port
     if launcher != "srun":
         return None
     job, step = number(variables, "SLURM_JOB_ID", launcher), number(variables, "SLURM_STEP_ID", launcher)
