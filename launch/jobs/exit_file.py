@@ -51,6 +51,8 @@ def with_code_of_first_rank(ended: Ended, job: JobSpec, *, path: Path | None, he
     record = None if path is None or (ended.code and not ended.outlived_rank_0 and not heals) else read_record(path)
     if isinstance(record, int):
         return replace(ended, code=record)
+    if ended.was_terminated and ended.code:
+        return replace(ended, code=INTERRUPTED)
     if record is None or not (record or (begins_here and not job.is_python)):
         if ended.code == 0 and not job.is_python:
             tell(

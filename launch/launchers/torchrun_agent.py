@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bigbatch.comm.rendezvous.ports import MAX_TRIES, free_port
 from bigbatch.errors import first_line, tell
-from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.exit_codes import FAILED, INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import shell_code
 from bigbatch.launch.jobs.processes import describe_exit
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _run(arguments)
     except SignalException:
-        return FAILED  # its ranks have saved and stopped, or were ended
+        return INTERRUPTED  # its ranks have saved and stopped, or were ended
     except DistNetworkError as error:
         at = f"{arguments.master_addr}:{arguments.master_port}"
         tell(f"no rendezvous at {at}: {first_line(error)}; state a free port of the first node by --master")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs import foreground
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 
@@ -26,12 +27,12 @@ def test_foreground_ends_a_launcher_that_its_ranks_have_left(
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(foreground, "END_SECONDS", 0.2)
     deaf = f"trap '' TERM; touch {tmp_path}/deaf; while :; do sleep 1; done"
-    ended = in_foreground("sh", "-c", deaf, rank_0_ended=(tmp_path / "deaf").exists)
+    ended = in_foreground("sh", "-c", deaf, rank_0_ended=lambda _: (tmp_path / "deaf").exists())
     assert (ended.code, ended.was_asked) == (128 + signal.SIGKILL, False)
     assert "sh still runs although the job's first rank has ended: ending it" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("is_interrupted", "code"), [(True, 128 + signal.SIGUSR1), (False, 3)])
+@pytest.mark.parametrize(("is_interrupted", "code"), [(True, INTERRUPTED), (False, 3)])
 def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
     is_interrupted: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
