@@ -94,7 +94,8 @@ def test_mpirun_ends_no_other_rank_of_a_job_that_heals_and_its_0_says_nothing(
     ("script", "code"),
     [
         ("kill -INT $PPID; trap 'exit 1' TERM", INTERRUPTED),  # no rank can take SIGUSR1 yet; mpirun ends with 1
-        ("trap 'exit 1' USR1; kill -INT $PPID", 1),  # a rank that fails while it saves
+        ("trap 'exit 250' USR1; kill -INT $PPID", INTERRUPTED),  # it starts its daemons, and no rank has begun
+        ("trap 'exit 1' USR1; echo -n begun > $BIGBATCH_STOPPED; kill -INT $PPID", 1),  # a rank fails while it saves
         # a request that came before the ranks ran
         ("trap : USR1; trap 'kill $!; exit 1' TERM; kill -INT $PPID; sleep 0.1; $RANK & wait; wait", INTERRUPTED),
     ],
