@@ -16,20 +16,20 @@ BACKLOG = 4096
 """All ranks of a large job may connect at once."""
 
 
-def hold_port(address: str, *, for_torch: bool = False) -> socket.socket:
+def hold_port(address: str, *, listens: bool = True) -> socket.socket:
     """Return a socket that listens on a free port of this address, so that no other process can take the port.
 
-    for_torch: it does not listen, so that a script's rank 0 can open a store of torch there. Other searches for a free
+    listens: False only binds it, so that a script's rank 0 can open a store of torch there. Other searches for a free
     port, and outgoing connections, still avoid the port.
     """
     for port in (*_job_ports(), 0):
         holder = socket.socket(family_of(address))
         try:
             holder.bind((address, port))
-            if for_torch:
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            else:
+            if listens:
                 holder.listen(BACKLOG)
+            else:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except OSError:
             holder.close()
             if port == 0:

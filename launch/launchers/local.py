@@ -126,7 +126,7 @@ def _holding_port(job: JobSpec) -> tuple[NodeProcess, ...]:
     """Return the process of each rank; rank 0 inherits the socket that holds the port, unless --master states one."""
     if job.master is not None:
         return local_processes(job, port=0)
-    holder = hold_port(loopback(), for_torch=job.is_python)
+    holder = hold_port(loopback(), listens=job.num_ranks > 1 and not job.is_python)
     first, *others = local_processes(job, port=holder.getsockname()[1])
     fd = holder.detach()
     return (replace(first, variables=(*first.variables, (LISTENER_VARIABLE, str(fd))), descriptors=(fd,)), *others)

@@ -12,10 +12,10 @@ from bigbatch.trainer.config.schema import KEYS
 ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "bigbatch": 1_600,
-    "comm": 12_700,
+    "comm": 12_800,
     "trainer": 32_500,
-    "launch": 9_300,
-    "experiments": 4_250,
+    "launch": 9_450,
+    "experiments": 4_300,
     "benchmarks": 9_000,
 }
 """Upper limits of the lines of each folder's Python files."""

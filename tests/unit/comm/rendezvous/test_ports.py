@@ -17,9 +17,9 @@ from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT, NUM_JOB_PORTS, adopt,
 RANK = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None, secret=b"of this test")
 
 
-@pytest.fixture(params=[False, True], ids=["ours", "for torch"])
+@pytest.fixture(params=[True, False], ids=["listens", "is bound"])
 def holder(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
-    with hold_port("127.0.0.1", for_torch=request.param) as held:
+    with hold_port("127.0.0.1", listens=request.param) as held:
         yield held
 
 
@@ -58,7 +58,7 @@ def test_held_port_of_our_own_ranks_is_refused_to_all() -> None:
 
 
 def test_held_port_takes_a_store_of_torch_in_a_users_script() -> None:
-    with hold_port("127.0.0.1", for_torch=True) as held:
+    with hold_port("127.0.0.1", listens=False) as held:
         store = torch.distributed.TCPStore("127.0.0.1", port_of(held), is_master=True, wait_for_workers=False)
         store.set("key", "1")
         assert store.get("key") == b"1"
