@@ -62,7 +62,8 @@ def mpirun_argv(
     Raises: LaunchOptionError for options that need a scheduler.
     """
     refuse(job, launcher="mpirun", refused=REFUSED)
-    argv = [mpirun, "-n", str(job.num_ranks), "--bind-to", "none", *options]
+    # with /dev/null as input, mpirun leaves rank 0 an open pipe without data, on which a read waits forever
+    argv = [mpirun, "-n", str(job.num_ranks), "--stdin", "none", "--bind-to", "none", *options]
     if is_root:
         argv.append("--allow-run-as-root")
     if job.hosts:

@@ -21,7 +21,7 @@ unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE RO
   SLURM_NODEID SLURM_GTIDS SLURM_TASK_PID SLURM_STEPID ${!SLURM_STEP_@} ${!SLURM_SRUN_@} BIGBATCH_STOPPED \
   BIGBATCH_JOINS BIGBATCH_LISTENER
 
-options=(--host "$HOSTS" --map-by slot)
+options=(--host "$HOSTS" --map-by slot --stdin none)   # no input: a loop over lines keeps its own
 options+=(--bind-to none)   # otherwise each rank decodes and computes on one core
 if [ -n "$INTERFACE" ]; then
   options+=(--prtemca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
@@ -30,4 +30,4 @@ if [ -n "$INTERFACE" ]; then
 fi
 [ "$(id -u)" -eq 0 ] && options+=(--allow-run-as-root)
 
-exec mpirun "${options[@]}" bigbatch "$@" < /dev/null   # a loop over lines keeps its input
+exec mpirun "${options[@]}" bigbatch "$@"

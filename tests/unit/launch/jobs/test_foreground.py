@@ -50,6 +50,13 @@ def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
     assert (ended.code, ended.was_asked) == (code, is_interrupted)
 
 
+def test_foreground_sends_one_sigterm_to_a_launcher_whose_ranks_cannot_take_a_request() -> None:
+    """Two come from `timeout` in a script, or from an impatient user; mpirun prints a text at the second."""
+    asks = "kill -INT $PPID; sleep 0.2"
+    assert in_foreground("bash", "-c", f"n=10; trap 'n=$((n+1))' TERM; {asks}; {asks}; exit $n").code == 11
+    assert in_foreground("bash", "-c", f"n=10; trap : USR1; trap 'n=$((n+1))' TERM; {asks}; {asks}; exit $n").code == 11
+
+
 @pytest.mark.parametrize(
     ("program", "remedy"),
     [("/none/mpirun", "pip install 'bigbatch[mpi]'"), ("/none/flux", "a host with Flux"), ("/none/x", "install it")],

@@ -166,7 +166,7 @@ def test_golden_files_all_have_a_case() -> None:
 
 def test_mpirun_is_printed_for_this_machine() -> None:
     mpirun = find_mpirun().replace(sys.executable, "PYTHON")
-    assert dry_run(("mpirun", "--ranks", "2", *TRAIN)).startswith(f"env PYTHONSAFEPATH=1 {mpirun} -n 2 --bind-to none")
+    assert dry_run(("mpirun", "--ranks", "2", *TRAIN)).startswith(f"env PYTHONSAFEPATH=1 {mpirun} -n 2 --stdin none")
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def test_mpirun_ranks_on_this_host_inherit_variables() -> None:
 def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
     job = JobSpec(TRAIN, 16, hosts=(("n0", 8), ("n1", 8)), oversubscribe=True)
     assert mpirun_argv(job, mpirun="/opt/mpirun", is_root=True, terminal_columns=80) == [
-        *("/opt/mpirun", "-n", "16", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
+        *("/opt/mpirun", "-n", "16", "--stdin", "none", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
         *("--host", "n0:8,n1:8", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
         *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", sys.executable, "-m", "bigbatch", *TRAIN),
     ]
