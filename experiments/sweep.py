@@ -10,6 +10,7 @@ from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_li
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
 from bigbatch.experiments.engine.folder import FAILED, PENDING, SUBMITTED, SweepFolder
+from bigbatch.experiments.engine.images import require_images
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, check_launch, point_command
 from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
@@ -40,12 +41,15 @@ def main(argv: Sequence[str]) -> int:
     chosen = again or points if arguments.only is None else _choose(points, arguments.only, option="--only")
     if arguments.predict is not None:
         require_predictable(points, cluster=arguments.predict)
+    folder.require_same(plan, points)
+    numbers = {point.number for point in (*again, *folder.to_run(chosen, retry_failed=arguments.retry_failed))}
+    to_run = [point for point in chosen if point.number in numbers]
+    require_images(plan, to_run, starts=not arguments.dry_run)
     if arguments.dry_run:
-        folder.require_same(plan, points)
         print_table(plan, folder, chosen)
         if arguments.predict is not None:
             show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
-        _print_commands(plan, folder.to_run(chosen, retry_failed=arguments.retry_failed), folder)
+        _print_commands(plan, to_run, folder)
         return 0
     with folder.locked():
         folder.prepare(plan, points)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.trainer.build.input import Images, Splits, make_splits, read_microbatch
+from bigbatch.trainer.build.images import Images
+from bigbatch.trainer.build.input import Splits, make_splits, read_microbatch
 from bigbatch.trainer.build.optimizer import stated_settings
 from bigbatch.trainer.build.parts import make_parts, regroup_parts
 from bigbatch.trainer.build.plan import make_plan

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from bigbatch.launch.simulate.traffic import Traffic, part_size
 
-LENGTH_BYTES = 8
-"""Bytes of the length before each message of backend tcp."""
+HEADER_BYTES = 25
+"""Bytes before each message of backend tcp: 8 for its length, 17 for the tag of its operation."""
 Hop = tuple[int, int, int]
 """From, to, and number of elements."""
 
@@ -28,8 +28,8 @@ def node_traffic(
 
 
 def stream_bytes(traffic: Traffic) -> int:
-    """Return the bytes in the streams of backend tcp: payload, and each message's length; no headers."""
-    return traffic.payload_bytes + LENGTH_BYTES * traffic.num_messages
+    """Return the bytes in the streams of backend tcp: payload, and what precedes each message; no headers."""
+    return traffic.payload_bytes + HEADER_BYTES * traffic.num_messages
 
 
 def _sends(

@@ -1,13 +1,14 @@
 """Rendezvous through MPI, for ranks that mpirun started."""
 
-import socket
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from bigbatch.comm.rendezvous.addresses import family_of, own_address
+from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.bounded_store import answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.ports import hold_port
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import CommError, first_line
 
@@ -54,13 +55,15 @@ def mpi_world(env: ProcessEnv) -> Any:
     return world
 
 
-def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> tuple[str, int, str]:
-    """Agree on an address and free port of rank 0's host and a new secret. Collective over MPI's world.
+def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> ProcessEnv:
+    """Return env with an address and port of rank 0's host, which that rank holds, and a new secret.
+
+    Collective over MPI's world.
 
     Raises: CommError if rank 0's host name does not resolve or only to its loopback, and after timeout_seconds without
     the other ranks.
     """
-    world = mpi_world(env)
+    world, holder = mpi_world(env), None
     answer: tuple[str, int, str] | str | None = None  # a text: the error of rank 0, for the other ranks
     if world.rank == 0:
         try:
@@ -68,10 +71,8 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
         except CommError as error:
             answer = str(error)
         else:
-            with socket.socket(family_of(address)) as probe:
-                # free now, and closed again: rank 0 opens the rendezvous there right after
-                probe.bind((address, 0))
-                answer = address, probe.getsockname()[1], new_secret()
+            holder = hold_port(address)
+            answer = address, holder.getsockname()[1], new_secret()
     try:
         answer = answer_within(timeout_seconds, lambda: world.bcast(answer, root=0))
     except Exception as error:  # the control channel, which could explain it, does not exist yet
@@ -81,4 +82,5 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
     if isinstance(answer, str):
         raise CommError(answer)
     assert answer is not None
-    return answer
+    address, port, secret = answer
+    return replace(env, master=(address, port), secret=secret.encode(), listener=holder.detach() if holder else None)

@@ -17,9 +17,12 @@ from bigbatch.comm.rendezvous.launcher import (
     expand_hostlist,
     find_launcher,
     local_size_of,
+    missing_of_torchrun,
     number,
+    refuse_partial,
     refuse_unknown,
 )
+from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT, NUM_JOB_PORTS
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import LaunchError
 
@@ -34,7 +37,9 @@ STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 JOINS_VARIABLE = "BIGBATCH_JOINS"
 """Set by `bigbatch launch` for a rank that it restarts: path of a file that the rank removes once it has joined the
 running job."""
-IDENTITY_VARIABLES = (*RANK_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE)
+LISTENER_VARIABLE = "BIGBATCH_LISTENER"
+"""Set by `bigbatch launch local` for rank 0: descriptor of the socket that holds MASTER_PORT."""
+IDENTITY_VARIABLES = (*RANK_VARIABLES, STOPPED_VARIABLE, JOINS_VARIABLE, LISTENER_VARIABLE)
 """bigbatch's launchers remove inherited ones, then set those of their ranks; * matches any end of a name."""
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
@@ -50,9 +55,6 @@ FIND_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Slurm's configuration and the user's token."""
 SECRET_VARIABLE = "BIGBATCH_SECRET"
 """Set by `bigbatch launch` for the ranks of each job, or by a user, equal for all ranks; see secret.py."""
-FIRST_JOB_PORT = 20000
-NUM_JOB_PORTS = 12000
-"""Ports 20000 to 31999: Linux uses ports from 32768 on for outgoing connections."""
 SLURM_STEP_PORTS = 1009
 """Distance of ports between two steps of a job: jobs with adjacent numbers, and their steps, may share a node."""
 SLURM_RESTART_PORTS = 5003
@@ -72,6 +74,8 @@ class ProcessEnv:
     master: tuple[str, int] | None
     names_launcher: bool = True
     """False for RANK and WORLD_SIZE without torchrun's own variables: any launcher may set these."""
+    listener: int | None = None
+    """Descriptor of the socket that already holds master's port, on rank 0; None: rank 0 opens the port."""
     master_runs: bool = False
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
     agent_pid: int | None = None
@@ -126,7 +130,7 @@ ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool = False) -> ProcessEnv:
     """Read this process's rank and settings; without a launcher's variables it is a job of one process.
 
-    has_group: torch's process group states the rank, so left-over variables of other launchers are not refused.
+    has_group: torch's process group states the rank, so incomplete or unknown launchers are not refused.
 
     Raises: LaunchError if a launcher's variables are incomplete, contradictory or not numbers, or belong to an
     unsupported launcher, whose ranks would each train alone.
@@ -144,10 +148,14 @@ def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool
         secret=environ.get(SECRET_VARIABLE, "").encode(),
         notice_seconds=number(environ, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in environ else None,
     )
-    if launcher is None:
-        if not has_group:
-            refuse_unknown(environ)
+    missing = missing_of_torchrun(environ) if launcher == "torchrun" else []
+    if has_group and (launcher is None or missing):
         return alone
+    if launcher is None:
+        refuse_unknown(environ)
+        return alone
+    if missing:
+        refuse_partial(environ, missing)
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])
     master_runs = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -163,6 +171,7 @@ def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool
         local_rank=local_rank,
         local_size=local_size,
         joins_file=Path(environ[JOINS_VARIABLE]) if environ.get(JOINS_VARIABLE) else None,
+        listener=number(environ, LISTENER_VARIABLE, "bigbatch launch") if LISTENER_VARIABLE in environ else None,
         master=_master(environ, launcher, is_one_host=local_size == world_size),
         names_launcher=launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ,
         master_runs=master_runs,
@@ -284,7 +293,12 @@ def _host(variables: Mapping[str, str], launcher: str | None) -> str:
 
 def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -> tuple[str, int] | None:
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
-        return variables["MASTER_ADDR"].strip("[]"), number(variables, "MASTER_PORT", launcher)
+        address, port = variables["MASTER_ADDR"].strip(" []"), number(variables, "MASTER_PORT", launcher)
+        if not address:
+            raise LaunchError("MASTER_ADDR is empty: set it to the name or address of rank 0's host")
+        if not 0 < port < 65536:
+            raise LaunchError(f"MASTER_PORT={port} is no port: set it to a free one of rank 0's host, 1 to 65535")
+        return address, port
     if launcher != "srun":
         return None
     job, step = number(variables, "SLURM_JOB_ID", launcher), number(variables, "SLURM_STEP_ID", launcher)

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from bigbatch.errors import LaunchError, shortened
 from bigbatch.numbers import whole
@@ -31,6 +31,22 @@ MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "flux")
 """Launchers whose ranks can communicate by MPI at once."""
 PMI_LAUNCHERS = ("pals", "flux", "srun")
 """Launchers that also set PMI_RANK and PMI_SIZE for MPICH's library: these do not prove that MPICH's mpiexec ran."""
+PER_NODE = (
+    'on each node, start bigbatch launch local --nodes "$WORLD_SIZE" --node-rank "$RANK" --master '
+    '"$MASTER_ADDR:$MASTER_PORT" -- COMMAND'
+)
+PARTIAL_LAUNCHERS = (
+    # a variable of it: (launcher, remedy)
+    ("CROSS_RANK", "DeepSpeed", "use bigbatch launch, or set LOCAL_WORLD_SIZE to LOCAL_SIZE in the script"),
+    ("FORK_LAUNCHED|ACCELERATE_.*", "accelerate", "make its Accelerator before bigbatch.connect(), which then uses it"),
+    ("AZUREML_.*|AZ_BATCH.*|NODE_RANK", "Azure ML", f"with process_count_per_instance: 1, {PER_NODE}"),
+    ("CLUSTER_SPEC", "Vertex AI", PER_NODE),
+    ("RANK", "a PyTorchJob of Kubeflow v1", PER_NODE),
+)
+"""Launchers that set RANK and WORLD_SIZE, and perhaps LOCAL_RANK, without the number of ranks on the host.
+
+Source: their launch.py (DeepSpeed), launchers.py (accelerate), envvar.go (Kubeflow's training-operator 1.9).
+"""
 UNKNOWN_LAUNCHERS = {
     # variable: (launcher, what to use instead)
     "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
@@ -38,8 +54,14 @@ UNKNOWN_LAUNCHERS = {
     "JSM_NAMESPACE_RANK": ("jsrun", "mpirun"),
     "MV2_COMM_WORLD_RANK": ("MVAPICH's mpirun_rsh", "its mpiexec, or srun"),
     "ALPS_APP_PE": ("aprun of ALPS", "mpiexec"),
+    "LSF_PM_TASKID": ("blaunch of LSF", "mpirun"),
+    "PBS_TASKNUM": ("pbsdsh of PBS", "mpirun"),
+    "PET_NNODES": ("a trainer job of Kubeflow", "torchrun, which reads PET_*"),
+    "SM_HOSTS": ("SageMaker", "torchrun, by its distribution torch_distributed"),
 }
 """Unsupported launchers: without a refusal each of their ranks would train alone."""
+OF_ONE_PROCESS = {"PBS_TASKNUM": "1", "PET_NNODES": "1(:1)?", "SM_HOSTS": "[^,]*"}
+"""Values of these variables, as regular expressions, if the process has no other ranks; 1 is a PBS job's own script."""
 RANK_VARIABLES = (
     # torchrun's
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -75,7 +97,7 @@ def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
     or mpirun's server runs on another host (PMIX_HOSTNAME) or is older than the step's task, by the process numbers
     in PMIX_SERVER_TMPDIR and SLURM_TASK_PID. Open MPI before 5 sets none of these, and then mpirun counts.
     """
-    is_step = "SLURM_STEP_ID" in variables
+    is_step, is_partial = "SLURM_STEP_ID" in variables, False
     others = {LAUNCHER_VARIABLES[name][0] for name in PMI_LAUNCHERS if name != "srun" or is_step}
     for launcher, names in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and not is_step:
@@ -85,8 +107,10 @@ def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
         if launcher == "mpich" and names[2] not in variables and others.intersection(variables):
             continue
         if names[0] in variables and (names[1] in variables or launcher in ("pals", "flux")):
-            return launcher
-    return None
+            if launcher != "torchrun" or set(names) <= variables.keys():
+                return launcher
+            is_partial = True  # scripts set RANK and WORLD_SIZE from variables of srun or mpirun
+    return "torchrun" if is_partial else None
 
 
 def _is_stale(variables: Mapping[str, str], *, host: str) -> bool:
@@ -103,23 +127,49 @@ def _is_stale(variables: Mapping[str, str], *, host: str) -> bool:
     return started_on.partition(".")[0] != host.partition(".")[0] or int(server[1]) < int(task)
 
 
+def missing_of_torchrun(variables: Mapping[str, str]) -> list[str]:
+    """Return torchrun's variables that are not set: another launcher, or a script, set the others."""
+    return [name for name in LAUNCHER_VARIABLES["torchrun"] if name not in variables]
+
+
+def refuse_partial(variables: Mapping[str, str], missing: Sequence[str]) -> None:
+    """Raise LaunchError that names the launcher which set torchrun's variables but for those missing."""
+    found = (each for each in PARTIAL_LAUNCHERS if any(re.fullmatch(each[0], name) for name in variables))
+    _, whose, remedy = next(found)
+    raise LaunchError(
+        f"RANK={variables['RANK']} of WORLD_SIZE={variables['WORLD_SIZE']} without {' and '.join(missing)}, as "
+        f"{whose} sets them: {remedy}; or set {VARIABLES_TO_SET} for each rank"
+    )
+
+
 def refuse_unknown(variables: Mapping[str, str]) -> None:
     """Raise LaunchError if no launcher was found although this is apparently one of several ranks."""
     for name, (launcher, instead) in UNKNOWN_LAUNCHERS.items():
-        if name in variables:
+        if name in variables and not re.fullmatch(OF_ONE_PROCESS.get(name, "(?!)"), variables[name]):
             raise LaunchError(
-                f"{name}={variables[name]} was set by {launcher} which does not state the number of ranks: start them "
-                f"by {instead}, or set {VARIABLES_TO_SET} for each; for a single process: env -u {name}"
+                f"{name}={variables[name]} was set by {launcher} which does not state the number of ranks: "
+                f"start them by {instead}, or set {VARIABLES_TO_SET} for each{_if_alone(name)}"
             )
     for launcher, (rank, size, *_) in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and "SLURM_STEP_ID" not in variables:
             continue
         for name, other, least in ((rank, size, 0), (size, rank, 1)):
             if other not in variables and (text := variables.get(name, "")).isdecimal() and int(text[:18]) > least:
+                of_launcher = "" if launcher == "torchrun" else f" of {launcher}"
                 raise LaunchError(
-                    f"{name}={text} is set without {other}, so this is one of several ranks of {launcher}: pass all "
-                    f"its variables on, or set {VARIABLES_TO_SET}; for a single process: env -u {name}"
+                    f"{name}={text} is set without {other}, so this is one of several ranks{of_launcher}: pass all "
+                    f"variables of its launcher on, or set {VARIABLES_TO_SET}{_if_alone(name)}"
                 )
+    if "MASTER_ADDR" in variables:
+        raise LaunchError(
+            f"MASTER_ADDR={variables['MASTER_ADDR']} names the meeting point of several ranks, but RANK and "
+            f"WORLD_SIZE are not set: set {VARIABLES_TO_SET} for each rank, or make the process group before "
+            f"bigbatch.connect(){_if_alone('MASTER_ADDR')}"
+        )
+
+
+def _if_alone(*names: str) -> str:
+    return f"; only if this process has no other ranks, unset {' and '.join(names)}"
 
 
 def local_size_of(variables: Mapping[str, str], launcher: str) -> int:
@@ -140,7 +190,7 @@ def number(variables: Mapping[str, str], name: str, launcher: str) -> int:
         return whole(variables[name])
     except KeyError:
         known = LAUNCHER_VARIABLES.get(launcher)
-        left_over = f"; for a single process with left-over variables: env -u {known[0]} -u {known[1]}" if known else ""
+        left_over = _if_alone(*known[:2]) if known else ""
         raise LaunchError(
             f"{launcher} did not set {name}; start the job with {launcher}'s own command{left_over}"
         ) from None

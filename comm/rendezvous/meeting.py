@@ -17,6 +17,7 @@ from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, StoreConnecti
 from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.limits import GRACE_SECONDS
+from bigbatch.comm.rendezvous.ports import BACKLOG, adopt
 from bigbatch.comm.rendezvous.secret import AuthenticationError, new_secret
 from bigbatch.errors import CommError, first_line, tell
 
@@ -55,8 +56,7 @@ def open_store(
         met = env
         with reporting_late(warn_seconds, lambda: _describe_wait(met)):
             if env.master is None and env.launcher in MPI_LAUNCHERS:
-                address, port, secret = meet_by_mpi(env, timeout_seconds=meeting_seconds, interface=interface)
-                met = replace(env, master=(address, port), secret=secret.encode())
+                met = meet_by_mpi(env, timeout_seconds=meeting_seconds, interface=interface)
             connections = rendezvous(
                 met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds
             )
@@ -151,7 +151,8 @@ def rendezvous(
 
 
 def _start_store(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -> StoreConnections:
-    listener = listen(address, port, is_one_host=env.is_one_host)
+    held = None if env.listener is None else adopt(env.listener, port=port)
+    listener = held or listen(address, port, is_one_host=env.is_one_host)
     if not env.secret:
         where = f"{address}:{listener.getsockname()[1]}"
         tell(
@@ -289,6 +290,5 @@ def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socke
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(where)
-    # all ranks of a large job may connect at once
-    listener.listen(4096)
+    listener.listen(BACKLOG)
     return listener

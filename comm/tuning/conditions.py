@@ -141,7 +141,7 @@ def source_commit() -> str | None:
     None in any other installed wheel.
     """
     here = Path(__file__).resolve()
-    git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
+    git = partial(subprocess.run, cwd=here.parent, input="", capture_output=True, text=True, check=True)
     try:
         git(["git", "ls-files", "--error-unmatch", here.name])  # a wheel in a .venv lies in another project's checkout
         commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
-from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
+from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.batch.report import Answer, explain, plot_answer
 from bigbatch.experiments.launch_option import parse_launch
@@ -26,8 +26,6 @@ from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.run.noise_scale import FEWEST, measured
 
 KEY = "run.noise_scale_every_steps"
-SIGNALLED = 128
-"""A process that a signal ended has this plus the signal's number as its exit code."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -116,9 +114,6 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
 def _train(command: list[str]) -> int:
     """Train, and pass on requests to stop; return 130 if it was stopped. Raises: TuneError if it failed."""
     ended = run_in_foreground(command, environ=without_identity(), asks_to_stop=signal.SIGTERM)
-    if ended.was_asked and ended.code == SIGNALLED + signal.SIGTERM:  # stopped before it could answer with INTERRUPTED
-        tell("stopped before it trained; the same command starts it")
-        return INTERRUPTED
     if ended.code not in (0, INTERRUPTED):
         raise TuneError(f"the training ended with exit code {ended.code}; its output is above")
     return ended.code

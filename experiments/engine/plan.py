@@ -157,6 +157,10 @@ def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
             held[name] = conform(value, kinds[name])
         except TypeError:
             wrong.append(f"{name}: {value!r} must be {describe(kinds[name])}")
+    cases = [isinstance(own, dict) and RANKS in own for own in held.get("cases", {}).values()]
+    others = {"grid": RANKS in held.get("grid", {}), "all cases": cases and all(cases)}
+    if RANKS in content and "search" not in content:  # the file in a sweep's folder states every key
+        wrong += [f"ranks: {content[RANKS]} and the ranks of {name}: keep one" for name, has in others.items() if has]
     if "config" not in content:
         wrong.append("config is missing: name the experiment, a file or a packaged one")
     return SweepPlan(**{"name": "sweep", "config": ""} | held), wrong

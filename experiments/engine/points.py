@@ -66,7 +66,7 @@ def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
     """
     maker = _PointBuilder(plan, read_experiment(plan.config), folder)
     points: list[Point] = []
-    wrong: dict[str, list[str]] = {}
+    wrong = PointRefusals()
     grid = list(itertools.product(*plan.grid.values()))
     combinations = list(itertools.product(plan.changes(), grid))
     firsts: dict[int, Point] = {}
@@ -80,15 +80,31 @@ def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
                 firsts[combination] = maker.make(number, values, changes, own)
             points.append(maker.repeat(firsts[combination], number, repeat=repeat))
         except (ConfigError, LaunchOptionError) as error:
-            wrong.setdefault("; ".join(map(str, error.args)), []).append(f"{number} ({describe_values(values)})")
-    if wrong:
-        num_wrong = sum(map(len, wrong.values()))
+            wrong.add(error, number, values)
+    wrong.raise_all(plan.seeds * len(combinations))
+    return points
+
+
+class PointRefusals:
+    """Collects the points that cannot be trained, by their reason."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, list[str]] = {}
+
+    def add(self, error: Exception, number: int, values: Mapping[str, Any]) -> None:
+        what = f" ({described})" if (described := describe_values(values)) else ""
+        self._points.setdefault("; ".join(map(str, error.args)), []).append(f"{number}{what}")
+
+    def raise_all(self, num_points: int) -> None:
+        """Raise ConfigError if there are any: a line for each reason."""
         lines = [
             f"  point {first}{f' and {len(others)} more' if others else ''}: {error}"
-            for error, (first, *others) in wrong.items()
+            for error, (first, *others) in self._points.items()
         ]
-        raise ConfigError(f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines)
-    return points
+        if lines:
+            raise ConfigError(
+                f"{sum(map(len, self._points.values()))} of {num_points} points cannot be trained:", *lines
+            )
 
 
 class _PointBuilder:

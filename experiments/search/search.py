@@ -24,6 +24,7 @@ from bigbatch.experiments.engine.folder import (
     first_state,
     require_same_experiment,
 )
+from bigbatch.experiments.engine.images import require_images
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
@@ -87,21 +88,23 @@ class Search:
             **self.launch.place,
         )
 
-    def check(self) -> None:
-        """Check everything that can be checked without running. Raises: ConfigError."""
+    def check(self, *, starts: bool = False) -> None:
+        """Check everything that can be checked without running. starts: as for require_images. Raises: ConfigError."""
         for name in ("trials", "rounds", "epochs", "parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1")
         if self.rounds > self.trials:
             raise ConfigError(f"--rounds {self.rounds} exceed --trials {self.trials}: each round needs a trial")
-        self.short_config({}, directory=self.folder)
+        points = [self.point(0, {}, self.short_config({}, directory=self.folder))]
         for axis, text in zip(self.axes, self.space, strict=True):
             # an illegal value fails now, before any trial runs
-            for end in axis.ends:
+            for value in axis.probes:
                 try:
-                    self.short_config({axis.key: end}, directory=self.folder)
+                    config = self.short_config({axis.key: value}, directory=self.folder)
                 except ConfigError as error:
-                    raise ConfigError(*(f"--space {text}: at {end}, {line}" for line in error.args)) from error
+                    raise ConfigError(*(f"--space {text}: at {value}, {line}" for line in error.args)) from error
+                points.append(self.point(len(points), {axis.key: value}, config))
+        require_images(self.plan, points, starts=starts)
 
     def _load(self, values: dict[str, str]) -> Config:
         """Load the experiment with these values; without a range test's file if the rate is searched but not given."""
@@ -157,8 +160,8 @@ def search(stated: Search) -> list[TrialRecord] | None:
     Raises: ConfigError before anything runs; TuneError if all trials fail, or another search owns the folder.
     """
     import_optuna()
-    stated.check()
     folder = SweepFolder(stated.folder)
+    stated.check(starts=not folder.sweep.exists())
     try:
         _require_same(stated, folder)  # before the lock file is created there, and again under the lock
         with folder.locked():

@@ -34,6 +34,11 @@ class SearchRange:
     def ends(self) -> tuple[str, ...]:
         return self.text(self.low), self.text(self.high)
 
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """Return the values to check before a search: the ends, and a whole number that is no multiple of the first."""
+        return (*self.ends, self.text(self.low + 1)) if self.is_int else self.ends
+
     def text(self, number: float) -> str:
         """Write a number as a config states it, with few digits, but never outside of the range."""
         if self.is_int:
@@ -72,7 +77,7 @@ class ValueList:
     is_ordered: bool
 
     @property
-    def ends(self) -> tuple[str, ...]:
+    def probes(self) -> tuple[str, ...]:
         return self.texts
 
     def narrowed(self, best: str) -> "ValueList":

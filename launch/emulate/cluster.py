@@ -237,7 +237,7 @@ def run_inside(
         fd = f"fd/{namespaces.node_fd(node, 'net')}" if node is not None else "ns/net"
         namespaces.enter(f"/proc/{cluster.keeper}/{fd}")
 
-    done = subprocess.run(argv, preexec_fn=enter, env=environ, capture_output=True, text=True)
+    done = subprocess.run(argv, preexec_fn=enter, env=environ, input="", capture_output=True, text=True)
     if done.returncode != 0:
         raise EmulationError(f"{' '.join(argv)}: {done.stderr.strip()}")
 

@@ -113,7 +113,7 @@ def _build(plan: ClusterPlan) -> None:
     nodes = {host(node): namespaces.node_fd(node, "net") for node in range(plan.num_nodes)}
     for place, argv in build_commands(plan):
         enter = partial(namespaces.enter, f"/proc/1/fd/{nodes[place]}") if place in nodes else None
-        subprocess.run(argv, preexec_fn=enter, check=True, capture_output=True, text=True)
+        subprocess.run(argv, preexec_fn=enter, check=True, input="", capture_output=True, text=True)
 
 
 if __name__ == "__main__":

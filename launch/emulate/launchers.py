@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT
+from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT
 from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
@@ -77,7 +77,7 @@ def torchrun_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -
         for node, count in enumerate(plan.ranks_per_node)
     ]
     return tuple(
-        NodeProcess(node, tuple(torchrun.torchrun_argv(part, port=port, log_dir=logs)), job.variables)
+        NodeProcess(node, tuple(torchrun.torchrun_argv(part, log_dir=logs)), job.variables)
         for node, part in enumerate(parts)
     )
 

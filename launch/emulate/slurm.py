@@ -210,7 +210,7 @@ def ask_states(cluster: EmulatedCluster, *, environ: Mapping[str, str]) -> dict[
     enter = partial(namespaces.enter_node, cluster.keeper, 0)
     try:
         done = subprocess.run(
-            SINFO, preexec_fn=enter, env=environ, capture_output=True, text=True, timeout=ANSWER_SECONDS
+            SINFO, preexec_fn=enter, env=environ, input="", capture_output=True, text=True, timeout=ANSWER_SECONDS
         )
     except (OSError, subprocess.SubprocessError):  # the cluster may end meanwhile
         return None
@@ -242,7 +242,7 @@ def run_on_login_node(argv: Sequence[str], *, cluster: EmulatedCluster, root: Pa
     with reporting_lost_cluster(cluster):
         try:
             enter = partial(namespaces.enter_node, cluster.keeper, 0)
-            process = subprocess.Popen(argv, preexec_fn=enter, env=job_environ)
+            process = subprocess.Popen(argv, preexec_fn=enter, env=job_environ, stdin=None)  # as ssh does
         except (FileNotFoundError, PermissionError) as error:
             raise EmulationError(f"{argv[0]}: {error.strerror}") from error
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns, without_identity
+from bigbatch.comm.rendezvous.environ import terminal_columns, without_identity
+from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT, NUM_JOB_PORTS
 from bigbatch.errors import LaunchOptionError, print_line, print_lines, tell
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, StartContext

@@ -51,6 +51,10 @@ def with_code_of_first_rank(ended: Ended, job: JobSpec, *, path: Path | None, he
     record = None if path is None or (ended.code and not ended.outlived_rank_0 and not heals) else read_record(path)
     if isinstance(record, int):
         return replace(ended, code=record)
+    # mpirun's own codes: 1 after SIGTERM, others if it was asked while it started its daemons
+    has_not_begun = begins_here and not job.is_python and path is not None and read_record(path) == ""
+    if ended.code and (ended.was_terminated or (ended.was_asked and has_not_begun)):
+        return replace(ended, code=INTERRUPTED)
     if record is None or not (record or (begins_here and not job.is_python)):
         if ended.code == 0 and not job.is_python:
             tell(

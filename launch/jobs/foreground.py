@@ -4,19 +4,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.launch.jobs.ranks_here import stop_signal
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
+Process: TypeAlias = "subprocess.Popen[bytes]"
 LOOK_SECONDS = 1.0
 """Period of the check whether a launcher's ranks have ended without it."""
 MISSING = {
@@ -24,6 +26,8 @@ MISSING = {
     "flux": "log in to a host with Flux, or use bigbatch launch mpirun",
 }
 """Program -> what to do if it is not installed."""
+SIGNALLED = 128
+"""A shell's code of a process that a signal ended is this plus the signal's number."""
 END_SECONDS = 1.0
 """Time for a launcher without ranks to end after SIGTERM."""
 MORE_HOSTS_SECONDS = 60.0
@@ -31,11 +35,14 @@ MORE_HOSTS_SECONDS = 60.0
 
 
 class Stopper:
-    """Signal handler that asks a job to stop, escalating: each call sends the next of steps."""
+    """Signal handler that asks a job's processes to stop, escalating: asks_to_stop, then SIGTERM, then SIGKILL."""
 
-    def __init__(self, send: Callable[[signal.Signals], None], *steps: signal.Signals) -> None:
-        self._send, self._steps = send, steps
+    def __init__(self, running: Callable[[], Iterable[Process]], asks_to_stop: signal.Signals) -> None:
+        """running: returns the processes of the job that run here; these are ranks, or launchers of ranks."""
+        self._running, self._steps = running, (asks_to_stop, signal.SIGTERM, signal.SIGKILL)
         self.asked = 0
+        self.sent: set[signal.Signals] = set()
+        """The signals that processes got, perhaps before they could handle them."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Print a line the first time; the last step repeats."""
@@ -43,13 +50,34 @@ class Stopper:
         if self.asked == 1:
             with suppress(OSError, RuntimeError):  # the terminal may be gone, and print is not reentrant
                 print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
-        self._send(self._steps[min(self.asked, len(self._steps)) - 1])
+        self.send(self._steps[min(self.asked, len(self._steps)) - 1])
+
+    def send(self, step: signal.Signals) -> None:
+        """Send the signal, or SIGTERM to a launcher whose ranks it would end; also ends processes that are stopped."""
+        for process in tuple(self._running()):
+            number = stop_signal(process.pid, step) if step == self._steps[0] else step
+            if number == signal.SIGTERM in self.sent and number != self._steps[0]:
+                continue  # mpirun, which prints a text at the second one, is ending
+            self.sent.add(number)
+            process.send_signal(number)
+            if number == signal.SIGTERM:
+                process.send_signal(signal.SIGCONT)
+
+    def repeat_if_lost(self) -> None:
+        """Ask again after a first request that came before a launcher's ranks had started, so that none got it."""
+        if self.asked == 1 and any(stop_signal(each.pid, self._steps[0]) not in self.sent for each in self._running()):
+            self.send(self._steps[0])
+
+    def code_of(self, returncode: int) -> int:
+        """Return a process's exit code as a shell states it, or INTERRUPTED if this handler's signal ended it."""
+        code = shell_code(returncode)
+        return INTERRUPTED if self.asked and code - SIGNALLED in self.sent else code
 
 
 def shell_code(returncode: int) -> int:
     """Return a process's exit code as a shell states it: 128 + signal if a signal ended it."""
     # subprocess returns a signal as a negative number
-    return returncode if returncode >= 0 else 128 - returncode
+    return returncode if returncode >= 0 else SIGNALLED - returncode
 
 
 def one_line(text: str) -> str:
@@ -64,6 +92,8 @@ class Ended:
     """Its exit code; 128 + signal if a signal ended it."""
     was_asked: bool
     """Whether a signal asked this process to stop; mpirun's code does not show it (1 after a second Ctrl-C)."""
+    was_terminated: bool = False
+    """Whether SIGTERM followed, which leaves mpirun's ranks no time to save: mpirun then ends with 1."""
     for_restart: bool = False
     """Whether the job was stopped in order to restart on more hosts."""
     outlived_rank_0: bool = False
@@ -76,13 +106,13 @@ def run_in_foreground(
     environ: Mapping[str, str],
     asks_to_stop: signal.Signals,
     should_restart: Callable[[], bool] | None = None,
-    rank_0_ended: Callable[[], bool] | None = None,
+    rank_0_ended: Callable[[int], bool] | None = None,
     watch: Callable[[int], object] | None = None,
 ) -> Ended:
     """Start argv and wait for its end. should_restart: called every MORE_HOSTS_SECONDS; if true, the job is stopped.
 
-    rank_0_ended: called every LOOK_SECONDS; if true, rank 0 ended some time ago, and the launcher is ended: it
-    might otherwise wait a quarter of an hour for a lost host.
+    rank_0_ended: called every LOOK_SECONDS with the launcher's process id; if true, rank 0 ended some time ago, and the
+    launcher is ended: it might otherwise wait a quarter of an hour for a lost host.
 
     The job runs in a new session, so Ctrl-C reaches only this process. The first Ctrl-C sends asks_to_stop to the
     launcher, which passes it on (the ranks save a checkpoint and stop), the second SIGTERM, the third SIGKILL. If this
@@ -90,8 +120,8 @@ def run_in_foreground(
     of an ending_orphans that the caller entered before it created files for the job; None: one is entered here.
     Raises: LaunchOptionError when the launcher is not installed.
     """
-    started: list[subprocess.Popen[bytes]] = []
-    stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
+    started: list[Process] = []
+    stopper = Stopper(lambda: started, asks_to_stop)
     for_restart = outlived = False
     with handling_stops(stopper), nullcontext(watch) if watch else ending_orphans(asks_to_stop) as watching:
         process = start_process(argv, environ=environ)
@@ -99,7 +129,7 @@ def run_in_foreground(
         started.append(process)
         # repeat earlier requests, which had no receiver; twice does no harm this early
         if stopper.asked:
-            process.send_signal(asks_to_stop)
+            stopper.send(asks_to_stop)
         asked_at = monotonic()
         while True:
             pauses = [MORE_HOSTS_SECONDS] * (should_restart is not None) + [LOOK_SECONDS] * (rank_0_ended is not None)
@@ -107,7 +137,8 @@ def run_in_foreground(
                 code = process.wait(timeout=min(pauses, default=None))
                 break
             except subprocess.TimeoutExpired:
-                if rank_0_ended is not None and rank_0_ended():
+                stopper.repeat_if_lost()
+                if rank_0_ended is not None and rank_0_ended(process.pid):
                     outlived = True
                     code = _end(process, argv[0])
                     break
@@ -116,20 +147,29 @@ def run_in_foreground(
                     if for_restart:
                         should_restart = None  # once is enough
                         if not stopper.asked:
-                            process.send_signal(asks_to_stop)
-    return Ended(shell_code(code), was_asked=stopper.asked > 0, for_restart=for_restart, outlived_rank_0=outlived)
+                            stopper.send(asks_to_stop)
+    return Ended(
+        stopper.code_of(code),
+        was_asked=stopper.asked > 0,
+        was_terminated=stopper.asked > 0 and signal.SIGTERM in stopper.sent,
+        for_restart=for_restart,
+        outlived_rank_0=outlived,
+    )
 
 
-def start_process(argv: Sequence[str], *, environ: Mapping[str, str], **others: Any) -> "subprocess.Popen[bytes]":
-    """Start a process in a new session; others: of Popen. Raises: LaunchOptionError if its program is not installed."""
+def start_process(argv: Sequence[str], *, environ: Mapping[str, str], **others: Any) -> Process:
+    """Start a process in a new session, without input: a job would consume the rest of a loop's list, or of a script.
+
+    others: of Popen. Raises: LaunchOptionError if its program is not installed.
+    """
     try:
-        return subprocess.Popen(argv, env=dict(environ), start_new_session=True, **others)
+        return subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True, **others)
     except FileNotFoundError as error:
         remedy = MISSING.get(Path(argv[0]).name, "install it, or use another launcher")
         raise LaunchOptionError(f"{argv[0]} is not installed here: {remedy}") from error
 
 
-def _end(process: "subprocess.Popen[bytes]", name: str) -> int:
+def _end(process: Process, name: str) -> int:
     """End a launcher whose ranks have ended; return its code."""
     tell(f"{Path(name).name} still runs although the job's first rank has ended: ending it")
     process.terminate()
@@ -138,8 +178,3 @@ def _end(process: "subprocess.Popen[bytes]", name: str) -> int:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with its children, such as ssh
         return process.wait()
-
-
-def _send(started: "Sequence[subprocess.Popen[bytes]]", number: signal.Signals) -> None:
-    for process in started:
-        process.send_signal(number)

@@ -38,6 +38,8 @@ class NodeProcess:
     variables: tuple[tuple[str, str], ...] = ()
     name: str = ""
     """Name for the message if it fails first, such as rank 2 on n1; empty: it reports its failure itself."""
+    descriptors: tuple[int, ...] = ()
+    """Open descriptors that it alone inherits: they are closed here once it has started."""
 
 
 def run_processes(
@@ -66,7 +68,7 @@ def run_processes(
     Raises: LaunchOptionError if a program is not installed; SubprocessError if a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
-    stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
+    stopper = Stopper(running.values, asks_to_stop)
     folder = Path(tempfile.gettempdir(), f"bigbatch-joins-{secrets.token_hex(8)}")
     watching: AbstractContextManager[Callable[[int], None]]
     watching = ending_orphans(asks_to_stop, leaves=(folder,)) if enter is None else nullcontext(lambda pid: None)
@@ -79,9 +81,11 @@ def run_processes(
             running[number] = start_process(
                 start.argv,
                 environ=dict(environ) | dict(start.variables),
-                stdin=subprocess.DEVNULL,
                 preexec_fn=None if enter is None else partial(enter, start.node),
+                pass_fds=start.descriptors,
             )
+            for descriptor in start.descriptors:
+                os.close(descriptor)
             watch(running[number].pid)
 
         def start_again(number: int) -> bool:
@@ -91,8 +95,13 @@ def run_processes(
             joins -= 1
             path = folder / f"{number}"
             write_whole(path, b"")
-            begin(number, replace(starts[number], variables=(*starts[number].variables, (JOINS_VARIABLE, f"{path}"))))
+            variables = (*starts[number].variables, (JOINS_VARIABLE, f"{path}"))
+            begin(number, replace(starts[number], variables=variables, descriptors=()))
             return True
+
+        def look() -> None:
+            on_poll()
+            stopper.repeat_if_lost()
 
         try:
             for number, start in enumerate(starts):
@@ -108,9 +117,11 @@ def run_processes(
                 start_again=start_again,
                 has_to_join=has_to_join,
                 is_part=is_part,
-                on_poll=on_poll,
+                on_poll=look,
+                code_of=stopper.code_of,
             )
-            return Ended(code, was_asked=stopper.asked > 0)
+            is_terminated = stopper.asked > 0 and signal.SIGTERM in stopper.sent
+            return Ended(code, was_asked=stopper.asked > 0, was_terminated=is_terminated)
         finally:
             _send(running, signal.SIGKILL)
             for process in running.values():
@@ -127,11 +138,13 @@ def _wait(
     has_to_join: Callable[[int], bool] = lambda number: False,
     is_part: bool = False,
     on_poll: Callable[[], object] = lambda: None,
+    code_of: Callable[[int], int] = shell_code,
 ) -> int:
     """Wait until all have ended; each is removed from running when it ends.
 
     start_again(number): starts a lost process again, and returns whether it did. has_to_join(number): returns whether
-    a restarted process has not joined the others yet.
+    a restarted process has not joined the others yet. code_of: returns a shell's code of Popen's, or 130 if the
+    process was asked to stop.
     It polls: a process that has joined a cluster's namespaces cannot start threads that would wait.
     """
     failed: int | None = None
@@ -150,7 +163,7 @@ def _wait(
             del running[number]
             since_end = 0.0
             has_finished = has_finished or (heals is not None and code == 0)
-            is_lost = failed is None and may_restart(shell_code(code), is_python=False)
+            is_lost = failed is None and may_restart(code_of(code), is_python=False)
             is_lost = is_lost and heals is not None and heals()
             left = {each for each in running if not has_to_join(each)}  # that can continue
             others_run = left - ended.keys() or (is_part and len(names) == 1 and code < 0)
@@ -163,7 +176,7 @@ def _wait(
                 continue
             # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:
-                failed = shell_code(code)
+                failed = code_of(code)
                 # a single process has reported its failure itself, except for a signal
                 if names[number] and failed != INTERRUPTED and (running or code < 0):
                     others = "; ending the others" if running else ""

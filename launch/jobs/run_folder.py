@@ -152,21 +152,22 @@ def newest_checkpoint(folder: str | None) -> Path | None:
 
 
 class FirstRankWatch:
-    """Tells whether rank 0 of a start failed more than CHECKS_AFTER_FAILURE checks ago; called once a second.
+    """Tells whether rank 0 of a start ended so long ago that all ranks must have ended; called once a second.
 
     A thread checks, so storage that does not answer does not block the caller.
     """
 
-    def __init__(self, folder: str | None, *, launch_id: str, heal_seconds: float | None = None) -> None:
+    def __init__(
+        self, folder: str | None, *, launch_id: str, end_seconds: float | None = None, heals: bool = False
+    ) -> None:
         """launch_id: the ranks' STOPPED_VARIABLE. folder: run folder of the training.
 
-        heal_seconds: if the job heals in place, the time in which another rank takes over, or all end, after rank 0 has
-        ended, well or not.
+        end_seconds: time in which all ranks end after rank 0 has ended well; None if it is unknown. heals: whether the
+        job heals in place: then, also after a failure of rank 0, it is the time in which another rank takes over.
         """
         self._folder, self._launch_id = folder, launch_id
-        self._counts_good_end = heal_seconds is not None
-        self._max_checks = CHECKS_AFTER_FAILURE if heal_seconds is None else heal_seconds
-        self._num_checks = 0
+        self._end_seconds, self._heals = end_seconds, heals
+        self._max_checks = self._num_checks = 0.0
         self._thread: Thread | None = None
 
     def __call__(self) -> bool:
@@ -178,9 +179,13 @@ class FirstRankWatch:
 
     def _check(self) -> None:
         record = Path(self._launch_id)
-        has_ended = isinstance(read_record(record), int) if self._counts_good_end else has_recorded_failure(record)
-        is_over = has_ended or (self._folder is not None and has_failed(Path(self._folder), launch_id=self._launch_id))
-        self._num_checks = self._num_checks + 1 if is_over else 0
+        is_failed = has_recorded_failure(record) or (
+            self._folder is not None and has_failed(Path(self._folder), launch_id=self._launch_id)
+        )
+        has_ended = self._end_seconds is not None and isinstance(read_record(record), int)
+        self._num_checks = self._num_checks + 1 if is_failed or has_ended else 0
+        end_seconds = None if is_failed and not self._heals else self._end_seconds
+        self._max_checks = CHECKS_AFTER_FAILURE if end_seconds is None else end_seconds
 
 
 def last_report(folder: Path) -> str | None:

@@ -151,7 +151,7 @@ def _submit(job: JobSpec, text: str) -> None:
 
 def _kubectl(*words: str, text: str) -> str:
     try:
-        done = subprocess.run(["kubectl", *words], input=text, text=True, capture_output=True, check=False)
+        done = subprocess.run(["kubectl", *words], input=text or "", text=True, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise SchedulerError("kubectl is not installed here: submit the output of --dry-run elsewhere") from error
     if done.returncode:

@@ -5,12 +5,13 @@ With --nodes it starts one node's part of a job, for example in a pod of a JobSe
 
 import argparse
 import signal
-import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
-from bigbatch.comm.rendezvous.addresses import family_of, loopback
-from bigbatch.comm.rendezvous.environ import with_secret
+from bigbatch.comm.rendezvous.addresses import loopback
+from bigbatch.comm.rendezvous.environ import LISTENER_VARIABLE, with_secret
+from bigbatch.comm.rendezvous.ports import free_port, hold_port
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import count_gpus
@@ -93,13 +94,6 @@ def node_launch_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]
     return ["launch", "local", *shape, *(["--python"] if job.is_python else []), "--"]
 
 
-def free_port() -> int:
-    address = loopback()
-    with socket.socket(family_of(address)) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     starts = local_processes(job, port=free_port())
     lines = [command_line(start.argv, start.variables).rstrip("\n") for start in starts]
@@ -113,7 +107,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     def start(job: JobSpec) -> Ended:
         heals = has_begun(job) if heals_in_place(job) else None
-        starts = local_processes(job, port=free_port())
+        starts = _holding_port(job)
         variables = one_thread_per_rank(job) | with_own_secret(job, environ)
         return run_processes(
             starts,
@@ -126,6 +120,16 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 
     # all ranks of several nodes can only restart together
     return (start(job) if job.spans_nodes else run_with_restarts(start, job)).code
+
+
+def _holding_port(job: JobSpec) -> tuple[NodeProcess, ...]:
+    """Return the process of each rank; rank 0 inherits the socket that holds the port, unless --master states one."""
+    if job.master is not None:
+        return local_processes(job, port=0)
+    holder = hold_port(loopback(), listens=job.num_ranks > 1 and not job.is_python)
+    first, *others = local_processes(job, port=holder.getsockname()[1])
+    fd = holder.detach()
+    return (replace(first, variables=(*first.variables, (LISTENER_VARIABLE, str(fd))), descriptors=(fd,)), *others)
 
 
 def with_own_secret(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_p
 from bigbatch.launch.jobs.fit_hosts import on_remaining_hosts, preflight_of, without_hosts
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
+from bigbatch.launch.jobs.ranks_here import LeftBehind
 from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
 from bigbatch.launch.jobs.run_folder import FirstRankWatch, exit_wait_seconds, heals_in_place, try_load_experiment
 from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
@@ -61,7 +62,8 @@ def mpirun_argv(
     Raises: LaunchOptionError for options that need a scheduler.
     """
     refuse(job, launcher="mpirun", refused=REFUSED)
-    argv = [mpirun, "-n", str(job.num_ranks), "--bind-to", "none", *options]
+    # with /dev/null as input, mpirun leaves rank 0 an open pipe without data, on which a read waits forever
+    argv = [mpirun, "-n", str(job.num_ranks), "--stdin", "none", "--bind-to", "none", *options]
     if is_root:
         argv.append("--allow-run-as-root")
     if job.hosts:
@@ -183,17 +185,18 @@ def _run(
         require_interface(job.interface)
     config = try_load_experiment(job)
     folder, heals = config.run.directory if config else None, heals_in_place(job)
-    heal_seconds = exit_wait_seconds(config.comm.timeout_seconds, heals=True) if config and heals else None
+    end_seconds = exit_wait_seconds(config.comm.timeout_seconds, heals=heals) if config else None
     name = exit_path(Path.cwd())  # the first of other hosts sees this folder
     with ending_orphans(ASKS_TO_STOP, leaves=(*leaves, name)) as watch, exit_file(name) as path:
-        has_ended = FirstRankWatch(folder, launch_id=str(path), heal_seconds=heal_seconds) if path else None
+        first_rank = FirstRankWatch(folder, launch_id=str(name), end_seconds=end_seconds, heals=heals)
+        left_behind = LeftBehind(name)
         with_exit_file = replace(job, environment=(*job.environment, *exit_file_variable(path)))
         ended = run_in_foreground(
             _argv_here(with_exit_file, environ=environ),
             environ=dict(environ) | dict(with_exit_file.variables),
             asks_to_stop=ASKS_TO_STOP,
             should_restart=should_restart,
-            rank_0_ended=has_ended,
+            rank_0_ended=(lambda mpirun: left_behind.look(mpirun) or first_rank()) if path else None,
             watch=watch,
         )
         return with_code_of_first_rank(ended, job, path=path, heals=heals)

@@ -226,7 +226,7 @@ def run_slurm(argv: Sequence[str]) -> str:
     """Return the output of one of Slurm's programs. Raises: SchedulerError with its message."""
     try:
         done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
+            argv, input="", capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
         )
     except FileNotFoundError as error:
         raise _not_installed(argv[0]) from error

@@ -13,7 +13,7 @@ from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.run_folder import refuse_healing
 from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
 from bigbatch.launch.launchers.base import FOREGROUND_QUEUE, Launcher, command_line
-from bigbatch.launch.launchers.local import free_port, one_thread_per_rank, rendezvous_of, with_own_secret
+from bigbatch.launch.launchers.local import one_thread_per_rank, rendezvous_of, with_own_secret
 from bigbatch.orphans import ending_orphans
 
 ASKS_TO_STOP = signal.SIGTERM
@@ -32,18 +32,18 @@ REFUSED = {
 }
 
 
-def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> list[str]:
+def torchrun_argv(job: JobSpec, *, log_dir: str | None = None) -> list[str]:
     """Return torchrun's command line with one process per rank of this host; pure.
 
-    It runs in this Python. port: rendezvous on one host; torchrun's --standalone would listen on all
-    interfaces and unpickle data from any client. log_dir: for the ranks' error files; without it torchrun leaves a
-    temporary folder.
+    It runs in this Python. On one host the agent chooses the port of the rendezvous; torchrun's --standalone would
+    listen on all interfaces and unpickle data from any client. log_dir: for the ranks' error files; without it torchrun
+    leaves a temporary folder.
     Raises: LaunchOptionError for unsupported options, a job that heals in place, and for several nodes without
     --node-rank and --master.
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
     refuse_healing(job, launcher="torchrun")
-    node_rank, (address, port) = rendezvous_of(job, port=port)
+    node_rank, (address, port) = rendezvous_of(job, port=0)
     return [
         *(*python_argv(), "-m", AGENT),
         *(f"--nnodes={job.num_nodes or 1}", f"--node-rank={node_rank}"),
@@ -63,7 +63,7 @@ def _kept(words: tuple[str, ...]) -> list[str]:
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    return command_line(torchrun_argv(job, port=free_port()), job.variables)
+    return command_line(torchrun_argv(job), job.variables)
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     with ending_orphans(ASKS_TO_STOP, leaves=(logs,)) as watch:
         logs.mkdir(mode=0o700)
         try:
-            argv = torchrun_argv(job, port=free_port(), log_dir=str(logs))
+            argv = torchrun_argv(job, log_dir=str(logs))
             return run_in_foreground(argv, environ=variables, asks_to_stop=ASKS_TO_STOP, watch=watch).code
         finally:
             shutil.rmtree(logs, ignore_errors=True)

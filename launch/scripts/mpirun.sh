@@ -19,9 +19,9 @@ unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE RO
   ${!FLUX_TASK_@} FLUX_JOB_SIZE FLUX_JOB_NNODES ${!JSM_NAMESPACE_@} ${!MV2_COMM_WORLD_@} HOROVOD_RANK \
   HOROVOD_SIZE ${!HOROVOD_LOCAL_@} ${!HOROVOD_CROSS_@} ${!HOROVOD_GLOO_RENDEZVOUS_@} SLURM_PROCID SLURM_LOCALID \
   SLURM_NODEID SLURM_GTIDS SLURM_TASK_PID SLURM_STEPID ${!SLURM_STEP_@} ${!SLURM_SRUN_@} BIGBATCH_STOPPED \
-  BIGBATCH_JOINS
+  BIGBATCH_JOINS BIGBATCH_LISTENER
 
-options=(--host "$HOSTS" --map-by slot)
+options=(--host "$HOSTS" --map-by slot --stdin none)   # no input: a loop over lines keeps its own
 options+=(--bind-to none)   # otherwise each rank decodes and computes on one core
 if [ -n "$INTERFACE" ]; then
   options+=(--prtemca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")

@@ -14,7 +14,7 @@ CASES = (emulated.Case(3, 1, "1gbit", "block"), emulated.Case(2, 2, "1gbit", "cy
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.place)
 def test_bytes_and_messages_between_nodes_equal_the_kernel_s(case: emulated.Case) -> None:
-    """Each message has 8 bytes of length before it: equal streams mean as many messages, too."""
+    """Each message has 25 bytes before it: equal streams mean as many messages, too."""
     record = emulated.measure(case, repetitions=1, shape=ODD, seconds=0.02)
     assert record["num_wrong"] == 0
     nodes = [[0, 2], [1, 3]] if case.place == "cyclic" else [[0], [1], [2]]

@@ -22,9 +22,9 @@ from all_augmentations import ALL_AUGMENTATIONS
 from forked_ranks import exit_codes, places, start_rank
 from torch import Tensor
 
+from bigbatch.comm.rendezvous.ports import free_port
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.k8s_manifest import jobset
-from bigbatch.launch.launchers.local import free_port
 from bigbatch.launch.launchers.mpirun import mpirun_argv
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records

@@ -87,9 +87,9 @@ def not_stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
-    launcher: str, code: int, data: Path, not_stopped: Path, tmp_path: Path
+    launcher: str, data: Path, not_stopped: Path, tmp_path: Path
 ) -> None:
     """Stopped where no checkpoint was planned, in the middle of an epoch, by the launcher's Ctrl-C."""
     stopped, go_on = tmp_path / "stopped", tmp_path / "go_on"
@@ -102,7 +102,7 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
     os.kill(process.pid, signal.SIGINT)
     wait_until(lambda: ACKNOWLEDGED in log.read_text(), process=process, log=log)
     go_on.touch()
-    assert process.wait(timeout=TIMEOUT_SECONDS) == code, log.read_text()
+    assert process.wait(timeout=TIMEOUT_SECONDS) == 130, log.read_text()
     assert have_ended(ranks, within_seconds=60), "a rank was left behind"
     assert 5 <= newest_step(stopped) < 2 * STEPS_PER_EPOCH, "after the step that was under way"
     assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import clean_environ, exit_codes, free_port, places, start_rank
+from forked_ranks import clean_environ, exit_codes, places, start_rank
 from ranks_contract import PLAYED_NCCL, check_contract
 from thread_ranks import run_over_played_nccl
 
@@ -41,7 +41,7 @@ def job_argv(launcher: str, *, num_ranks: int, arguments: list[str]) -> list[str
     job = JobSpec(words, num_ranks, oversubscribe=num_ranks > (os.cpu_count() or 1), is_python=True)
     if launcher == "mpirun":
         return mpirun_argv(job, mpirun=find_mpirun(), is_root=os.geteuid() == 0)
-    return torchrun_argv(job, port=free_port())
+    return torchrun_argv(job)
 
 
 def run_job(argv: list[str], *, timeout_seconds: float) -> tuple[int, str]:

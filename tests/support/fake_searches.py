@@ -9,6 +9,7 @@ from unittest import mock
 from bigbatch.experiments.engine import engine
 from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.launch_option import Launch
+from bigbatch.experiments.search import search as searching
 from bigbatch.experiments.search.search import Search, search
 
 FAKE = Path(__file__).with_name("fake_train.py")
@@ -46,7 +47,8 @@ def run(folder, fake=None, **changes):
     """Search; return the trials, and the lines that were printed."""
     said = io.StringIO()
     changed = mock.patch.multiple(engine, point_command=fake or Fake(), POLL_SECONDS=0.02)
-    with changed, contextlib.redirect_stdout(said):
+    no_images = mock.patch.object(searching, "require_images")
+    with changed, no_images, contextlib.redirect_stdout(said):
         records = search(stated(folder, **changes))
     return records, said.getvalue().splitlines()
 

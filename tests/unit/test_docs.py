@@ -270,7 +270,9 @@ def own_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bigbatch )bigbatch ", line)]
+RANK = r"(srun (?:--cpus-per-task=8 )?|docker run .*? bigbatch )"
+"""Start of a line whose command is one rank of a job."""
+BIGBATCH = [line for line in COMMANDS if re.search(rf"^{RANK}?bigbatch ", line)]
 
 
 RECIPES = [text for page in PAGES for text in blocks(page, "yaml") if text.startswith("base:")]
@@ -309,7 +311,7 @@ GROUPED = ("launch", "data", "comm", "config", "tune")
 
 def words_of(line: str) -> list[str]:
     """The words after bigbatch, with any launcher before it."""
-    return shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
+    return shlex.split(re.sub(rf"^{RANK}(?=bigbatch )", "", line))[1:]
 
 
 def names_of(line: str) -> set[str]:

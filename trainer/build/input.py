@@ -4,17 +4,16 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.errors import ConfigError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.mix import Mix
 from bigbatch.trainer.augment.pipeline import make_augment
 from bigbatch.trainer.build.compute import memory_format
+from bigbatch.trainer.build.images import Images, data_root, open_images, require_num_classes
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, Request
@@ -24,13 +23,10 @@ from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch
 from bigbatch.trainer.input.report import MeasuredInput, Rates, input_settings
-from bigbatch.trainer.input.shards import DataRoot
-from bigbatch.trainer.input.storage import Cache
 from bigbatch.trainer.machine.host import cores_per_rank
 from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
-from bigbatch.words import count
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,6 @@ class Split:
         If it differs, positions in an epoch's order refer to other images.
         """
         return None if self.index is None else _digest_of_labels(self.index).hexdigest()[:16]
-
-
-Images = tuple[ImageSource, ImageSource]
-"""Images of the training and the validation split."""
 
 
 class Splits(NamedTuple):
@@ -112,7 +104,7 @@ def make_eval_split(
     """
     if config.data.loader == "synthetic":
         return _synthetic_split(config, communicator, image_size=_eval_size(config))
-    root = _root(config)
+    root = data_root(config)
     index = root.open("val", classes=None if trained else root.classes("train"))
     communicator.agree(f"the images in {root.name}", f"{len(index)} validation images ({_digest(index)})")
     if trained:
@@ -123,29 +115,17 @@ def make_eval_split(
             root=config.data.root,
             remedy="Name data of the same classes in data.root",
         )
-    _require_num_classes(config, index)
+    require_num_classes(config, index)
     return split_of(config, communicator, index)
 
 
 def list_images(config: Config, communicator: Communicator) -> Images | None:
     """List the images of both splits; None for generated ones. Collective. Raises: DataError; ConfigError."""
-    if config.data.loader == "synthetic":
-        return None
-    root = _root(config)
-    train_index = root.open("train")
-    val_index = root.open("val", classes=train_index.classes)
-    _require_num_classes(config, train_index)
-    images = train_index, val_index
-    communicator.agree(f"the images in {root.name}", describe_images(images))
-    return images
-
-
-def num_train_samples(config: Config, images: Images | None) -> int:
-    """Return the number of training samples. images: as list_images gives them."""
+    images = open_images(config)
     if images is not None:
-        return len(images[0])
-    assert config.data.num_synthetic_samples is not None
-    return config.data.num_synthetic_samples
+        require_num_classes(config, images[0])
+        communicator.agree(f"the images in {data_root(config).name}", describe_images(images))
+    return images
 
 
 def describe_images(images: Images | None) -> str:
@@ -154,20 +134,6 @@ def describe_images(images: Images | None) -> str:
         return ""
     train, val = images
     return f"{len(train)} training images ({_digest(train)}), {len(val)} validation images ({_digest(val)})"
-
-
-def _root(config: Config) -> DataRoot:
-    folder = config.data.cache_dir
-    cache = None if folder is None else Cache(Path(folder), round(1e9 * config.data.cache_gb))
-    return DataRoot(config.data.root, cache=cache)
-
-
-def _require_num_classes(config: Config, index: ImageSource) -> None:
-    if len(index.classes) != config.data.num_classes:
-        raise ConfigError(
-            f"data.num_classes={config.data.num_classes}, but {config.data.root} holds "
-            f"{count(len(index.classes), 'class')}"
-        )
 
 
 def _digest(index: ImageSource) -> str:

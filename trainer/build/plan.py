@@ -2,38 +2,28 @@
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.images import count_steps_per_epoch
 from bigbatch.trainer.config.batch import divide_batch, ghosts_per_microbatch
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.optim.schedule import SCHEDULES, Schedule, mirrored_momentum
 from bigbatch.trainer.step.divergence import GuessWatch
 from bigbatch.trainer.step.plan import Plan
-from bigbatch.words import count
 
 
 def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
-    """Return the plan of a run. An epoch drops images that do not fill a global batch. Raises: ConfigError."""
-    steps_per_epoch = num_samples // config.batch.global_batch_size
-    if steps_per_epoch == 0:
-        raise ConfigError(
-            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {num_samples} training images"
-        )
+    """Return the plan of a run. Raises: ConfigError."""
+    steps_per_epoch = count_steps_per_epoch(config, num_samples=num_samples)
     if first_step > steps_per_epoch * config.run.epochs:
         raise ConfigError(
             f"run.epochs={config.run.epochs} end at step {steps_per_epoch * config.run.epochs}, but the checkpoint is "
             f"of step {first_step}: give at least {-(-first_step // steps_per_epoch)}, or choose another run.directory"
         )
-    every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
-    if every_steps is not None and every_steps > num_steps:
-        raise ConfigError(
-            f"optimizer.ema_every_steps={every_steps} exceeds the {count(num_steps, 'step')} of the run, and would "
-            f"have no effect: set it to at most {num_steps}"
-        )
     division = divide_batch(config.batch, world_size=communicator.world_size)
     return Plan(
         seed=config.run.seed,
         first_step=first_step,
-        num_steps=num_steps,
+        num_steps=steps_per_epoch * config.run.epochs,
         steps_per_epoch=steps_per_epoch,
         division=division,
         microbatches=division.of(communicator.rank),

@@ -60,9 +60,9 @@ class Budget:
         """Return the seconds left for measurements, without those of the report."""
         return self.seconds - RESERVE_SECONDS - self.used()
 
-    def limit(self, seconds: float) -> float:
-        """Return that many seconds, or the rest of the budget if it is less."""
-        return min(seconds, max(MIN_SECONDS, self.left()))
+    def limit(self, seconds: float, *, least: float = MIN_SECONDS) -> float:
+        """Return that many seconds, or the rest of the budget if it is less, but not below `least`."""
+        return min(seconds, max(least, self.left()))
 
 
 @dataclass(frozen=True, kw_only=True)

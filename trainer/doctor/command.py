@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from rich.console import Console
 from bigbatch import __version__
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import source_commit
-from bigbatch.errors import ConfigError, DoctorError, print_line, print_lines
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import ConfigError, DoctorError, print_line, print_lines, tell
+from bigbatch.exit_codes import FAILED, INTERRUPTED
 from bigbatch.files import as_json, require_nameable, write_named
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
@@ -30,7 +29,7 @@ from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import recorded_run
-from bigbatch.trainer.doctor.budget import MIN_SECONDS, Budget
+from bigbatch.trainer.doctor.budget import BASE_SHARE, MIN_SECONDS, Budget
 from bigbatch.trainer.doctor.examine import Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import IMAGES, TENSORS, ProbeChild, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
@@ -92,11 +91,10 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except DoctorError as error:
-        if budget.left() > MIN_SECONDS:
+        if budget.left() > MIN_SECONDS or not findings.steps:
             raise
-        step = findings.steps
-        slow = f"; a step of {step['images']} images took {step['seconds']:.1f} s" if step else ""
-        raise DoctorError(f"{error}{slow}. --within {budget.seconds:g} is too short here: raise it") from error
+        tell(f"{error}; --within {budget.seconds:g} is too short here: raise it to measure the rest")
+        code = FAILED if arguments.out else 0
     print_report(
         findings, console, config=config, command=["bigbatch", "train", "--config", arguments.config, *overrides]
     )
@@ -167,8 +165,13 @@ def _examine(
     budget: Budget,
 ) -> None:
     limit, numbers = arguments.limit or LIMIT[arguments.quick], count()
-    # speedups in --only are tried without regard to the budget
-    limit_seconds = (lambda: limit) if arguments.only else partial(budget.limit, limit)
+
+    def limit_seconds() -> float:
+        # speedups in --only are tried without regard to the budget, and without a step there would be no result
+        if arguments.only or not findings.steps:
+            return limit
+        return budget.limit(limit, least=MIN_SECONDS if findings.rates else BASE_SHARE * budget.seconds)
+
     with tempfile.TemporaryDirectory(prefix="bigbatch-doctor-") as place, _progress(console) as say:
 
         def start(values: Mapping[str, Any]) -> ProbeChild:

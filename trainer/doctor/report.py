@@ -28,6 +28,9 @@ def print_report(findings: ExaminationResults, console: Console, *, config: Conf
     parts: list[Part] = []
     if findings.rates:
         parts += [*_limits(findings, findings.rates, config), ""]
+    elif step := findings.steps:
+        rate = step["images"] / step["seconds"]
+        parts.append(f"whole steps: {rate:,.0f} images/s ({step['images']} images in {step['seconds']:.1f} s)")
     if findings.rows:
         parts += [*_speedups(findings, config), ""]
     parts += _advice(findings, command=command)

@@ -90,9 +90,9 @@ def list_gpus() -> tuple[int, str | None]:
 def _query(*words: str) -> tuple[list[str], str | None]:
     """Return the output of nvidia-smi, and its complaint."""
     table = ["--format=csv,noheader"] if words[0].startswith("--query") else []
-    argv, pipe = ["nvidia-smi", *words, *table], subprocess.PIPE
+    argv, pipe, nowhere = ["nvidia-smi", *words, *table], subprocess.PIPE, subprocess.DEVNULL
     try:
-        program = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, errors="replace")
+        program = subprocess.Popen(argv, stdin=nowhere, stdout=pipe, stderr=pipe, text=True, errors="replace")
     except OSError:
         return [], None
     try:

@@ -156,7 +156,7 @@ def test_control_knows_where_the_ranks_met(monkeypatch: pytest.MonkeyPatch) -> N
     with listen("127.0.0.1", 0) as free:
         found = free.getsockname()[:2]
     by_mpi = replace(TWO, launcher="openmpi", master=None)
-    monkeypatch.setattr(meeting, "meet_by_mpi", lambda env, **_: (*found, "drawn"))
+    monkeypatch.setattr(meeting, "meet_by_mpi", lambda env, **_: replace(env, master=found, secret=b"drawn"))
     for _ in range(2):  # the second connection of this process meets nowhere else
         met = Control(by_mpi, timeout_seconds=60)
         assert (met.master, met.secret) == (found, b"drawn")

@@ -35,6 +35,8 @@ OTHERS = {key: value for key, value in OPTIONS.items() if key not in (BATCH, SIZ
             "unknown key comm.algoritm; the nearest legal one is comm",
         ),
         ({"grid": {"ranks": [1], "run.seed": []}}, "grid: run.seed: [] must be a list of values"),
+        ({"ranks": 2}, "ranks: 2 and the ranks of grid: keep one"),
+        ({"ranks": 1, "grid": {}, "cases": {"a": {"ranks": 1}, "b": {"ranks": 2}}}, "the ranks of all cases: keep one"),
         ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
         ({"launch": {"array": "0-3"}}, "launch, of local: unknown key array"),
         ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),

@@ -173,11 +173,15 @@ def test_mpi_meeting_point_of_one_host_is_a_free_port_on_loopback(
         pytest.skip("this machine has no IPv6")
     fake_mpi(monkeypatch, rank=0, size=2)
     monkeypatch.setattr(addresses, "loopback", lambda: loopback)
-    address, port, secret = by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)
-    assert len(bytes.fromhex(secret)) == 32
-    assert secret != by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)[2]
-    with listen(address, port):
-        assert address == loopback
+    met, again = (by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60) for _ in range(2))
+    assert len(bytes.fromhex(met.secret.decode())) == 32
+    assert met.secret != again.secret
+    assert met.master is not None
+    assert met.listener is not None
+    with pytest.raises(OSError, match="in use"):  # rank 0 holds it until its store serves
+        listen(*met.master)
+    with socket.socket(fileno=met.listener) as holder:
+        assert holder.getsockname()[:2] == met.master == (loopback, met.master[1])
 
 
 @pytest.mark.parametrize("interface", [None, "ib7"])

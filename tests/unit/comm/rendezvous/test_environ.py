@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import socket
 import sys
 from types import SimpleNamespace
@@ -68,6 +69,13 @@ def test_secret_is_new_for_each_job_and_is_not_shown() -> None:
         ({**SRUN, **MPICH}, ("mpich", 7, 8, 3, 4)),
         # srun --mpi=pmi2 speaks to MPICH's library, without MPICH's launcher
         ({**SRUN, "PMI_RANK": "4", "PMI_SIZE": "8"}, ("srun", 4, 8, 0, 4)),
+        # scripts that set two of torchrun's variables for torch's env://
+        ({**SRUN, "RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}, ("srun", 4, 8, 0, 4)),
+        ({**OPENMPI, "RANK": "6", "WORLD_SIZE": "8"}, ("openmpi", 6, 8, 2, 4)),
+        # the script of a PBS job, and jobs of one pod or host
+        ({"PBS_TASKNUM": "1", "PBS_NODENUM": "0"}, ("none", 0, 1, 0, 1)),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, ("none", 0, 1, 0, 1)),
+        ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, ("none", 0, 1, 0, 1)),
         # an interactive shell of an allocation of eight tasks is one process
         (
             {**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
@@ -92,10 +100,15 @@ def test_slurm_nodes_may_hold_different_numbers_of_tasks(tasks_per_node: str, no
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ("torchrun", " LOCAL_RANK;", "env -u RANK -u WORLD_SIZE")),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ("mpich", " MPI_LOCALRANKID;", "env -u PMI_RANK -u PMI_SIZE")),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            ("mpich", " MPI_LOCALRANKID;", "no other ranks, unset PMI_RANK and PMI_SI"),
+        ),
         ({**TORCHRUN, "RANK": "five"}, ("RANK='five'", "number")),
         ({**TORCHRUN, "MASTER_PORT": "x"}, ("MASTER_PORT='x'", "number")),
+        *(({**TORCHRUN, "MASTER_PORT": port}, (f"MASTER_PORT={port} ", "65535")) for port in ("70000", "0", "-1")),
+        *(({**TORCHRUN, "MASTER_ADDR": empty}, ("MASTER_ADDR is empty", "rank 0's host")) for empty in ("", " ", "[]")),
+        ({**SRUN, "MASTER_ADDR": "", "MASTER_PORT": "29500"}, ("MASTER_ADDR is empty",)),
         ({**TORCHRUN, "RANK": "8"}, ("RANK=8 ", "WORLD_SIZE=8")),
         ({**TORCHRUN, "RANK": "-1"}, ("RANK=-1 ", "WORLD_SIZE=8")),
         ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "4"}, ("LOCAL_RANK=4 ", "OMPI_COMM_WORLD_LOCAL_SIZE=4")),
@@ -115,6 +128,48 @@ def test_environment_that_is_broken_names_the_variable(variables: dict[str, str]
         read_process_env(variables)
     assert isinstance(caught.value, UserError)  # one line for the user, no traceback
     assert isinstance(caught.value, ValueError)
+
+
+MASTER = "MASTER_ADDR=n0 MASTER_PORT=29500"
+PER_NODE = '--nodes "$WORLD_SIZE" --node-rank "$RANK" --master "$MASTER_ADDR:$MASTER_PORT"'
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher", "remedy"),
+    [
+        # as the sources of these launchers set them
+        (
+            f"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 CROSS_RANK=0 CROSS_SIZE=1 LOCAL_SIZE=2 {MASTER}",
+            "DeepSpeed",
+            "set LOCAL_WORLD_SIZE to LOCAL_SIZE",
+        ),
+        (
+            f"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 NPROC=2 NODE_RANK=0 FORK_LAUNCHED=1 {MASTER}",
+            "accelerate",
+            "Accelerator before bigbatch.connect()",
+        ),
+        (f"RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 NODE_RANK=0 {MASTER}", "Azure ML", "process_count_per_instance: 1"),
+        (f"RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 AZUREML_RUN_ID=x {MASTER}", "Azure ML", PER_NODE),
+        (f"RANK=0 WORLD_SIZE=2 CLUSTER_SPEC={{}} {MASTER}", "Vertex AI", PER_NODE),
+        (f"RANK=1 WORLD_SIZE=2 PYTHONUNBUFFERED=0 {MASTER}", "PyTorchJob of Kubeflow v1", PER_NODE),
+        ("PET_NNODES=2 PET_NODE_RANK=0 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=a", "trainer job of Kubeflow", "PET_*"),
+        ("PET_NNODES=1:4 PET_RDZV_ENDPOINT=a:1", "trainer job of Kubeflow", "PET_*"),
+        ('SM_HOSTS=["algo-1","algo-2"] SM_CURRENT_HOST=algo-2', "SageMaker", "torch_distributed"),
+        ("PBS_TASKNUM=146 PBS_NODENUM=0 PBS_VNODENUM=0", "pbsdsh", "mpirun"),
+        ("LSF_PM_TASKID=1 LSB_JOBID=3", "blaunch", "mpirun"),
+        (MASTER, "MASTER_ADDR=n0", "before bigbatch.connect()"),
+        ("WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1", "WORLD_SIZE=2 is set without RANK", "variables of its launcher"),
+    ],
+)
+def test_rank_of_an_unsupported_launcher_is_refused_by_name(variables: str, launcher: str, remedy: str) -> None:
+    """It would train alone, as the others would. The remedy does not drop the variables, after which all would.
+
+    If torch's process group states the ranks, as the remedy for accelerate has it, nothing is refused.
+    """
+    assert read_process_env(recorded(variables), has_group=True).started_by == "none"
+    with pytest.raises(LaunchError, match=naming(launcher, remedy)) as caught:
+        read_process_env(recorded(variables))
+    assert not re.search(r"torchrun did|of torchrun|env -u", str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_launcher_that_hands_on_its_own_nodes_name_is_not_believed(variables: di
         ({"ALPS_APP_PE": "0"}, ("ALPS_APP_PE=0", "aprun")),
         ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "PMI_RANK")),
         ({"PMI_RANK": "2"}, ("PMI_RANK=2", "PMI_SIZE")),
-        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", " RANK,", "torchrun")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", " RANK,", "its launcher")),
         ({"OMPI_COMM_WORLD_RANK": "1"}, ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE", "openmpi")),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID", "srun")),
         ({"FLUX_JOB_SIZE": "2"}, ("FLUX_JOB_SIZE=2", "FLUX_TASK_RANK", "flux")),

@@ -162,6 +162,15 @@ def make(tmp_path, **changes):
         ({"space": ("optimizer.momentum=choice:0.9,high",)}, (" high, ", "optimizer.momentum=high ")),
         ({"space": ("schedule.base_lr=log:1e-5:1",)}, (" 1e-05, ", "schedule.end_lr=")),
         ({"launch": Launch(("mpirun",), 5)}, ("batch.global_batch_size=512 ", " 5 rank")),
+        # whole numbers between the ends, and sizes of the data set
+        ({"space": ("batch.global_batch_size=linear:512:1024",)}, (" at 513, ", "batch.global_batch_size=513 ")),
+        (
+            {
+                "space": ("batch.global_batch_size=log2:512:4096",),
+                "config": ("--config", "quickstart", "--data.loader=synthetic", "--data.num_synthetic_samples=2048"),
+            },
+            ("point 4 (batch.global_batch_size=4096)", "exceeds the 2048 training images"),
+        ),
         ({"config": ("--config", "quickstart", "--run.epoch", "2")}, (" run.epoch;", " run.epochs")),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs import foreground
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 
@@ -26,12 +27,12 @@ def test_foreground_ends_a_launcher_that_its_ranks_have_left(
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(foreground, "END_SECONDS", 0.2)
     deaf = f"trap '' TERM; touch {tmp_path}/deaf; while :; do sleep 1; done"
-    ended = in_foreground("sh", "-c", deaf, rank_0_ended=(tmp_path / "deaf").exists)
+    ended = in_foreground("sh", "-c", deaf, rank_0_ended=lambda _: (tmp_path / "deaf").exists())
     assert (ended.code, ended.was_asked) == (128 + signal.SIGKILL, False)
     assert "sh still runs although the job's first rank has ended: ending it" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("is_interrupted", "code"), [(True, 128 + signal.SIGUSR1), (False, 3)])
+@pytest.mark.parametrize(("is_interrupted", "code"), [(True, INTERRUPTED), (False, 3)])
 def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
     is_interrupted: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,6 +50,13 @@ def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
     assert (ended.code, ended.was_asked) == (code, is_interrupted)
 
 
+def test_foreground_sends_one_sigterm_to_a_launcher_whose_ranks_cannot_take_a_request() -> None:
+    """Two come from `timeout` in a script, or from an impatient user; mpirun prints a text at the second."""
+    asks = "kill -INT $PPID; sleep 0.2"
+    assert in_foreground("bash", "-c", f"n=10; trap 'n=$((n+1))' TERM; {asks}; {asks}; exit $n").code == 11
+    assert in_foreground("bash", "-c", f"n=10; trap : USR1; trap 'n=$((n+1))' TERM; {asks}; {asks}; exit $n").code == 11
+
+
 @pytest.mark.parametrize(
     ("program", "remedy"),
     [("/none/mpirun", "pip install 'bigbatch[mpi]'"), ("/none/flux", "a host with Flux"), ("/none/x", "install it")],
@@ -56,6 +64,16 @@ def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
 def test_missing_launcher_is_named_with_its_own_remedy(program: str, remedy: str) -> None:
     with pytest.raises(LaunchOptionError, match=f"^{re.escape(program)} is not installed here: .*{re.escape(remedy)}"):
         in_foreground(program)
+
+
+def test_foreground_job_leaves_the_input_of_a_loop_alone() -> None:
+    """`while read` would run once: the first job would consume the other lines."""
+    reads = "import sys; print('job', repr(sys.stdin.read()), flush=True)"
+    loop = 'while read -r line; do "$0" -c "$1" "$2"; echo "$line"; done'
+    done = subprocess.run(
+        ["sh", "-c", loop, sys.executable, PARENT, reads], input="one\ntwo\n", stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout.splitlines() == ["job ''", "by itself", "one", "job ''", "by itself", "two"]
 
 
 PARENT = """

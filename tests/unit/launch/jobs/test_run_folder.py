@@ -59,6 +59,18 @@ def test_job_without_a_run_folder_is_left_after_its_first_rank_recorded_a_failur
     assert [check(watch) for _ in range(CHECKS_AFTER_FAILURE + 2)][-1]
 
 
+@pytest.mark.parametrize(
+    ("heals", "record", "looks"), [(False, "0", 9), (False, "6", 4), (True, "6", 9), (True, "0", 9)]
+)
+def test_launcher_is_left_some_time_after_its_first_rank_ended_well(
+    heals: bool, record: str, looks: int, tmp_path: Path
+) -> None:
+    """It may wait for what a rank on another host left behind; in a job that heals another rank may take over."""
+    (tmp_path / "file").write_text(record)
+    watch = FirstRankWatch(None, launch_id=str(tmp_path / "file"), end_seconds=8, heals=heals)
+    assert [check(watch) for _ in range(looks + 1)] == [False] * looks + [True]
+
+
 def test_run_is_not_left_for_the_failure_of_another_job(
     tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

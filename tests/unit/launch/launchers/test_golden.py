@@ -135,6 +135,9 @@ FILES = {
     ROOT / "launch/scripts/train.sbatch": ready_script,
 }
 
+SCRIPTS = [*GOLDEN.glob("*.sbatch"), *(ROOT / "launch/scripts").iterdir(), *(ROOT / "docs").glob("*.md")]
+"""Scripts that the project writes or shows, and pages that may show one."""
+
 FOREIGN_OPTIONS = {GOLDEN / name for name in ("defaults.yaml", "k8s-fields.yaml", "report.json", "report.md")}
 """What other tests compare with: a config's defaults, the fields that a JobSet and an MPIJob may have, a report."""
 
@@ -144,13 +147,26 @@ def test_golden_file_is_what_the_launcher_writes(path: Path) -> None:
     assert FILES[path]().splitlines() == path.read_text().splitlines()
 
 
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_passes_its_cores_on_to_srun(path: Path) -> None:
+    """Slurm 22.05 to 23.02 do not: each rank would decode its images on one core."""
+    blocks = (
+        re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.M | re.S) if path.suffix == ".md" else [path.read_text()]
+    )
+    for block in blocks:
+        if re.search(r"^#SBATCH .*--cpus-per-task", block, re.M):
+            starts = re.findall(r"^srun .*(?:\\\n.*)*", block, re.M)
+            assert starts
+            assert [start for start in starts if "--cpus-per-task" not in start] == []
+
+
 def test_golden_files_all_have_a_case() -> None:
     assert set(GOLDEN.iterdir()) == {path for path in FILES if path.parent == GOLDEN} | FOREIGN_OPTIONS
 
 
 def test_mpirun_is_printed_for_this_machine() -> None:
     mpirun = find_mpirun().replace(sys.executable, "PYTHON")
-    assert dry_run(("mpirun", "--ranks", "2", *TRAIN)).startswith(f"env PYTHONSAFEPATH=1 {mpirun} -n 2 --bind-to none")
+    assert dry_run(("mpirun", "--ranks", "2", *TRAIN)).startswith(f"env PYTHONSAFEPATH=1 {mpirun} -n 2 --stdin none")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Ranks that `bigbatch launch local` starts, as real processes."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers import local
 from bigbatch.launch.launchers.local import local_processes, with_own_secret
 from bigbatch.launch.start import main
 
@@ -50,6 +53,38 @@ def test_local_opens_no_door_and_ends_with_the_code_of_the_rank_that_failed(tmp_
     assert [len(bytes.fromhex(secret)) for secret in secrets] == [32]
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == f"{rank} of 2 at 127.0.0.1: []"
+
+
+HELD = """
+import os, socket, subprocess, sys
+from bigbatch.comm.rendezvous.environ import read_process_env
+env = read_process_env()
+print(env.rank, env.listener is not None and socket.socket(fileno=env.listener).getsockname() == env.master, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_local_gives_rank_0_the_socket_that_holds_the_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher keeps none: a connection to it would be accepted, and never answered."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(HELD)
+    before = set(os.listdir("/proc/self/fd"))
+    assert main(["local", "--ranks", "2", "--python", "--", "own.py"]) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 True", "1 False"]
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_python", "listens"), [(2, False, True), (2, True, False), (1, False, False), (1, True, False)]
+)
+def test_local_opens_a_door_only_for_ranks_that_meet(ranks: int, is_python: bool, listens: bool) -> None:
+    first, *others = local._holding_port(JobSpec(("train",), ranks, is_python=is_python))
+    with socket.socket(fileno=first.descriptors[0]) as holder:
+        assert bool(holder.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listens
+        assert dict(first.variables)["MASTER_PORT"] == str(holder.getsockname()[1])
+    assert [start.descriptors for start in others] == [()] * (ranks - 1)
 
 
 def test_local_restarts_single_ranks_of_several_nodes_but_never_all(capsys: pytest.CaptureFixture[str]) -> None:

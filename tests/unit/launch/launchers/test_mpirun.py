@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.exit_codes import LOST
-from bigbatch.launch.jobs import foreground, run_folder
+from bigbatch.exit_codes import INTERRUPTED, LOST
+from bigbatch.launch.jobs import foreground, ranks_here, run_folder
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.launchers.mpirun import mpirun_argv
@@ -89,12 +90,74 @@ def test_mpirun_ends_no_other_rank_of_a_job_that_heals_and_its_0_says_nothing(
     assert start(job) == code
 
 
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("kill -INT $PPID; trap 'exit 1' TERM", INTERRUPTED),  # no rank can take SIGUSR1 yet; mpirun ends with 1
+        ("trap 'exit 250' USR1; kill -INT $PPID", INTERRUPTED),  # it starts its daemons, and no rank has begun
+        ("trap 'exit 1' USR1; echo -n begun > $BIGBATCH_STOPPED; kill -INT $PPID", 1),  # a rank fails while it saves
+        # a request that came before the ranks ran
+        ("trap : USR1; trap 'kill $!; exit 1' TERM; kill -INT $PPID; sleep 0.1; $RANK & wait; wait", INTERRUPTED),
+    ],
+)
+def test_mpirun_whose_ranks_cannot_take_a_request_to_stop_yet_ends_at_once(
+    script: str, code: int, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.05)
+    monkeypatch.setenv("RANK", f"{sys.executable} -c __import__('time').sleep(99)")
+    played(f"{script}\nfor i in $(seq 600); do sleep 0.1; done\n")
+    assert start(JobSpec(TRAIN, 2)) == code
+
+
 def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played('[[ "$*" != *BIGBATCH_STOPPED* ]] && exit 130\n')
     monkeypatch.setattr(mpirun, "exit_path", lambda folder: folder / "none" / "file")
     assert start(JobSpec(TRAIN, 2)) == 130
+
+
+LEFT = """\
+mkfifo pipe
+(OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE={} exec setsid sh -c 'echo $$ > left; exec sleep 600' > pipe &)
+{}
+read -r line < pipe   # like mpirun: until all have closed the ranks' output
+rm pipe
+exit {}
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/children").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("record", "own", "code", "lives"),
+    [
+        ("echo -n 0 > $BIGBATCH_STOPPED", 9, 0, True),
+        ("echo -n 3 > $BIGBATCH_STOPPED", 9, 3, True),
+        ("", 0, 0, False),  # only mpirun knows how the ranks of a script ended that never connected
+        ("", 137, 137, False),
+    ],
+)
+def test_mpirun_does_not_wait_for_processes_that_the_ranks_left_behind(
+    record: str, own: int, code: int, lives: bool, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(ranks_here, "LOOKS", 2)
+    played(LEFT.format(2, record, own))
+    try:
+        assert start(JobSpec(("own.py",), 2, is_python=True)) == code
+        assert Path("/proc", (tmp_path / "left").read_text().strip(), "exe").exists() == lives
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+
+
+def test_mpirun_waits_for_ranks_of_other_hosts(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks here have ended first; processes of theirs live on."""
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(ranks_here, "LOOKS", 2)
+    end = "(sleep 0.5; kill $(cat left)) & disown"
+    played(LEFT.format(1, f"echo -n 0 > $BIGBATCH_STOPPED; (sh -c '{end}' &)", 9))
+    assert start(JobSpec(("own.py",), 2, is_python=True)) == 9
 
 
 KILLED = """
@@ -191,7 +254,7 @@ def test_mpirun_ranks_on_this_host_inherit_variables() -> None:
 def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
     job = JobSpec(TRAIN, 16, hosts=(("n0", 8), ("n1", 8)), oversubscribe=True)
     assert mpirun_argv(job, mpirun="/opt/mpirun", is_root=True, terminal_columns=80) == [
-        *("/opt/mpirun", "-n", "16", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
+        *("/opt/mpirun", "-n", "16", "--stdin", "none", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
         *("--host", "n0:8,n1:8", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
         *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", sys.executable, "-m", "bigbatch", *TRAIN),
     ]

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from bigbatch.comm.rendezvous.ports import free_port
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers import torchrun_agent
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.torchrun import AGENT, torchrun_argv
 
@@ -22,7 +24,7 @@ TRAIN = ("train", "--config", "quickstart")
 @pytest.mark.parametrize("words", [(), ("--",), ("--", "--", "-x"), ("-x", "--", "y"), ("x", "--")])
 def test_torchrun_hands_on_every_word_of_a_script(name: tuple[str, ...], words: tuple[str, ...]) -> None:
     """The words are parsed by torchrun's own parser."""
-    argv = torchrun_argv(JobSpec((*name, *words), 2, is_python=True), port=1)
+    argv = torchrun_argv(JobSpec((*name, *words), 2, is_python=True))
     read = get_args_parser().parse_args(argv[argv.index(AGENT) + 1 :])
     assert (read.training_script, tuple(read.training_script_args), read.module) == (name[-1], words, len(name) == 2)
 
@@ -77,10 +79,26 @@ def test_torchrun_adds_nothing_to_a_ranks_own_error(
 def test_torchrun_names_a_port_in_use_in_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        argv = [sys.executable, *torchrun_argv(JobSpec(("rank.py",), 1, is_python=True), port=port)[1:]]
+        job = JobSpec(("rank.py",), 1, num_nodes=1, node_rank=0, master=("127.0.0.1", port), is_python=True)
+        argv = [sys.executable, *torchrun_argv(job)[1:]]
         ended = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     (line,) = ended.stderr.splitlines()
     assert (ended.returncode, f"127.0.0.1:{port}" in line, "address already in use" in line) == (1, True, True)
+
+
+@pytest.mark.long
+def test_torchrun_on_one_host_opens_another_port_if_one_was_taken_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rank.py").write_text("import os, pathlib; pathlib.Path('port').write_text(os.environ['MASTER_PORT'])")
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        chosen = iter([taken.getsockname()[1]] * 2)
+        monkeypatch.setattr(torchrun_agent, "free_port", lambda: next(chosen, None) or free_port())
+        argv = torchrun_argv(JobSpec(("rank.py",), 1, is_python=True))
+        assert torchrun_agent.main(argv[argv.index(AGENT) + 1 :]) == 0
+        assert next(chosen, None) is None
+        assert int(Path("port").read_text()) != taken.getsockname()[1]
 
 
 @pytest.mark.long

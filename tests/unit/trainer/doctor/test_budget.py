@@ -2,8 +2,8 @@
 
 import io
 import math
-import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ class Process:
     """Answers as a probe does, after the time that its steps take."""
 
     facts: Mapping[str, Any] = FACTS
+    other_seconds = 1.0
 
     def __init__(self, machine: Machine, values: Mapping[str, Any]) -> None:
         self.machine, self.values = machine, dict(values)
@@ -90,7 +91,7 @@ class Process:
         elif what == "profile":
             taken, found = max(4 * step, 3 * details["seconds"]), {"busy_share": None, "seconds": step, "phases": {}}
         else:
-            taken, found = 1.0, {"peak_flops": 1e12}
+            taken, found = self.other_seconds, {"peak_flops": 1e12}
         self.machine.spend(taken, limit=limit_seconds)
         return found
 
@@ -177,24 +178,76 @@ def test_nothing_is_cut_or_left_out_without_a_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("used", "named"),
+    ("used", "images", "options", "code"),
     [
-        (19.0, ("was ended; a step of 64 images took 9.0 s", "--within 20 ")),
-        (1.0, ("was ended$",)),  # another reason than the budget's end
+        (19.0, 64, (), 0),
+        (19.0, 64, ("--out",), 1),  # nothing is recommended, so the file is not written
+        (19.0, 0, (), None),  # there is no result
+        (1.0, 64, (), None),  # another reason than the budget's end
     ],
 )
-def test_config_that_no_budget_holds_says_what_one_step_takes(
-    used: float, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_doctor_prints_what_it_has_measured_when_its_budget_ends(
+    used: float,
+    images: int,
+    options: tuple[str, ...],
+    code: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """On a busy machine a start alone may take it all."""
+
     def slow(arguments: object, findings: ExaminationResults, console: object, **_: object) -> None:
-        findings.steps = {"images": 64, "seconds": 9.0}
+        findings.steps = {"images": images, "seconds": 8.0} if images else {}
         raise DoctorError("took longer than 3 s, and was ended")
 
     monkeypatch.setattr(doctor_command, "_examine", slow)
     monkeypatch.setattr(doctor_command, "Budget", partial(Budget, clock=lambda: used, started=0.0))
-    with pytest.raises(DoctorError) as caught:
-        doctor_command.main(["--config", "quickstart", "--within", "20"])
-    assert all(re.search(words, str(caught.value)) for words in named)
+    words = [
+        "--config",
+        "quickstart",
+        "--within",
+        "20",
+        *(each for name in options for each in (name, f"{tmp_path}/x")),
+    ]
+    if code is None:
+        with pytest.raises(DoctorError, match=r"was ended$"):
+            doctor_command.main(words)
+        return
+    assert doctor_command.main(words) == code
+    out, err = capsys.readouterr()
+    assert "whole steps: 8 images/s (64 images in 8.0 s)" in out
+    assert "nothing is recommended" in out
+    assert "was ended; --within 20 is too short here" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("start_seconds", "probe_seconds"), [(70.0, 1.0), (40.0, 30.0)])
+def test_config_is_measured_although_its_start_took_the_whole_budget(
+    start_seconds: float, probe_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine: speedups are left out, and a part that takes more than a third of the budget is cut."""
+    machine, findings = Machine(CONFIGS["quickstart"], 1e-3, start_seconds), ExaminationResults()
+    monkeypatch.setattr(Process, "other_seconds", probe_seconds)
+
+    def start(config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> Process:
+        machine.spend(machine.start_seconds, limit=start_seconds)
+        return Process(machine, {})
+
+    monkeypatch.setattr(doctor_command, "ProbeChild", start)
+    with pytest.raises(DoctorError, match="longer than 20 s") if probe_seconds > 20 else nullcontext():
+        doctor_command._examine(
+            doctor_command._parser().parse_args(["--config", "quickstart", "--quick"]),
+            findings,
+            Console(file=io.StringIO()),
+            config=machine.config,
+            full_config=machine.config,
+            budget=Budget(60.0, clock=lambda: machine.now, started=0.0),
+        )
+    assert findings.steps["images"] > 0
+    assert findings.is_complete == (findings.rates is not None) == (probe_seconds < 20)
+    assert any("no time left" in each.why for each in findings.unmeasured) == findings.is_complete
+    assert not findings.rows
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""The images of a run and the steps of its epochs, from its config; without torch, since sweeps check their points."""
+
+from pathlib import Path
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.shards import DataRoot
+from bigbatch.trainer.input.storage import Cache
+from bigbatch.words import count
+
+Images = tuple[ImageSource, ImageSource]
+"""Images of the training and the validation split."""
+
+
+def data_root(config: Config) -> DataRoot:
+    folder = config.data.cache_dir
+    cache = None if folder is None else Cache(Path(folder), round(1e9 * config.data.cache_gb))
+    return DataRoot(config.data.root, cache=cache)
+
+
+def open_images(config: Config) -> Images | None:
+    """List the images of both splits; None for generated ones. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        return None
+    root = data_root(config)
+    train_index = root.open("train")
+    return train_index, root.open("val", classes=train_index.classes)
+
+
+def require_num_classes(config: Config, index: ImageSource) -> None:
+    """Raise ConfigError if the images have another number of classes than the config."""
+    if len(index.classes) != config.data.num_classes:
+        raise ConfigError(
+            f"data.num_classes={config.data.num_classes}, but {config.data.root} holds "
+            f"{count(len(index.classes), 'class')}"
+        )
+
+
+def num_train_samples(config: Config, images: Images | None) -> int:
+    """Return the number of training samples. images: as open_images gives them."""
+    if images is not None:
+        return len(images[0])
+    assert config.data.num_synthetic_samples is not None
+    return config.data.num_synthetic_samples
+
+
+def count_steps_per_epoch(config: Config, *, num_samples: int) -> int:
+    """Return the steps of an epoch, which drops images that do not fill a global batch. Raises: ConfigError."""
+    steps_per_epoch = num_samples // config.batch.global_batch_size
+    if steps_per_epoch == 0:
+        raise ConfigError(
+            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {num_samples} training images"
+        )
+    every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
+    if every_steps is not None and every_steps > num_steps:
+        raise ConfigError(
+            f"optimizer.ema_every_steps={every_steps} exceeds the {count(num_steps, 'step')} of the run, and would "
+            f"have no effect: set it to at most {num_steps}"
+        )
+    return steps_per_epoch
