@@ -43,7 +43,7 @@ def stop_signal(launcher: int, usual: Signals) -> Signals:
     """Return the signal by which a launcher asks its ranks to stop; SIGTERM if the usual one would end a rank.
 
     A rank that still imports torch has nothing to save. mpirun would report its end as a failure, and after SIGTERM
-    mpirun ends its ranks without a word.
+    mpirun ends its ranks silently.
     """
     return SIGTERM if any(_would_end(pid, usual) for pid in (launcher, *ranks_of(launcher))) else usual
 
