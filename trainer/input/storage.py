@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -186,8 +187,9 @@ class Storage:
 
     def _endpoint(self) -> str:
         """Return the address of S3's server, without a user or password; "" if the folder's address states it."""
-        url = getattr(getattr(getattr(self._fs, "_s3", None), "meta", None), "endpoint_url", None) or ""
-        return re.sub(r"//[^/]*@|[?#].*", lambda found: "//" if found[0][0] == "/" else "", url)
+        with suppress(AttributeError):  # other stores have none
+            return re.sub(r"(?<=//)[^/]*@|[?#].*", "", self._fs._s3.meta.endpoint_url)
+        return ""
 
 
 def _with_retries(call: Callable[[], T]) -> T:
