@@ -267,6 +267,9 @@ class GradientReducer:
             )
         for buffer_N in self.buffers:
             buffer_N.zero_()
+        for name, parameter in self._parameters.items():
+            if not self._places.hold(name):  # replaced after wait(), such as clipped out of place
+                parameter.grad = None
         self._sums.zero_()
         self._trained.has_unsummed = False
         if self._ready.reached:  # by a backward that no wait() followed, such as another network's
