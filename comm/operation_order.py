@@ -37,12 +37,15 @@ class OperationOrder:
         self._open: list[ref[HoldsSums]] = []
         """Reducers until close(). One that was forgotten counts: when it is freed may differ between ranks."""
         self._last: deque[str] = deque(maxlen=MAX_LAST)
-        self._num_names = self._hash = self._num_compared = 0
+        self._num_opened = self._num_names = self._hash = self._num_compared = 0
         self._agreed: dict[str, None] = {}
 
-    def open(self, reducer: HoldsSums) -> None:
+    def open(self, reducer: HoldsSums) -> str:
+        """Return what its labels say after the buffer: reducers of equal models must have different labels."""
         self.start_held()
         self._open.append(ref(reducer))
+        self._num_opened += 1
+        return f" of reducer {self._num_opened}" if self._num_opened > 1 else ""
 
     def close(self, reducer: HoldsSums) -> None:
         self._open = [each for each in self._open if each() is not reducer]
