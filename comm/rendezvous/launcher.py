@@ -49,9 +49,10 @@ Source: their launch.py (DeepSpeed), launchers.py (accelerate), envvar.go (Kubef
 """
 UNKNOWN_LAUNCHERS = {
     # variable: (launcher, what to use instead)
-    "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
     "HOROVOD_RANK": ("horovodrun", "mpirun"),
     "JSM_NAMESPACE_RANK": ("jsrun", "mpirun"),
+    "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
+    "MPT_MPI_RANK": ("HPE's MPT", "mpirun of Open MPI"),
     "MV2_COMM_WORLD_RANK": ("MVAPICH's mpirun_rsh", "its mpiexec, or srun"),
     "ALPS_APP_PE": ("aprun of ALPS", "mpiexec"),
     "LSF_PM_TASKID": ("blaunch of LSF", "mpirun"),
@@ -150,10 +151,10 @@ def refuse_unknown(variables: Mapping[str, str]) -> None:
                 f"{name}={variables[name]} was set by {launcher} which does not state the number of ranks: "
                 f"start them by {instead}, or set {VARIABLES_TO_SET} for each{_if_alone(name)}"
             )
-    for launcher, (rank, size, *_) in LAUNCHER_VARIABLES.items():
+    for launcher, (rank, size, local_rank, _) in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and "SLURM_STEP_ID" not in variables:
             continue
-        for name, other, least in ((rank, size, 0), (size, rank, 1)):
+        for name, other, least in ((rank, size, 0), (size, rank, 1), (local_rank, rank, 0)):
             if other not in variables and (text := variables.get(name, "")).isdecimal() and int(text[:18]) > least:
                 of_launcher = "" if launcher == "torchrun" else f" of {launcher}"
                 raise LaunchError(
