@@ -188,7 +188,8 @@ def _by_tables(
     chosen = dict.fromkeys(tables, "") if is_stated else _choose_tables(tables, images, arrangement, columns=columns)
     if not chosen:
         return None
-    found = read_labels(chosen, images, columns=columns, split_of=arrangement.split_of)
+    is_sure = is_stated or not arrangement.classes
+    found = read_labels(chosen, images, columns=columns, split_of=arrangement.split_of, is_sure=is_sure)
     names = " and ".join(map(str, chosen))
     meaning = "fix the table, or give --leave-out" + (f"; {AS_CLASSES}" if arrangement.classes else "")
     findings = [
