@@ -169,13 +169,12 @@ class Storage:
     def shards(self, below: str) -> list[tuple[str, int, int]]:
         """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
 
-        Raises: as read; DataError if all are compressed.
+        Raises: as read; DataError if some are compressed.
         """
         found = _with_retries(lambda: self._list(f"{self.url}/{below}".rstrip("/")))
         names = {facts["name"].rpartition("/")[2]: facts for facts in found if facts["type"] == "file"}
         tars = [name for name in sorted(names) if name.endswith(".tar")]
-        if not tars:
-            refuse_compressed(f"{self.url}/{below}".rstrip("/"), names)
+        refuse_compressed(f"{self.url}/{below}".rstrip("/"), names)
         return [(f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name])) for name in tars]
 
     def _list(self, url: str) -> list[dict[str, Any]]:
