@@ -43,7 +43,9 @@ _REGION = "the bucket is in another region, or behind another endpoint: set AWS_
 _NO_BUCKET = "there is no such bucket: check its name and the endpoint"
 REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), _EXPIRED),
-    "RequestTimeTooSkewed": "this host's clock differs too much from the server's: set it, by NTP",
+    **dict.fromkeys(
+        ("RequestTimeTooSkewed", "RequestExpired"), "this host's clock differs too much from the server's: set it, by NTP"
+    ),
     "InvalidAccessKeyId": "the server does not know the access key: check AWS_ACCESS_KEY_ID and the endpoint",
     "SignatureDoesNotMatch": "the secret key does not fit the access key: check AWS_SECRET_ACCESS_KEY",
     **dict.fromkeys(
@@ -52,9 +54,9 @@ REFUSALS = {
     "InvalidObjectState": "the object is archived (Glacier): restore it first",
     **dict.fromkeys(("NoSuchBucket", "InvalidBucketName"), _NO_BUCKET),
     **dict.fromkeys(("PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed"), _REGION),
-    "IllegalLocationConstraintException": _REGION,
+    **dict.fromkeys(("IllegalLocationConstraintException", "RecursionError"), _REGION),  # botocore redirects forever
 }
-"""S3's code of an error that retries cannot change -> cause and remedy."""
+"""S3's code of an error that retries cannot change, or the name of the error -> cause and remedy."""
 NO_CREDENTIALS = (
     *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError"),
 )
@@ -215,11 +217,14 @@ def _without_secrets(error: Exception, endpoint: str) -> OSError:
     if str(error).startswith("Forbidden:"):  # gcsfs's OSError for 403
         status = 403
     response = getattr(error.__cause__, "response", None)  # of botocore, behind s3fs's error
-    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
-    code = code if re.fullmatch(r"[\w.]{1,60}", code) else ""
+    code = str(status or "")
+    if isinstance(response, dict):
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = code if re.fullmatch(r"[\w.]{1,60}", code) else str(status or "")
     where = (f"HTTP {code}" if code.isdigit() else code or kinds[0]) + (f" of {endpoint}" if endpoint else "")
-    if code in REFUSALS:
-        return PermissionError(errno.EACCES, f"{REFUSALS[code]} ({where})")
+    if refusal := REFUSALS.get(code) or REFUSALS.get(kinds[0]):
+        return PermissionError(errno.EACCES, f"{refusal} ({where})")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     is_untrusted = "SSLError" in kinds and "CERTIFICATE_VERIFY_FAILED" in str(error)  # of botocore

@@ -393,7 +393,12 @@ def test_webdataset_names_of_numbered_classes(tmp_path):
     open_split(root, "train")
     (root / "classnames.txt").write_text("\ufefftench\ngoldfish\nshark\n")
     assert open_split(root, "val").classes == ("tench", "goldfish", "shark")
-    for text, says in (("a\n", "1 lines for 2"), ("a\nb\n\n", "empty line"), ("a\na\n", "2 classes 'a'"), ("a\nA\nbb\nBB\n", "spellings")):
+    for text, says in (
+        ("a\n", "1 lines for 2"),
+        ("a\nb\n\n", "empty line"),
+        ("a\na\n", "2 classes 'a'"),
+        ("a\nA\nbb\nBB\n", "spellings"),
+    ):
         (root / "classnames.txt").write_text(text)
         with pytest.raises(DataError, match=naming(root, says)):
             open_split(root, "val")
