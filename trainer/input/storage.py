@@ -61,6 +61,8 @@ NO_CREDENTIALS = (
     *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError"),
 )
 """Names of errors on other credentials: they are not retried."""
+BAD_SETTINGS = frozenset(("ValueError", "ProfileNotFound", "ConfigParseError", "ParamValidationError"))
+"""Names of errors, and of their base classes, on settings that a library cannot use."""
 NO_ANSWER = frozenset(("ConnectionError", "ClientConnectionError", "HTTPClientError", "TimeoutError", "FSTimeoutError"))
 """Names of errors, and of their base classes, of a server that does not answer."""
 
@@ -219,7 +221,7 @@ def _without_secrets(error: Exception, endpoint: str) -> OSError:
     response = getattr(error.__cause__, "response", None)  # of botocore, behind s3fs's error
     code = str(status or "")
     if isinstance(response, dict):
-        code = str(response.get("Error", {}).get("Code", ""))
+        code = str(response.get("Error", {}).get("Code") or "")
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     code = code if re.fullmatch(r"[\w.]{1,60}", code) else str(status or "")
     where = (f"HTTP {code}" if code.isdigit() else code or kinds[0]) + (f" of {endpoint}" if endpoint else "")
@@ -234,6 +236,9 @@ def _without_secrets(error: Exception, endpoint: str) -> OSError:
         return PermissionError(errno.EACCES, f"the server's certificate is not trusted ({where}); {CERTIFICATES}")
     if {code, kinds[0]} & {*NO_CREDENTIALS} or status in (401, 403):
         return PermissionError(errno.EACCES, f"the storage refuses access ({where}); {CREDENTIALS}")
+    if not BAD_SETTINGS.isdisjoint(kinds):
+        settings = "check the address, for S3 also AWS_ENDPOINT_URL, AWS_DEFAULT_REGION and AWS_PROFILE"
+        return PermissionError(errno.EACCES, f"the library cannot use its settings: {settings} ({where})")
     if not NO_ANSWER.isdisjoint(kinds):
         where = f"no server answers, or not in time: check address, endpoint and network ({where})"
     return OSError(errno.EIO, where)

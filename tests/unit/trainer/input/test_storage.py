@@ -295,12 +295,18 @@ def test_storage_refusals_of_s3_have_each_their_sentence(endpoint, faults, bucke
         with pytest.raises(StorageError, match=naming("give credentials", "HTTP 403", endpoint)):
             found.read(0)
 
-    def redirect(*_, **__):
-        raise RecursionError
+    for error, remedy in (
+        (RecursionError, "another region"),
+        (ValueError, "check the address"),
+        (ValueError, endpoint),
+    ):
 
-    monkeypatch.setattr(s3fs.S3FileSystem(), "cat_file", redirect)
-    with pytest.raises(StorageError, match=naming("AWS_DEFAULT_REGION", "RecursionError", endpoint)):
-        found.read(0)
+        def fail(*_, kind=error, **__):
+            raise kind
+
+        monkeypatch.setattr(s3fs.S3FileSystem(), "cat_file", fail)
+        with pytest.raises(StorageError, match=naming(remedy, error.__name__, "AWS_DEFAULT_REGION")):
+            found.read(0)
 
 
 def test_storage_that_refuses_access_is_not_searched_further(bucket, endpoint, faults):
