@@ -82,10 +82,10 @@ def names_images(path: Path, images: ImageNames) -> Iterator[str]:
             yield image
 
 
-def has_classes(path: Path, images: ImageNames, *, wanted: tuple[str, str] | None) -> bool:
+def has_classes(path: Path, images: ImageNames, *, wanted: tuple[str, str] | None, is_sure: bool) -> bool:
     """Return whether it is clear which column of a table holds classes."""
     try:
-        return bool(open_table(path, images, has_names=wanted is not None).columns(wanted))
+        return bool(open_table(path, images, has_names=wanted is not None).columns(wanted, is_sure=is_sure))
     except DataError:
         return False
 

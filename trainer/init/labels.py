@@ -42,8 +42,7 @@ def read_labels(
     """Read tables with a line for each image.
 
     tables: table -> split of its images, "" if its name states none. columns: names of the columns of images and
-    classes. split_of: split of an image, by its folder. is_sure: see choose_columns. Raises: DataError for a table of
-    another form.
+    classes. split_of: split of an image, by its folder. is_sure: see choose_columns. Raises: DataError.
     """
     found = Labels()
     for path, split in tables.items():
@@ -117,12 +116,11 @@ def _require_classes(found: Labels, path: Path, *, is_guessed: bool) -> None:
             if len({*parts}) > 1 and (sign == "|" or classes.issuperset(parts)):
                 one = "a run trains one class for each image: write one, or leave out such lines"
                 raise DataError(f"{path}: the label {shortened(label)} holds several classes; {one}")
-    numbers = list(map(number_in, classes))
-    is_measured = all(number is not None for number in numbers) and any((number or 0) % 1 for number in numbers)
+    odd = [label for label in classes if (number_in(label) or 0) % 1]
+    is_measured = odd and None not in map(number_in, classes)
     is_many = len(found.classes) >= MIN_GUESSED and 2 * len(classes) > len(found.classes)
     if is_guessed and (is_many or is_measured):
-        case = max(classes, key=lambda label: ((number_in(label) or 0) % 1 > 0, label))
-        many = f"{len(classes):,} labels of {len(found.classes):,} images, such as {shortened(case)}"
+        many = f"{len(classes):,} labels of {len(found.classes):,} images, such as {shortened(min(odd or classes))}"
         raise DataError(f"{path}: has {many}: these are hardly classes; {NAME_THEM}")
 
 

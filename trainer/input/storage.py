@@ -39,13 +39,12 @@ RETRY_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 RETRY_SECONDS = 60.0
 """No further attempt begins later than this."""
 _EXPIRED = "the session token is expired or damaged: get a new one"
+_CLOCK = "this host's clock differs too much from the server's: set it, by NTP"
 _REGION = "the bucket is in another region, or behind another endpoint: set AWS_DEFAULT_REGION or AWS_ENDPOINT_URL"
 _NO_BUCKET = "there is no such bucket: check its name and the endpoint"
 REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), _EXPIRED),
-    **dict.fromkeys(
-        ("RequestTimeTooSkewed", "RequestExpired"), "this host's clock differs too much from the server's: set it, by NTP"
-    ),
+    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _CLOCK),
     "InvalidAccessKeyId": "the server does not know the access key: check AWS_ACCESS_KEY_ID and the endpoint",
     "SignatureDoesNotMatch": "the secret key does not fit the access key: check AWS_SECRET_ACCESS_KEY",
     **dict.fromkeys(

@@ -308,6 +308,11 @@ TABLES = {
         {"noisy.csv": "path,noisy_labels_0,noisy_labels_1,is_valid\ntrain/cat/1.JPEG,cat,dog,False\n"},
         BOTH,
     ),
+    "cameras beside splits": (
+        ["{train,val}/{cat,dog}/1.JPEG", "train/{cat,dog}/2.JPEG"],
+        {"cameras.csv": "path,camera\ntrain/cat/1.JPEG,a\n"},
+        BOTH,
+    ),
     "a log of a training": (
         ["cat/{1..2}.jpg", "dog/{3..4}.jpg"],
         {"log.csv": "epoch,loss,acc\n1,0.3,0.5\n2,0.3,0.6\n"},
@@ -366,7 +371,7 @@ BAD_TABLES = {
     "folds alone": (FLAT, table("image,kfold", "{n:02}.jpg,{k}"), "none is known for classes"),
     "patients": (FLAT, table("image,patient_id", "{n:02}.jpg,p{k}"), "none is known for classes"),
     "names of images": (FLAT, table("image,kind", "{n:02}.jpg,{n}"), "12 labels of 12 images"),
-    "measurements": (FLAT, table("image,label", "{n:02}.jpg,0.{k}5"), "3 labels of 12 images, such as '0.25'"),
+    "measurements": (FLAT, table("image,label", "{n:02}.jpg,0.{k}5"), "3 labels of 12 images, such as '0.05'"),
     "folders and cameras": (
         ["{cat,dog}/{0..3}.jpg"], table("file,camera", "cat/{n}.jpg,x{k}", range(4)), "--labels folders"
     ),
