@@ -61,6 +61,7 @@ def _class_weights(config: Config, train: Split, device: torch.device) -> Tensor
     if not weights_K.isfinite().all():
         empty = names[int(weights_K.argmax())]
         raise ConfigError(f"{key}={BALANCED}: {empty} has no training image, and so no weight: give a weight by name")
+    weights_K /= weights_K.max()  # their sum may be larger than a float
     mean = (weights_K * counts_K).sum() / counts_K.sum()
     if not mean > 0:
         raise ConfigError(f"{key} is 0 for all classes that have training images: give one of them a weight")

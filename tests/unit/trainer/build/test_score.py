@@ -164,6 +164,10 @@ def test_class_weights_of_generated_samples_and_of_trials_without_data() -> None
     expected = F.cross_entropy(logits_BK, labels_B, reduction="sum")
     torch.testing.assert_close(generated(logits_BK, labels_B), expected)
     torch.testing.assert_close(make_loss(config(*words), CPU)(logits_BK, labels_B), expected)
+    huge = f"--optimizer.loss_options={{weight: {K * [1e308]}}}"
+    torch.testing.assert_close(
+        make_loss(config(huge), CPU, train=split_of(LABELS, *NAMES))(logits_BK, labels_B), expected
+    )
 
 
 @pytest.mark.parametrize(
