@@ -59,9 +59,10 @@ UNKNOWN_LAUNCHERS = {
     "PBS_TASKNUM": ("pbsdsh of PBS", "mpirun"),
     "PET_NNODES": ("a trainer job of Kubeflow", "torchrun, which reads PET_*"),
     "SM_HOSTS": ("SageMaker", "torchrun, by its distribution torch_distributed"),
+    "SKYPILOT_NUM_NODES": ("SkyPilot", "torchrun, or bigbatch launch local --nodes N --node-rank I --master HOST:PORT"),
 }
 """Unsupported launchers: without a refusal each of their ranks would train alone."""
-OF_ONE_PROCESS = {"PBS_TASKNUM": "1", "PET_NNODES": "1(:1)?", "SM_HOSTS": "[^,]*"}
+OF_ONE_PROCESS = {"PBS_TASKNUM": "1", "PET_NNODES": "1(:1)?", "SM_HOSTS": "[^,]*", "SKYPILOT_NUM_NODES": "1"}
 """Values of these variables, as regular expressions, if the process has no other ranks; 1 is a PBS job's own script."""
 RANK_VARIABLES = (
     # torchrun's

@@ -194,3 +194,14 @@ def test_sweep_points_are_compared_with_their_images_before_anything_starts(
     assert f"data.root={root} is not on this host" in capsys.readouterr().err
     assert main(["sweep", str(file)]) == 1
     assert "2 of 2 points cannot be trained:" in capsys.readouterr().err
+    files: dict[str, Any] = {"model.weights": str(root), "comm.table": str(root)}
+    options = OTHERS | {SIZE: 32, "data.num_synthetic_samples": 100, BATCH: 96}
+    write(file, options=options, **{**others, "grid": {key: [None, name] for key, name in files.items()}})
+    assert main(["sweep", str(file), "--dry-run"]) == 0
+    told = capsys.readouterr().err
+    assert all(f"{key}={root} is not on this host" in told for key in files)
+    assert main(["sweep", str(file)]) == 1
+    assert "3 of 4 points cannot be trained:" in capsys.readouterr().err
+    write(file, options=options, **{**others, "grid": {"model.weights": ["timm:resnet50"]}})
+    assert main(["sweep", str(file), "--dry-run"]) == 0
+    assert "not on this host" not in capsys.readouterr().err
