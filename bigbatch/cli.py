@@ -110,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     code = _flush_streams(_exit_code_of(arguments))
     _record_end(code)  # first: mpirun may end this rank while it waits for the others
-    if code:
-        _abort_peers(code)
+    _end_connections(code)
     worker = _rank_of_job()
     # a thread that still waits for a dead file system: the interpreter's teardown would wait for it
     is_held = any(thread.name.startswith("bigbatch-") and not thread.daemon for thread in threading.enumerate())
@@ -262,10 +261,10 @@ def _report_error(error: BaseException) -> int:
     return CRASHED
 
 
-def _abort_peers(code: int) -> None:
-    """Tell the connected ranks that this one fails, so that none waits until its time limit."""
+def _end_connections(code: int) -> None:
+    """End MPI after success; else tell the connected ranks that this one fails, so that none waits until its limit."""
     if lifetime := sys.modules.get("bigbatch.comm.lifetime"):
-        lifetime.abort_all(code)
+        lifetime.abort_all(code) if code else lifetime.end_mpi()
 
 
 def _rank_of_job() -> "ProcessEnv | None":

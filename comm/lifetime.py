@@ -22,6 +22,7 @@ open_connections: dict[Control, "Connection"] = {}
 """Connections that this process has not closed."""
 _aborted: list[Backend] = []
 """Backends aborted after a failure: one of their threads may still wait for a lost rank."""
+_closed_over_mpi: list[Backend] = []
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,8 @@ class Connection:
         self._unregister()
         detector.publish_success(within_seconds=self.control.timeout_seconds)
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
-        # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
-        if self.env.launcher in MPI_LAUNCHERS and self.env.world_size > 1 and uses_mpi and not open_connections:
-            from bigbatch.comm.backends.mpi import finalize_mpi
-
-            finalize_mpi()
+        if self.env.launcher in MPI_LAUNCHERS and self.env.world_size > 1 and uses_mpi:
+            _closed_over_mpi.append(self.backend)
 
     def abort(self, exit_code: int = CRASHED) -> None:
         """Tell the other ranks that this rank fails; see Communicator.abort()."""
@@ -76,8 +74,9 @@ class Connection:
 def close_at_exit(connection: Connection) -> None:
     """Register a connection to be closed when the interpreter ends, unless it is closed before."""
     if not open_connections:
-        atexit.unregister(_close_all)  # registering it once is enough
-        atexit.register(_close_all)
+        for function in (end_mpi, _close_all):  # the interpreter calls the last one first
+            atexit.unregister(function)  # registering it once is enough
+            atexit.register(function)
     open_connections[connection.control] = connection
 
 
@@ -94,8 +93,19 @@ def abort_all(exit_code: int) -> None:
         connection.abort(exit_code)
 
 
+def end_mpi() -> None:
+    """End MPI as the process ends, if all connections over MPI ended well: a script may use MPI after close().
+
+    To mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice.
+    """
+    if _closed_over_mpi and not (open_connections or _aborted or getattr(sys, "last_value", None)):
+        from bigbatch.comm.backends.mpi import finalize_mpi
+
+        finalize_mpi()
+
+
 def _close_all() -> None:
-    """Close all connections, the newest first, because the last finalizes MPI; abort them after an uncaught exception.
+    """Close all connections, the newest first; abort them after an uncaught exception.
 
     If a rank was lost before, this process fails, too. It also fails if an operation or a store request still runs
     after LAST_SECONDS: a thread that returns from C++ into an ending interpreter would abort the process.

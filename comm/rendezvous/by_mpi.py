@@ -44,9 +44,14 @@ def import_mpi() -> Any:
 def mpi_world(env: ProcessEnv) -> Any:
     """Return MPI's communicator of all ranks.
 
-    Raises: CommError if MPI reports another rank or size than the launcher.
+    Raises: CommError if MPI is not initialized, or reports another rank or size than the launcher.
     """
-    world = import_mpi().COMM_WORLD
+    MPI = import_mpi()
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise CommError(
+            "mpi4py's MPI is not initialized or is finalized: connect() after MPI.Init(), close() before Finalize()"
+        )
+    world = MPI.COMM_WORLD
     if (world.rank, world.size) != (env.rank, env.world_size):
         raise CommError(
             f"{env.launcher} started rank {env.rank} of {env.world_size}, but MPI sees rank {world.rank} of "

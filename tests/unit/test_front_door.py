@@ -64,6 +64,6 @@ def test_front_door_records_the_end_before_it_waits_for_the_others(monkeypatch: 
     done: list[tuple[str, int]] = []
     monkeypatch.setattr(cli, "_run", lambda module, arguments: 1)
     monkeypatch.setattr(cli, "_record_end", lambda code: done.append(("recorded", code)))
-    monkeypatch.setattr(cli, "_abort_peers", lambda code: done.append(("told", code)))
+    monkeypatch.setattr(cli, "_end_connections", lambda code: done.append(("told", code)))
     assert cli.main(["train"]) == 1
     assert done == [("recorded", 1), ("told", 1)]

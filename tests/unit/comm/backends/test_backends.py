@@ -16,6 +16,7 @@ from error_texts import naming
 from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
 from silent_ranks import half_a_job, hurry_count
 
+from bigbatch.comm import lifetime
 from bigbatch.comm.backends import horovod, in_flight, mpi
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
@@ -151,11 +152,24 @@ def test_mpi4py_without_a_library_names_the_extra(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
+STARTED = {"Is_initialized": lambda: True, "Is_finalized": lambda: False}
+
+
 def fake_mpi(
     monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int, bcast: Callable[..., Any] = lambda answer, root: answer
 ) -> None:
     world = SimpleNamespace(rank=rank, size=size, bcast=bcast)
-    monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world, **STARTED))
+
+
+@pytest.mark.parametrize("state", [{"Is_initialized": lambda: False}, {"Is_finalized": lambda: True}])
+def test_mpi_that_a_script_has_not_started_or_has_ended_is_refused(
+    state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI itself would abort the job."""
+    monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(**STARTED | state))
+    with pytest.raises(CommError, match=naming("MPI.Init()", "Finalize()")):
+        connect(backend="mpi", env=UNLAUNCHED, device=CPU)
 
 
 def test_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +210,17 @@ def test_mpi_of_a_script_is_left_to_it(is_scripts: bool, monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
     monkeypatch.setattr(by_mpi, "scripts_mpi", by_mpi.scripts_mpi.__wrapped__)
     monkeypatch.setattr(mpi, "scripts_mpi", by_mpi.scripts_mpi)
-    mpi.finalize_mpi()
+    monkeypatch.setattr(lifetime, "open_connections", {})
+    monkeypatch.setattr(lifetime, "_aborted", [])
+    monkeypatch.setattr(lifetime, "_closed_over_mpi", [])
+    lifetime.end_mpi()
+    assert not ended, "no connection was over MPI"
+    lifetime._closed_over_mpi.append(SingleBackend())
+    lifetime._aborted.append(SingleBackend())
+    lifetime.end_mpi()
+    assert not ended, "a failed rank ends at once"
+    lifetime._aborted.clear()
+    lifetime.end_mpi()
     assert (ended, package.rc.finalize) == (([], None) if is_scripts else (["by bigbatch"], False))
 
 
@@ -230,7 +254,7 @@ def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) ->
     calls.setdefault("Allgather", lambda mine, everyone: everyone.__setitem__(slice(None), np.tile(mine, 2)))
     world = SimpleNamespace(rank=0, size=2, Dup=lambda: SimpleNamespace(rank=0, size=2, **calls))
     vars(world).update(calls)
-    library = SimpleNamespace(COMM_WORLD=world, Status=SimpleNamespace, BYTE="byte")
+    library = SimpleNamespace(**STARTED, COMM_WORLD=world, Status=SimpleNamespace, BYTE="byte")
     for module in (mpi, by_mpi):
         monkeypatch.setattr(module, "import_mpi", lambda: library)
     return mpi.MpiBackend(UNLAUNCHED, half_a_job(TWO, 0.3))
