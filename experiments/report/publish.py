@@ -58,7 +58,9 @@ def report_on(
         by=by,
         more=tuple(more),
     )
-    place = folders[0] if len(found) == 1 else Path(os.path.normpath(folders[0] / ".."))
+    first = Path(os.path.realpath(folders[0]))
+    outermost = min((path for path in found if first.is_relative_to(path)), key=len)
+    place = folders[0] if len(found) == 1 else Path(os.path.normpath(found[outermost] / ".."))
     folder = output or place / "report"
     report.print()
     names = report.write(folder, within=output or place)

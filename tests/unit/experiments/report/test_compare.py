@@ -362,8 +362,10 @@ def test_report_counts_a_run_of_a_sweep_once_and_writes_where_the_folder_lies(
         (sweep / f"points/{number}/point.json").write_text(json.dumps({**state, "reason": None}))
     (sweep / "sweep.yaml").write_text("name: a\n")
     monkeypatch.chdir(sweep)
-    assert main(["report", ".", "points/0/run", "--by", "optimizer.name"]) == 0
-    ((cell,),) = [cells_in(tmp_path / "sweeps/report")]
-    assert cell["n"] == "2"
+    for folders in ([".", "points/0/run"], ["points/1/run", "."]):
+        assert main(["report", *folders, "--by", "optimizer.name"]) == 0
+        ((cell,),) = [cells_in(tmp_path / "sweeps/report")]
+        assert cell["n"] == "2"
+        shutil.rmtree(tmp_path / "sweeps/report")
     assert main(["report", "."]) == 0
     assert (sweep / "report/cells.csv").is_file()
