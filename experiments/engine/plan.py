@@ -87,7 +87,7 @@ class SweepPlan:
         """Yield each case's name and all its changes; one unnamed case without changes if the file states none."""
         before: dict[str, Any] = {}
         for name, own in (self.cases or {"": {}}).items():
-            before = {**before, **own} if self.cumulative else own
+            before = overridden(before, own) if self.cumulative else own
             yield name, before
 
 
@@ -111,12 +111,21 @@ def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Sweep
     content = _read(path)
     options, own = content.get("options") or {}, dict(replaced or {})
     if isinstance(options, dict):
-        own["options"] = {**options, **own.get("options", {})}
+        own["options"] = overridden(options, own.get("options", {}))
     plan, wrong = _conform({"name": path.stem} | content | own)
     wrong += _mistakes(plan)
     if wrong:
         raise ConfigError(*(f"{path}: {line}" for line in dict.fromkeys(wrong)))
     return plan
+
+
+def overridden(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the last layer that states a key; a whole mapping replaces its parts in earlier layers."""
+    stated: dict[str, Any] = {}
+    for layer in layers:
+        whole = tuple(f"{key}." for key in layer)
+        stated = {key: value for key, value in stated.items() if not key.startswith(whole)} | dict(layer)
+    return stated
 
 
 def dump_plan(plan: SweepPlan) -> str:
@@ -250,8 +259,12 @@ def _check_grid(plan: SweepPlan) -> Iterator[str]:
         for other, keys in (("options", plan.options), ("cases", stated)):
             if key in keys:
                 yield f"{key} is in both {other} and grid: keep one"
+        yield from (f"grid: {key} and {part}: keep one" for part in plan.grid if str(part).startswith(f"{key}."))
         for value in values:
             yield from _check_value(plan, str(key), value, where="grid", special=(RANKS, SCALING))
+    for name, key, has in (("epochs", "run.epochs", plan.epochs), ("seeds", "run.seed", plan.seeds > 1)):
+        if has and key in plan.grid:  # each point would have another value than the one that names it
+            yield f"{name}: {getattr(plan, name)} and the {key} of grid: keep one"
     if "weak" in (plan.grid.get(SCALING) or []) and BATCH in {*plan.grid, *stated}:
         yield f"grid: {BATCH} follows from the ranks in weak scaling: leave one of them out"
 

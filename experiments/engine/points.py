@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError, LaunchOptionError
-from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, SweepPlan, describe_values
+from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, SweepPlan, describe_values, overridden
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
@@ -123,7 +123,7 @@ class _PointBuilder:
     def make(self, number: int, values: dict[str, Any], case: Mapping[str, Any], chosen: Mapping[str, Any]) -> Point:
         """Make the first point of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""
         plan, base = self._plan, self._base
-        stated = {**plan.options, **case, **chosen}
+        stated = overridden(plan.options, case, chosen)
         ranks, scaling = stated.pop(RANKS, plan.ranks), stated.pop(SCALING, None)
         per_node = min(ranks, plan.ranks_per_node or ranks)
         if ranks % per_node:

@@ -57,6 +57,13 @@ def test_sweep_goes_on_with_the_threads_it_was_begun_with(
         folder.prepare(stated, make_points(stated, folder=folder.path))
 
 
+def test_value_of_the_grid_replaces_the_parts_that_options_state(file: Path) -> None:
+    options = SWEEP["options"] | {"model.options.width": 16}
+    plan = read_plan(write(file, options=options, grid={"model.options": [{"width": 4}, {"width": 8}]}))
+    points = make_points(plan, folder=Path("out"))
+    assert [point.config.model.options["width"] for point in points] == [4, 8]
+
+
 @pytest.mark.long
 def test_sweep_points_weak_and_strong_by_hand(file: Path) -> None:
     points = make_points(read_plan(file), folder=Path("out"))

@@ -37,6 +37,15 @@ OTHERS = {key: value for key, value in OPTIONS.items() if key not in (BATCH, SIZ
         ({"grid": {"ranks": [1], "run.seed": []}}, "grid: run.seed: [] must be a list of values"),
         ({"ranks": 2}, "ranks: 2 and the ranks of grid: keep one"),
         ({"ranks": 1, "grid": {}, "cases": {"a": {"ranks": 1}, "b": {"ranks": 2}}}, "the ranks of all cases: keep one"),
+        (
+            {"steps": None, "epochs": 2, "grid": {"run.epochs": [2, 3]}},
+            "epochs: 2 and the run.epochs of grid: keep one",
+        ),
+        ({"seeds": 2, "grid": {"run.seed": [0, 5]}}, "seeds: 2 and the run.seed of grid: keep one"),
+        (
+            {"grid": {"model.options.width": [8], "model.options": [{"width": 4}]}},
+            "grid: model.options and model.options.width: keep one",
+        ),
         ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
         ({"launch": {"array": "0-3"}}, "launch, of local: unknown key array"),
         ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
