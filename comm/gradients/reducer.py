@@ -17,6 +17,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes,
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.readiness import Readiness
 from bigbatch.comm.gradients.trained_set import TrainedSet
+from bigbatch.comm.gradients.untraced import untraced
 from bigbatch.comm.gradients.written import WrittenVersions, versions
 from bigbatch.errors import CommError
 
@@ -137,6 +138,7 @@ class GradientReducer:
         self._last: InFlight = Done()
         """The sum started last: a backend runs sums one after another, so all are done when it is."""
 
+    @untraced
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         index = self._places.buffer_of[name]
         # its buffer has been started: adding now would change a sum under way
@@ -201,6 +203,7 @@ class GradientReducer:
         """
         self._last = self._exactly.start(tensor_N, label=label)
 
+    @untraced
     def wait(self) -> None:
         """Return when every gradient is the sum, or the average, over all ranks.
 
@@ -258,6 +261,7 @@ class GradientReducer:
                 "change gradients after it, or set is_active = False before backward"
             )
 
+    @untraced
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
         if self._num_started:

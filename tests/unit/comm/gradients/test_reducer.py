@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters
+from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -492,6 +493,32 @@ def test_compiled_step_refuses_gradients_that_were_not_summed() -> None:
     loss_of(model, make_images()).backward()
     with pytest.raises(CommError, match="not summed"):
         step()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wraps", [True, False])
+def test_whole_step_under_the_compiler_is_the_step(wraps: bool) -> None:
+    """The compiler would trace the sums, and with them the version counters of the gradients."""
+
+    def train(is_compiled: bool) -> dict[str, Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wraps:
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), alone())
+        reducer = None if wraps else GradientReducer(model.named_parameters(), alone())
+
+        def step(images: Tensor) -> None:
+            loss_of(model, images).backward()
+            if reducer is not None:
+                reducer.wait()
+            optimizer.step()
+            (optimizer if reducer is None else reducer).zero_grad()
+
+        for _ in range(3):
+            (torch.compile(step, backend="aot_eager") if is_compiled else step)(make_images())
+        return model.state_dict()
+
+    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_active", [True, False])
