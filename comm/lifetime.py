@@ -94,10 +94,8 @@ def abort_all(exit_code: int) -> None:
 
 
 def end_mpi() -> None:
-    """End MPI as the process ends, if all connections over MPI ended well: a script may use MPI after close().
-
-    To mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice.
-    """
+    """End MPI as the process ends, if all connections over MPI ended well: a script may use MPI after close()."""
+    # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
     if _closed_over_mpi and not (open_connections or _aborted or getattr(sys, "last_value", None)):
         from bigbatch.comm.backends.mpi import finalize_mpi
 

@@ -17,8 +17,7 @@ def untraced(function: F) -> F:
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         if not known and "torch._dynamo" in sys.modules:
-            why = "it sums gradients over ranks: compile the model alone, and call it outside"
-            known.append(torch.compiler.disable(function, reason=why))
+            known.append(torch.compiler.disable(function, reason="it sums over ranks: compile the model alone"))
         return (known[0] if known else function)(*args, **options)
 
     return call  # type: ignore[return-value]

@@ -48,9 +48,7 @@ def mpi_world(env: ProcessEnv) -> Any:
     """
     MPI = import_mpi()
     if not MPI.Is_initialized() or MPI.Is_finalized():
-        raise CommError(
-            "mpi4py's MPI is not initialized or is finalized: connect() after MPI.Init(), close() before Finalize()"
-        )
+        raise CommError("MPI is not initialized or is finalized: connect() after MPI.Init(), close() before Finalize()")
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (env.rank, env.world_size):
         raise CommError(
