@@ -21,7 +21,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.measure.sizes import measure_sums, sizes_up_to
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
-from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
+from bigbatch.comm.tuning.tuned import CHANGES
 from bigbatch.user_settings import nccl_settings
 
 FORMAT = "bigbatch calibration 1"
@@ -128,7 +128,7 @@ def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict
 
 def _require_valid(record: dict[str, Any], *, facts: dict[str, Any], algorithms: Collection[str]) -> None:
     """Raise ValueError, KeyError or TypeError if a record is not valid for this cluster."""
-    if difference := difference_of({**record, "cluster": complete_cluster(record["cluster"])}, facts):
+    if difference := difference_of(record, facts):
         raise ValueError(f"it is of another cluster, or of other settings: {difference}")
     if not set(HybridTable.from_rows(record["table"]).algorithms) <= set(algorithms):
         raise ValueError("it is damaged")
