@@ -59,8 +59,6 @@ class Communicator:
     """Argument of connect(); measured times are valid only for it."""
     why: str = ""
     """Why the algorithm was chosen, if the config names none."""
-    calibration: str = ""
-    """Measurements of this cluster, for the run folder; empty if none were requested."""
     order: OperationOrder = field(default_factory=OperationOrder)
     """Order of this connection's operations, also of those through with_algorithm()."""
     endpoints: Endpoints | None = None
