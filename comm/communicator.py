@@ -21,9 +21,10 @@ from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.pending import TensorSize
 from bigbatch.comm.rendezvous.regroup import Endpoints
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.comm.rendezvous.watch import TensorSize, Watch
+from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import exit_code_of
 from bigbatch.exit_codes import CRASHED

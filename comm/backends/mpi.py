@@ -15,7 +15,7 @@ from bigbatch.comm.backends.operation_tags import OperationTags, require_same_op
 from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world, scripts_mpi
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.watch import TensorSize
+from bigbatch.comm.rendezvous.pending import TensorSize
 from bigbatch.errors import CommError
 
 T = TypeVar("T")
