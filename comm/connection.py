@@ -23,7 +23,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.lifetime import close_at_exit
 from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.exit_record import record_begin
 from bigbatch.comm.rendezvous.job_store import JobStore
 from bigbatch.comm.rendezvous.meeting import find_process_env
@@ -291,7 +291,9 @@ def _connect_watched(
     NCCL connects without a time limit: a rank that freezes after the meeting would block the others forever.
     """
     if watch is None:
-        return SingleBackend()
+        single = SingleBackend()
+        single.is_alone = env is ALONE
+        return single
     try:
         with watch.during(f"connection of {env.world_size} ranks by {backend}"):
             transport = _connect(env, control, backend, device=device, interface=interface, heals=heals)

@@ -8,14 +8,13 @@ from zlib import crc32
 
 import torch
 
+from bigbatch.comm.backends.operation_tags import REMEDY
+from bigbatch.errors import PeerLostError, add_note
+
 NUM_COMPARED = 3
 """Steps of a reducer whose operations are always compared."""
 MAX_LAST, MAX_AGREED = 100, 100
 """Names, and agreed orders, to remember."""
-REMEDY = (
-    "all ranks must start the same operations in the same order. If some ranks have no gradients, call wait() or "
-    "synchronize() before any other sum"
-)
 
 
 class HoldsSums(Protocol):
@@ -32,18 +31,21 @@ class OperationOrder:
     would change the order. Before any other operation it starts the sums that it holds, as other ranks did earlier.
     """
 
-    def __init__(self, agree: "Callable[..., None] | None" = None) -> None:
+    def __init__(self, agree: Callable[..., None] | None = None) -> None:
         """agree: Control.agree, for a transport that does not notice other ranks' operations itself (NCCL)."""
         self._agree = agree
         self._open: list[ref[HoldsSums]] = []
         """Reducers until close(). One that was forgotten counts: when it is freed may differ between ranks."""
         self._last: deque[str] = deque(maxlen=MAX_LAST)
-        self._num_names = self._hash = self._num_compared = 0
+        self._num_opened = self._num_names = self._hash = self._num_compared = 0
         self._agreed: dict[str, None] = {}
 
-    def open(self, reducer: HoldsSums) -> None:
+    def open(self, reducer: HoldsSums) -> str:
+        """Return what its labels say after the buffer: reducers of equal models must have different labels."""
         self.start_held()
         self._open.append(ref(reducer))
+        self._num_opened += 1
+        return f" of reducer {self._num_opened}" if self._num_opened > 1 else ""
 
     def close(self, reducer: HoldsSums) -> None:
         self._open = [each for each in self._open if each() is not reducer]
@@ -71,13 +73,18 @@ class OperationOrder:
         """
         if self._agree is None:
             return
-        text = "\n".join([f"{self._num_names} operations, hash {self._hash:08x}", *self._last])
+        # the count last: the error shows the first line that differs
+        text = "\n".join([*self._last, f"{self._num_names} operations, hash {self._hash:08x}"])
         self._last.clear()
         self._num_names = self._hash = 0
         if self._num_compared >= NUM_COMPARED and text in self._agreed:
             return
-        self._agree("the operations of this step", text, remedy=REMEDY)
+        try:
+            self._agree("the operations of this step", text, remedy=REMEDY)
+        except PeerLostError as error:  # perhaps the others started what they always start, and compare nothing
+            add_note(error, f"this rank started operations that are new in a step: {REMEDY}")
+            raise
         self._num_compared += 1
         self._agreed[text] = None
-        if len(self._agreed) > MAX_AGREED:  # those of reports name a step, and never come again
+        if len(self._agreed) > MAX_AGREED:  # those of reports name a step, and do not recur
             del self._agreed[list(self._agreed)[1]]

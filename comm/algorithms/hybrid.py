@@ -101,8 +101,8 @@ class MeasuredTimes:
     def joint_noise(self, other: "MeasuredTimes") -> float:
         """Return the relative uncertainty of the ratio of both medians; a single time has the spread of the other."""
         pairs = ((self, other), (other, self))
-        spreads = [a.spread if len(a.seconds) > 1 else b.spread for a, b in pairs]
-        return TWO_ERRORS * math.hypot(*(spreads[i] / math.sqrt(len(pairs[i][0].seconds)) for i in range(2)))
+        errors = ((a if len(a.seconds) > 1 else b).spread / math.sqrt(len(a.seconds)) for a, b in pairs)
+        return TWO_ERRORS * math.hypot(*errors)
 
 
 Times = Mapping[int, Mapping[str, MeasuredTimes]]

@@ -14,6 +14,11 @@ MAX_LABELS = 1000
 TAG = struct.Struct("!LLQB")
 """An operation's number, a hash of its label, the number of elements of its tensor, and the dtype by number, from 1."""
 
+REMEDY = (
+    "all ranks must start the same operations, with tensors of equal size, in the same order. If some ranks have no "
+    "gradients, call wait() or synchronize() before any other sum"
+)
+
 Tag = tuple[int, ...]
 """The four numbers of TAG, the last two 0 if there is no single tensor."""
 
@@ -40,9 +45,7 @@ class OperationTags:
     def error(self, peer: int, tag: Tag) -> CommError:
         """Return the error for a rank that runs the operation of another tag."""
         return CommError(
-            f"rank {peer} runs {self._describe(tag)}, while rank {self._rank} runs {self._describe(self.tag)}: all "
-            "ranks must start the same operations, with tensors of equal size, in the same order. If some ranks have "
-            "no gradients, call wait() or synchronize() before any other sum"
+            f"rank {peer} runs {self._describe(tag)}, while rank {self._rank} runs {self._describe(self.tag)}: {REMEDY}"
         )
 
     def _describe(self, tag: Tag) -> str:
@@ -51,7 +54,7 @@ class OperationTags:
         return f"operation {number} ({self._labels.get(key, 'with a label unknown to this rank')}{size})"
 
 
-def require_same_operation(backend: Backend, pending: Pending, tags: OperationTags) -> None:
+def require_same_operation(backend: Backend, pending: Pending, *, tags: OperationTags) -> None:
     """Compare the tags of all ranks by an all-gather, on the thread that runs operations. Collective over the world.
 
     For transports that match messages by their order alone, such as gloo's: two sums of one size would be mixed.

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
 from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.errors import CommError
 
 
 class SingleBackend:
@@ -16,6 +18,9 @@ class SingleBackend:
     world_size = 1
     world = Group((0,))
     capabilities = Capabilities(("cpu", "cuda"))
+
+    is_alone = True
+    """The caller wants one rank; else submit() refuses a process group that a script makes after connect()."""
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         return Group(tuple(families[0]))
@@ -52,6 +57,11 @@ class SingleBackend:
         ranks: tuple[int, ...] | None = None,
         size: TensorSize | None = None,
     ) -> InFlight:
+        if not self.is_alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CommError(
+                f"{label}: this connection has one rank, but torch's process group has {dist.get_world_size()}: call "
+                "connect() after init_process_group()"
+            )
         operation()
         return Done()
 

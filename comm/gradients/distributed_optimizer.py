@@ -139,6 +139,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized = False
         return None
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch, as after deepcopy: the wrapped one's step() calls hooks
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero; they stay in their buffers, whatever set_to_none is.
 

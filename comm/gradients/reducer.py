@@ -114,7 +114,7 @@ class GradientReducer:
             for name, parameter in self._parameters.items()
         ]
         self._trained.watch()
-        communicator.order.open(self)
+        self._whose = communicator.order.open(self)
 
     def _lay_out(self, order: list[str]) -> None:
         """Plan the buffers for this order of readiness, and move each gradient with its value there. Collective."""
@@ -165,7 +165,7 @@ class GradientReducer:
         for name in self._ready.missing(index):  # these gradients took no part in this backward
             self._places.take(name)
         self._written.note_own(index, buffer_N)
-        label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
+        label = f"{self._what} of buffer {index}{self._whose} ({self.plan.buffers[index]})"
         self._num_started += 1
         # data: another version counter, so that the sum does not count as a change by the script
         self._last = self._sums.start(index, buffer_N.data, label=label)
@@ -267,6 +267,9 @@ class GradientReducer:
             )
         for buffer_N in self.buffers:
             buffer_N.zero_()
+        for name, parameter in self._parameters.items():
+            if not self._places.hold(name):  # replaced after wait(), such as clipped out of place
+                parameter.grad = None
         self._sums.zero_()
         self._trained.has_unsummed = False
         if self._ready.reached:  # by a backward that no wait() followed, such as another network's

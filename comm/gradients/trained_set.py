@@ -10,7 +10,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bigbatch.errors import CommError
 
@@ -121,6 +121,7 @@ class TrainedSet:
 @cache
 def _watch_torch() -> None:
     register_optimizer_step_pre_hook(_require_summed)
+    register_optimizer_step_post_hook(_require_summed)  # of backward in a closure
     unscale_ = torch.amp.GradScaler.unscale_
 
     @wraps(unscale_)
@@ -151,10 +152,10 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
     """Refuse a step that would make ranks differ: by gradients that were not summed, or also of other parameters.
 
     Not checked: an optimizer that does not update all summed half-precision parameters, because it has master weights,
-    which cannot be distinguished from other parameters; a compiled step. No host sync.
+    which cannot be distinguished from other parameters. No host sync.
     """
     if torch.compiler.is_compiling():
-        return
+        torch._dynamo.graph_break()  # else the answer of the first step would be compiled in
     updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     sets = [each for each in tuple(_watched) if not each._names.keys().isdisjoint(updated)]
     require_summed(updated.values(), by=type(optimizer).__name__)
@@ -174,8 +175,8 @@ def require_summed(parameters: Iterable[Tensor], *, by: str) -> None:
     unsummed = {key for each in tuple(_watched) if each.has_unsummed for key in each._names}
     if not unsummed.isdisjoint(map(id, parameters)):
         raise CommError(
-            f"{by} would use gradients that are not summed over the ranks: call wait() or synchronize() after "
-            "backward, before unscale_(), step() and update_()"
+            f"{by} uses gradients that are not summed over the ranks: call wait() or synchronize() after backward, "
+            "also in a closure, before unscale_(), step() and update_()"
         )
 
 

@@ -19,7 +19,7 @@ class WrittenVersions:
         self._changed: dict[int, None] = {}
 
     def start_over(self) -> None:
-        """Forget this step: what the script changes before the next backward is its own affair."""
+        """Forget this step: until the next backward the script may change gradients."""
         self._versions, self._backward, self._changed = None, -1, {}
 
     def note_backward(self, index: int, buffers: Sequence[Tensor]) -> None:
@@ -41,7 +41,7 @@ class WrittenVersions:
         return [*self._changed]
 
     def check(self, index: int, buffer_N: Tensor) -> None:
-        """Look whether the script has changed a buffer, before the reducer writes it."""
+        """Note whether the script has changed a buffer; called before the reducer writes it."""
         if self._versions is not None and self._versions[index] != buffer_N._version:
             self._changed[index] = None
 

@@ -149,7 +149,8 @@ def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool
         notice_seconds=number(environ, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in environ else None,
     )
     missing = missing_of_torchrun(environ) if launcher == "torchrun" else []
-    if has_group and (launcher is None or missing):
+    is_one = (environ.get("RANK"), environ.get("WORLD_SIZE")) == ("0", "1")  # such as a PyTorchJob of one replica
+    if (missing and is_one) or (has_group and (launcher is None or missing)):
         return alone
     if launcher is None:
         refuse_unknown(environ)
@@ -160,6 +161,8 @@ def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool
     rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])
     master_runs = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     local_size = local_size_of(environ, launcher)
+    if local_size > world_size:
+        raise LaunchError(f"{names[3]}={local_size} exceeds {names[1]}={world_size}; start all ranks in one job")
     for index, count, what in ((rank, world_size, names[:2]), (local_rank, local_size, names[2:])):
         if not 0 <= index < count:
             raise LaunchError(f"{what[0]}={index} is not below {what[1]}={count}; start all ranks in one job")

@@ -49,18 +49,20 @@ Source: their launch.py (DeepSpeed), launchers.py (accelerate), envvar.go (Kubef
 """
 UNKNOWN_LAUNCHERS = {
     # variable: (launcher, what to use instead)
-    "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
     "HOROVOD_RANK": ("horovodrun", "mpirun"),
     "JSM_NAMESPACE_RANK": ("jsrun", "mpirun"),
+    "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
+    "MPT_MPI_RANK": ("HPE's MPT", "mpirun of Open MPI"),
     "MV2_COMM_WORLD_RANK": ("MVAPICH's mpirun_rsh", "its mpiexec, or srun"),
     "ALPS_APP_PE": ("aprun of ALPS", "mpiexec"),
     "LSF_PM_TASKID": ("blaunch of LSF", "mpirun"),
     "PBS_TASKNUM": ("pbsdsh of PBS", "mpirun"),
     "PET_NNODES": ("a trainer job of Kubeflow", "torchrun, which reads PET_*"),
     "SM_HOSTS": ("SageMaker", "torchrun, by its distribution torch_distributed"),
+    "SKYPILOT_NUM_NODES": ("SkyPilot", "torchrun, or bigbatch launch local --nodes N --node-rank I --master HOST:PORT"),
 }
 """Unsupported launchers: without a refusal each of their ranks would train alone."""
-OF_ONE_PROCESS = {"PBS_TASKNUM": "1", "PET_NNODES": "1(:1)?", "SM_HOSTS": "[^,]*"}
+OF_ONE_PROCESS = {"PBS_TASKNUM": "1", "PET_NNODES": "1(:1)?", "SM_HOSTS": "[^,]*", "SKYPILOT_NUM_NODES": "1"}
 """Values of these variables, as regular expressions, if the process has no other ranks; 1 is a PBS job's own script."""
 RANK_VARIABLES = (
     # torchrun's
@@ -150,10 +152,10 @@ def refuse_unknown(variables: Mapping[str, str]) -> None:
                 f"{name}={variables[name]} was set by {launcher} which does not state the number of ranks: "
                 f"start them by {instead}, or set {VARIABLES_TO_SET} for each{_if_alone(name)}"
             )
-    for launcher, (rank, size, *_) in LAUNCHER_VARIABLES.items():
+    for launcher, (rank, size, local_rank, _) in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and "SLURM_STEP_ID" not in variables:
             continue
-        for name, other, least in ((rank, size, 0), (size, rank, 1)):
+        for name, other, least in ((rank, size, 0), (size, rank, 1), (local_rank, rank, 0)):
             if other not in variables and (text := variables.get(name, "")).isdecimal() and int(text[:18]) > least:
                 of_launcher = "" if launcher == "torchrun" else f" of {launcher}"
                 raise LaunchError(

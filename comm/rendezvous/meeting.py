@@ -123,8 +123,8 @@ def rendezvous(
     """
     if env.master is None:
         raise CommError(
-            f"{env.launcher} gives the ranks no meeting point: install mpi4py (pip install 'bigbatch[mpi]'), or set "
-            "MASTER_ADDR and MASTER_PORT for all ranks"
+            f"rank {env.rank} of {env.world_size} has no meeting point: set both MASTER_ADDR and MASTER_PORT, to an "
+            "address and a free port of rank 0's host, for all ranks"
         )
     address, port = env.master
     if env.local_rank == 0 and not addresses_of(address):

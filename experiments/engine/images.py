@@ -1,4 +1,4 @@
-"""Compare the points of a sweep with the data sets on which they train."""
+"""Compare the points of a sweep with the data sets on which they train, and the files with which they start."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,29 +15,42 @@ from bigbatch.trainer.build.images import (
 )
 from bigbatch.trainer.config.schema import Config
 
+LIBRARIES_OF_WEIGHTS = ("torchvision:", "timm:")
+
 
 def require_images(plan: SweepPlan, points: Sequence[Point], *, starts: bool) -> None:
-    """Check batch, epochs and classes of the points by their images, as each run does at its start.
+    """Check batch, epochs and classes of the points by their images, and their files, as each run does at its start.
 
-    Lists each data set once. One that is missing here, or in an object store, is only reported if the points run on
+    Lists each data set once. What is missing here, or in an object store, is only reported if the points run on
     other hosts, or if they are only shown (starts is false), perhaps for another machine.
     Raises: ConfigError, a line for each reason why points cannot be trained.
     """
     wrong, unseen, listed = PointRefusals(), set[str](), dict[str, Images | DataError | None]()
     for point in points if plan.script is None else ():
         root = point.config.data.root
+        absent = {f"{key}={file}": file for key, file in _files(point.config) if not Path(file).exists()}
+        unseen.update(absent)
+        if lost := [each for each, file in absent.items() if starts and not _runs_elsewhere(plan, file)]:
+            wrong.add(ConfigError(*(f"{each}: there is no such file" for each in lost)), point.number, point.values)
+            continue
         may_be_missing = not starts or _runs_elsewhere(plan, root)
         is_unseen = "://" in root or (may_be_missing and not Path(root).exists())
         if is_unseen and point.config.data.loader != "synthetic":
-            unseen.add(root)
+            unseen.add(f"data.root={root}")
             continue
         try:
             _require_images(point.config, listed)
         except (ConfigError, DataError) as error:
             wrong.add(error, point.number, point.values)
     wrong.raise_all(len(points))
-    for root in sorted(unseen):
-        tell(f"warning: data.root={root} is not on this host: its images were not compared with batch and classes")
+    for missing in sorted(unseen):
+        tell(f"warning: {missing} is not on this host, and was not compared with the points")
+
+
+def _files(config: Config) -> list[tuple[str, str]]:
+    """Return key and path of the files that each rank reads at its start; names such as timm:resnet50 are none."""
+    stated = (("model.weights", config.model.weights), ("comm.table", config.comm.table))
+    return [(key, file) for key, file in stated if file and not file.startswith(LIBRARIES_OF_WEIGHTS)]
 
 
 def _runs_elsewhere(plan: SweepPlan, root: str) -> bool:

@@ -56,7 +56,7 @@ class Stopper:
         """Send the signal, or SIGTERM to a launcher whose ranks it would end; also ends processes that are stopped."""
         for process in tuple(self._running()):
             number = stop_signal(process.pid, step) if step == self._steps[0] else step
-            if number == signal.SIGTERM in self.sent and number != self._steps[0]:
+            if number == signal.SIGTERM and number in self.sent and number != self._steps[0]:
                 continue  # mpirun, which prints a text at the second one, is ending
             self.sent.add(number)
             process.send_signal(number)

@@ -43,7 +43,7 @@ def stop_signal(launcher: int, usual: Signals) -> Signals:
     """Return the signal by which a launcher asks its ranks to stop; SIGTERM if the usual one would end a rank.
 
     A rank that still imports torch has nothing to save. mpirun would report its end as a failure, and after SIGTERM
-    mpirun ends its ranks without a word.
+    mpirun ends its ranks silently.
     """
     return SIGTERM if any(_would_end(pid, usual) for pid in (launcher, *ranks_of(launcher))) else usual
 
@@ -60,19 +60,22 @@ def _would_end(pid: int, number: Signals) -> bool:
 class LeftBehind:
     """Lets mpirun end, which waits for the output of processes that the ranks left behind, if all ranks are here."""
 
-    def __init__(self, record: Path) -> None:
+    def __init__(self, record: Path, *, num_ranks: int) -> None:
         """record: the file of the first rank's exit code, which the variables of this job's processes name."""
-        self._record, self._num_looks = record, 0
+        self._record, self._num_ranks, self._num_here, self._num_looks = record, num_ranks, 0, 0
 
     def look(self, mpirun: int) -> bool:
         """Return whether mpirun can be ended, because the ranks have ended and their exit code is known.
 
         If only mpirun knows the code, this ends the processes that it waits for. Called once a second.
         """
+        self._num_here = max(self._num_here, len(ranks_of(mpirun)))
         self._num_looks = 0 if children(mpirun) else self._num_looks + 1
-        left = self._processes() if self._num_looks > LOOKS else []
-        if not left or isinstance(read_record(self._record), int):
-            return bool(left)
+        if self._num_looks <= LOOKS:
+            return False
+        left, is_known = self._processes(), isinstance(read_record(self._record), int)
+        if is_known or not left:  # those left may have other variables, as after sudo or env -i
+            return is_known and (bool(left) or self._num_here >= self._num_ranks)
         is_first = self._num_looks == LOOKS + 1
         if is_first:
             tell(f"all ranks have ended; ending what they left running: process {', '.join(map(str, left))}")

@@ -189,7 +189,7 @@ def _run(
     name = exit_path(Path.cwd())  # the first of other hosts sees this folder
     with ending_orphans(ASKS_TO_STOP, leaves=(*leaves, name)) as watch, exit_file(name) as path:
         first_rank = FirstRankWatch(folder, launch_id=str(name), end_seconds=end_seconds, heals=heals)
-        left_behind = LeftBehind(name)
+        left_behind = LeftBehind(name, num_ranks=job.num_ranks)
         with_exit_file = replace(job, environment=(*job.environment, *exit_file_variable(path)))
         ended = run_in_foreground(
             _argv_here(with_exit_file, environ=environ),

@@ -17,11 +17,7 @@ from played_gpus import PlayedGpus
 from played_nccl import PlayedNccl
 from ranks_norm import check_norm
 from ranks_orders import check_orders
-from ranks_reducer import (
-    check_changed_gradients,
-    check_gradients,
-    check_uneven_use,
-)
+from ranks_reducer import check_changed_gradients, check_gradients, check_other_operations, check_uneven_use
 from ranks_sums import LONGEST, Case, as_bytes, check_several_at_once, check_sum, check_sums, values
 from recorded_graph import RecordedCapture
 from torch import Tensor
@@ -69,6 +65,7 @@ def check_contract(communicator: Communicator, *, longest: int = LONGEST, record
         "uneven use": check_uneven_use,
         "orders": partial(check_orders, seeds=range(3)),
         "changed gradients": check_changed_gradients,
+        "other operations": check_other_operations,
         "norm": check_norm,
         "groups": check_groups_are_kept,
         "stream": check_stream_order,

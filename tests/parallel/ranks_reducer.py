@@ -95,3 +95,21 @@ def check_changed_gradients(communicator: Communicator) -> None:
             reducer.wait()
         reducer.zero_grad()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def check_other_operations(communicator: Communicator) -> None:
+    """NCCL matches sums by their order alone: wait() refuses a step in which ranks summed by other names."""
+    if communicator.backend.name != "nccl" or communicator.world_size == 1:
+        return  # other transports compare each operation
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator)
+    refused = pytest.raises(CommError, match=r"rank 1 and rank 0 .*critic of rank 1.* wait\(\)")
+    for is_equal in (False, True, True, True, True, False):
+        loss_of(model, values(75, torch.float64, rank=0).view(1, 3, 5, 5), num_images=1).backward()
+        communicator.sum_(torch.ones(7), label="a critic" if is_equal else f"critic of rank {communicator.rank}")
+        if not is_equal:
+            with refused:
+                reducer.wait()
+        reducer.wait()
+        reducer.zero_grad()
+    reducer.close()

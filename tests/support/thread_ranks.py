@@ -22,6 +22,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -120,7 +121,8 @@ def run_over_played_nccl(
         backend = TorchDistributedBackend(env, control, library="nccl", device=torch.device("cuda", 0))
         alone = connect(env=ALONE, device=torch.device("cpu"))
         topology = make_topology(hosts, rank=rank)
-        communicator = replace(alone, env=env, control=control, backend=backend, topology=topology, memory=None)
+        parts = {"backend": backend, "topology": topology, "memory": None, "order": OperationOrder(control.agree)}
+        communicator = replace(alone, env=env, control=control, **parts)
         job(communicator.with_algorithm("native"))
         backend.close()
 

@@ -58,11 +58,10 @@ def _class_weights(config: Config, train: Split, device: torch.device) -> Tensor
             raise ConfigError(f"{key}: {config.data.root} has no class {unknown[0]}{or_nearest(unknown[0], names)}")
         stated = [stated.get(name, 1.0) for name in names]
     weights_K = torch.tensor(stated, dtype=torch.float64)
-    if len(weights_K) != num_classes:
-        raise ConfigError(f"{key} has {len(weights_K)} numbers for data.num_classes={num_classes}: give each class one")
     if not weights_K.isfinite().all():
         empty = names[int(weights_K.argmax())]
         raise ConfigError(f"{key}={BALANCED}: {empty} has no training image, and so no weight: give a weight by name")
+    weights_K /= weights_K.max()  # their sum may be larger than a float
     mean = (weights_K * counts_K).sum() / counts_K.sum()
     if not mean > 0:
         raise ConfigError(f"{key} is 0 for all classes that have training images: give one of them a weight")

@@ -113,7 +113,7 @@ def optimizer_notes(settings: OptimizerConfig) -> list[str]:
     return notes
 
 
-def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
+def check_loss(optimizer: OptimizerConfig, run: RunConfig, *, num_classes: int) -> Iterator[str]:
     """Yield an error for a name of unknown form and for settings that do not apply to that loss."""
     loss, options = optimizer.loss, optimizer.loss_options
     if loss == CROSS_ENTROPY:
@@ -124,6 +124,11 @@ def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
             yield (
                 f"optimizer.loss_options={options} must be {{{CLASS_WEIGHTS}: {BALANCED}}} with optimizer.loss={loss}, "
                 "a list of numbers of at least 0, one for each class, or numbers by class name; or null"
+            )
+        elif isinstance(weight, list | tuple) and len(weight) != num_classes:
+            yield (
+                f"optimizer.loss_options: {CLASS_WEIGHTS} has {len(weight)} numbers for data.num_classes="
+                f"{num_classes}: give each class one"
             )
         return
     if not is_import_path(loss):

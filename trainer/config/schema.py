@@ -203,7 +203,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from checks.check_audits(run, config.compute)
     yield from checks.check_noise_scale(run, batch, config.compute)
     yield from checks.check_run(run, data)
-    yield from optimizer.check_loss(config.optimizer, run)
+    yield from optimizer.check_loss(config.optimizer, run, num_classes=data.num_classes)
     yield from optimizer.check_metrics(run.metrics)
 
 

@@ -140,6 +140,10 @@ def _no_classes(top: str, tree: Tree) -> str:
     if len(folders) > 1 and _are_parts(folders):
         how = "give --labels FILE, or name the folder that holds class folders"
         return f"{_named(folders)} are named as parts of a data set, not as classes: {how}; {AS_CLASSES}"
+    first = {name: {each[0].lower() for each in below.folders} for name, below in folders.items()}
+    if first and all(letters == {name.lower()} for name, letters in first.items()):
+        how = f"move them into one folder, and name that; {AS_CLASSES}"
+        return f"{_named(folders)} are letters, by which the folders below them are sorted: {how}"
     if shared := _shared_folders(folders):
         how = "name the folder of one set of classes, or call two of them train and val"
         what = f"hold folders such as {_named(shared)}, as splits and copies of a data set do"
@@ -156,7 +160,7 @@ def _are_parts(folders: Iterable[str]) -> bool:
 
 def _shared_folders(folders: Mapping[str, Tree]) -> set[str]:
     """Return folders below these by which they are splits or copies of a data set, or hold such; empty if classes."""
-    inner = [(name, below) for name, each in folders.items() for below in each.folders]
+    inner = [(name, below) for name, each in folders.items() for below in _unwrapped(name, each)[1].folders]
     for name, below in inner:
         if _is_split(below) or _is_generic(name) or (below in folders and below != name):
             return {each for holder, each in inner if holder == name}

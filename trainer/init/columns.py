@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bigbatch.errors import shortened
-from bigbatch.trainer.init.arrangement import split_word
+from bigbatch.trainer.init.arrangement import SPLIT_WORDS, split_word
 
 _ENDS = ("", "s", "id", "index", "name", "names")
 _IMAGES = [word + end for word in ("image", "img", "file", "path") for end in (*_ENDS, "path", "paths", "filename")]
 _CLASSES = [word + end for word in ("label", "class", "category") for end in (*_ENDS, "es", "label")]
 IMAGE_NAMES = {*_IMAGES, "id", "idcode", "isicid", "name"}
 CLASS_NAMES = {*_CLASSES, "target", "species", "breed", "diagnosis", "dx", "disease", "findinglabels", "imagelabel"}
-SPLIT_NAMES = {"split", "splits", "subset", "partition", "istrain", "isval", "isvalid", "istest"}
+_OTHERS = "width height size area age fold folds kfold patient subject lesion url md hash date time score weight mask"
+OTHER_NAMES = {word + end for word in _OTHERS.split() for end in _ENDS}
+"""Columns that are not taken for classes, even beside that of images alone."""
+SPLIT_NAMES = {"split", "splits", "datasplit", "set", "subset", "partition", "traintest", "trainval"}
+SPLIT_NAMES |= {f"is{word}" for word in SPLIT_WORDS}
 """Names of columns, as small letters alone; a column of splits is also known by its cells."""
 NAME_THEM = "name its columns by --columns IMAGE,CLASS"
 
@@ -45,12 +49,17 @@ def image_column(names: Sequence[str], num_named: Sequence[int]) -> int:
 
 
 def choose_columns(
-    names: Sequence[str], rows: Sequence[Sequence[str]], *, image: int, wanted: tuple[str, str] | None
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    image: int,
+    wanted: tuple[str, str] | None,
+    is_sure: bool = True,
 ) -> Columns:
     """Return the columns of a table. names: of its columns, "" each if it has none; rows: the first of its lines.
 
     image: the column that names the images. wanted: names of the columns of images and classes, if the user gave them.
-    Raises: ValueError.
+    is_sure: the table states classes, so that one column beside image needs no known name. Raises: ValueError.
     """
     if wanted:
         for name in wanted:
@@ -67,9 +76,9 @@ def choose_columns(
     # spreadsheets and pandas write line numbers into a first column without a name
     is_index = [any(names) and (not name or key == "unnamed") for name, key in zip(names, keys, strict=True)]
     rest = [at for at in range(len(names)) if at not in (image, split) and not is_index[at]]
-    if labels or len(rest) == 1:
+    if labels or (len(rest) == 1 and (is_sure or not any(names)) and keys[rest[0]] not in OTHER_NAMES):
         return Columns(image, labels or rest, split=split)
-    if any(names) and rest and all(number_in(cell) in (0, 1) for at in rest for cell in _cells(rows, at)):
+    if any(names) and len(rest) > 1 and all(number_in(cell) in (0, 1) for at in rest for cell in _cells(rows, at)):
         return Columns(image, rest, one_hot=True, split=split)
     what = f"has the columns {shortened(names)}" if any(names) else f"has {len(names)} columns without names"
     raise ValueError(f"{what}, and none is known for classes: {NAME_THEM}")

@@ -39,15 +39,16 @@ class Table:
         """Yield the lines below the names of the columns, once."""
         return chain(self.first, self.rest)
 
-    def columns(self, wanted: tuple[str, str] | None) -> Columns:
-        """Choose the columns; wanted: names of those of images and classes. Raises: DataError."""
+    def columns(self, wanted: tuple[str, str] | None, *, is_sure: bool = True) -> Columns:
+        """Choose the columns; wanted, is_sure: see choose_columns. Raises: DataError."""
         if len(self.names) < 2:
             how = "separated by a comma, semicolon or tab: the image's name and its class"
             raise DataError(
                 f"{self.path}: {'has one column' if self.names else 'is empty'}; give it two columns, {how}"
             )
         try:
-            return choose_columns(self.names, [row for _, row in self.first], image=self.image, wanted=wanted)
+            rows = [row for _, row in self.first]
+            return choose_columns(self.names, rows, image=self.image, wanted=wanted, is_sure=is_sure)
         except ValueError as error:
             raise DataError(f"{self.path}: {error}") from None
 
@@ -81,10 +82,10 @@ def names_images(path: Path, images: ImageNames) -> Iterator[str]:
             yield image
 
 
-def has_classes(path: Path, images: ImageNames, *, wanted: tuple[str, str] | None) -> bool:
+def has_classes(path: Path, images: ImageNames, *, wanted: tuple[str, str] | None, is_sure: bool) -> bool:
     """Return whether it is clear which column of a table holds classes."""
     try:
-        return bool(open_table(path, images, has_names=wanted is not None).columns(wanted))
+        return bool(open_table(path, images, has_names=wanted is not None).columns(wanted, is_sure=is_sure))
     except DataError:
         return False
 

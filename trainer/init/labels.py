@@ -12,6 +12,8 @@ from bigbatch.trainer.init.image_names import ImageNames
 
 MIN_GUESSED = 8
 """From so many images on, a column that the user has not named must have fewer classes than half of the images."""
+NO_LABEL = ("", "nan", "<na>", "null")
+"""Cells without a label, as pandas and databases write them, in small letters."""
 TWICE, MOVED, UNDIVIDED = "image with two labels", "image in two splits", "image without a split"
 
 
@@ -35,22 +37,23 @@ def read_labels(
     *,
     columns: tuple[str, str] | None = None,
     split_of: Callable[[str], str] = lambda image: "",
+    is_sure: bool = True,
 ) -> Labels:
     """Read tables with a line for each image.
 
     tables: table -> split of its images, "" if its name states none. columns: names of the columns of images and
-    classes. split_of: split of an image, by its folder. Raises: DataError for a table of another form.
+    classes. split_of: split of an image, by its folder. is_sure: see choose_columns. Raises: DataError.
     """
     found = Labels()
     for path, split in tables.items():
         table = open_table(path, images, has_names=columns is not None)
-        chosen = table.columns(columns)
+        chosen = table.columns(columns, is_sure=is_sure)
         _add_rows(table, chosen, found, images=images, split=split)
         found.columns[path] = _describe(table.names, chosen)
     if not found.classes:
         case = next(iter(found.faults["label without an image"].values()), "it has no further line")
         where = f"{next(iter(tables))}: no line names one of the {len(images.images):,} images beside it"
-        raise DataError(f"{where}; {case}: {NAME_THEM}")
+        raise DataError(f"{where}; {case}: write their paths below {images.folder} into the table, or {NAME_THEM}")
     _require_classes(found, next(iter(tables)), is_guessed=columns is None)
     for image in found.classes:
         found.splits[image] = found.splits[image] or split_of(image)
@@ -78,7 +81,7 @@ def _add_rows(table: Table, columns: Columns, found: Labels, *, images: ImageNam
                 raise DataError(f"{path} line {number}: {unknown_split(names[columns.split], cells[columns.split])}")
         labels = [cells[at] for at in columns.labels]
         label = _marked(table, columns, labels, number=number) if columns.one_hot else labels[0]
-        if not label:
+        if label.lower() in NO_LABEL:
             faults["line without a label"][where] = f"{where}: {shortened(row)}"
             continue
         stated.add(() if columns.one_hot else tuple(labels))
@@ -113,8 +116,11 @@ def _require_classes(found: Labels, path: Path, *, is_guessed: bool) -> None:
             if len({*parts}) > 1 and (sign == "|" or classes.issuperset(parts)):
                 one = "a run trains one class for each image: write one, or leave out such lines"
                 raise DataError(f"{path}: the label {shortened(label)} holds several classes; {one}")
-    if is_guessed and len(found.classes) >= MIN_GUESSED and 2 * len(classes) > len(found.classes):
-        many = f"{len(classes):,} labels of {len(found.classes):,} images, such as {shortened(min(classes))}"
+    odd = [label for label in classes if (number_in(label) or 0) % 1]
+    is_measured = odd and None not in map(number_in, classes)
+    is_many = len(found.classes) >= MIN_GUESSED and 2 * len(classes) > len(found.classes)
+    if is_guessed and (is_many or is_measured):
+        many = f"{len(classes):,} labels of {len(found.classes):,} images, such as {shortened(min(odd or classes))}"
         raise DataError(f"{path}: has {many}: these are hardly classes; {NAME_THEM}")
 
 

@@ -188,7 +188,8 @@ def _by_tables(
     chosen = dict.fromkeys(tables, "") if is_stated else _choose_tables(tables, images, arrangement, columns=columns)
     if not chosen:
         return None
-    found = read_labels(chosen, images, columns=columns, split_of=arrangement.split_of)
+    is_sure = is_stated or not arrangement.classes
+    found = read_labels(chosen, images, columns=columns, split_of=arrangement.split_of, is_sure=is_sure)
     names = " and ".join(map(str, chosen))
     meaning = "fix the table, or give --leave-out" + (f"; {AS_CLASSES}" if arrangement.classes else "")
     findings = [
@@ -217,9 +218,9 @@ def _choose_tables(
     found = [path for path in tables if any(image not in images.others for image in names_images(path, images))]
     if not found and arrangement.problem and len(tables) == 1 and not any(names_images(tables[0], images)):
         found = [*tables]  # to report why it names none
-    is_divided = bool(arrangement.classes and arrangement.splits)
+    is_divided, is_sure = bool(arrangement.classes and arrangement.splits), not arrangement.classes
     if len(found) > 1 or is_divided:
-        known = [path for path in found if has_classes(path, images, wanted=columns)]
+        known = [path for path in found if has_classes(path, images, wanted=columns, is_sure=is_sure)]
         found = known or ([] if is_divided else found)
     if len(found) < 2:
         return dict.fromkeys(found, "")

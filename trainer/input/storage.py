@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,11 +40,12 @@ RETRY_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 RETRY_SECONDS = 60.0
 """No further attempt begins later than this."""
 _EXPIRED = "the session token is expired or damaged: get a new one"
+_CLOCK = "this host's clock differs too much from the server's: set it, by NTP"
 _REGION = "the bucket is in another region, or behind another endpoint: set AWS_DEFAULT_REGION or AWS_ENDPOINT_URL"
 _NO_BUCKET = "there is no such bucket: check its name and the endpoint"
 REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), _EXPIRED),
-    "RequestTimeTooSkewed": "this host's clock differs too much from the server's: set it, by NTP",
+    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _CLOCK),
     "InvalidAccessKeyId": "the server does not know the access key: check AWS_ACCESS_KEY_ID and the endpoint",
     "SignatureDoesNotMatch": "the secret key does not fit the access key: check AWS_SECRET_ACCESS_KEY",
     **dict.fromkeys(
@@ -52,13 +54,15 @@ REFUSALS = {
     "InvalidObjectState": "the object is archived (Glacier): restore it first",
     **dict.fromkeys(("NoSuchBucket", "InvalidBucketName"), _NO_BUCKET),
     **dict.fromkeys(("PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed"), _REGION),
-    "IllegalLocationConstraintException": _REGION,
+    **dict.fromkeys(("IllegalLocationConstraintException", "RecursionError"), _REGION),  # botocore redirects forever
 }
-"""S3's code of an error that retries cannot change -> cause and remedy."""
+"""S3's code of an error that retries cannot change, or the name of the error -> cause and remedy."""
 NO_CREDENTIALS = (
     *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError"),
 )
 """Names of errors on other credentials: they are not retried."""
+BAD_SETTINGS = frozenset(("ValueError", "ProfileNotFound", "ConfigParseError", "ParamValidationError"))
+"""Names of errors, and of their base classes, on settings that a library cannot use."""
 NO_ANSWER = frozenset(("ConnectionError", "ClientConnectionError", "HTTPClientError", "TimeoutError", "FSTimeoutError"))
 """Names of errors, and of their base classes, of a server that does not answer."""
 
@@ -169,13 +173,12 @@ class Storage:
     def shards(self, below: str) -> list[tuple[str, int, int]]:
         """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
 
-        Raises: as read; DataError if all are compressed.
+        Raises: as read; DataError if some are compressed.
         """
         found = _with_retries(lambda: self._list(f"{self.url}/{below}".rstrip("/")))
         names = {facts["name"].rpartition("/")[2]: facts for facts in found if facts["type"] == "file"}
         tars = [name for name in sorted(names) if name.endswith(".tar")]
-        if not tars:
-            refuse_compressed(f"{self.url}/{below}".rstrip("/"), names)
+        refuse_compressed(f"{self.url}/{below}".rstrip("/"), names)
         return [(f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name])) for name in tars]
 
     def _list(self, url: str) -> list[dict[str, Any]]:
@@ -186,8 +189,9 @@ class Storage:
 
     def _endpoint(self) -> str:
         """Return the address of S3's server, without a user or password; "" if the folder's address states it."""
-        url = getattr(getattr(getattr(self._fs, "_s3", None), "meta", None), "endpoint_url", None) or ""
-        return re.sub(r"//[^/]*@|[?#].*", lambda found: "//" if found[0][0] == "/" else "", url)
+        with suppress(AttributeError):  # other stores have none
+            return re.sub(r"(?<=//)[^/]*@|[?#].*", "", self._fs._s3.meta.endpoint_url)
+        return ""
 
 
 def _with_retries(call: Callable[[], T]) -> T:
@@ -216,11 +220,14 @@ def _without_secrets(error: Exception, endpoint: str) -> OSError:
     if str(error).startswith("Forbidden:"):  # gcsfs's OSError for 403
         status = 403
     response = getattr(error.__cause__, "response", None)  # of botocore, behind s3fs's error
-    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
-    code = code if re.fullmatch(r"[\w.]{1,60}", code) else ""
+    code = str(status or "")
+    if isinstance(response, dict):
+        code = str(response.get("Error", {}).get("Code") or "")
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = code if re.fullmatch(r"[\w.]{1,60}", code) else str(status or "")
     where = (f"HTTP {code}" if code.isdigit() else code or kinds[0]) + (f" of {endpoint}" if endpoint else "")
-    if code in REFUSALS:
-        return PermissionError(errno.EACCES, f"{REFUSALS[code]} ({where})")
+    if refusal := REFUSALS.get(code) or REFUSALS.get(kinds[0]):
+        return PermissionError(errno.EACCES, f"{refusal} ({where})")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     is_untrusted = "SSLError" in kinds and "CERTIFICATE_VERIFY_FAILED" in str(error)  # of botocore
@@ -230,6 +237,9 @@ def _without_secrets(error: Exception, endpoint: str) -> OSError:
         return PermissionError(errno.EACCES, f"the server's certificate is not trusted ({where}); {CERTIFICATES}")
     if {code, kinds[0]} & {*NO_CREDENTIALS} or status in (401, 403):
         return PermissionError(errno.EACCES, f"the storage refuses access ({where}); {CREDENTIALS}")
+    if not BAD_SETTINGS.isdisjoint(kinds):
+        settings = "check the address, for S3 also AWS_ENDPOINT_URL, AWS_DEFAULT_REGION and AWS_PROFILE"
+        return PermissionError(errno.EACCES, f"the library cannot use its settings: {settings} ({where})")
     if not NO_ANSWER.isdisjoint(kinds):
         where = f"no server answers, or not in time: check address, endpoint and network ({where})"
     return OSError(errno.EIO, where)

@@ -138,8 +138,12 @@ def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:
 
 
 def refuse_compressed(where: object, names: Iterable[str]) -> None:
-    """Raise DataError if names are those of compressed tar files."""
-    if found := sorted(filter(re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE).match, names)):
+    """Raise DataError if names in the folder where have compressed tar files; beside others: those of a split."""
+    names, folder = list(names), str(where).rpartition("/")[2]
+    found = sorted(filter(re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE).match, names))
+    if any(name.endswith(".tar") for name in names):
+        found = [name for name in found if folder in ("train", "val") or re.search("train|val", name)]
+    if found:
         how = "unpack shards to .tar (gunzip), and an archive of folders by tar xf"
         raise DataError(f"{where}: holds compressed tar files, such as {found[0]}: {how}")
 

@@ -56,7 +56,7 @@ def _tars(folder: Path) -> list[Path]:
     for name in filter(_is_tar, top.bad_links):
         _stamp(folder / name)  # a whole shard may be missing
     tars = list(filter(_is_tar, top.others))
-    if not tars and not top.folders and not top.loose:
+    if not top.folders and not top.loose:
         refuse_compressed(folder, top.others)
     return [] if top.folders and folder.name in SPLITS else [folder / name for name in tars]
 
@@ -179,13 +179,15 @@ def _with_names(index: Index, read: Callable[[], bytes], path: str) -> Index:
     if not index.are_numbers:
         return index
     try:
-        names = tuple(read().decode().splitlines())
+        names = tuple(read().decode("utf-8-sig").splitlines())
     except FileNotFoundError:
         return index
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); write one name per line in UTF-8") from error
     if len(names) < len(index.classes):
         raise DataError(f"{path}: has {len(names)} lines for {len(index.classes)} classes; write one name per class")
+    if not all(map(str.strip, names)):
+        raise DataError(f"{path}: has an empty line; write one name per class")
     require_one_spelling(Path(path), names)
     name, times = Counter(names).most_common(1)[0]
     if times > 1:

@@ -15,8 +15,8 @@ NESTS = ("state_dict", "model", "state")
 """Keys under which training scripts save the weights: "state_dict" in timm, "model" in torchvision, both in others."""
 WRAPPERS = ("module", "_orig_mod")
 """Prefixes that DistributedDataParallel and torch.compile add to every name."""
-AVERAGE = re.compile(r"(?<![a-z])(ema|swa|averaged?|avg|shadow)(?![a-z])", re.IGNORECASE)
-"""Words in the keys and prefixes under which scripts save an average of the weights."""
+AVERAGE = re.compile(r"(?<![a-z])(?<!exp_)(ema|swa|averaged?|avg|shadow)(?![a-z])", re.IGNORECASE)
+"""Words in the keys and prefixes under which scripts save an average of the weights; Adam's exp_avg is of gradients."""
 MAX_NESTS, MAX_PREFIXES = 8, 32
 """Most keys that lead to the weights, and most modules around the model in their names."""
 COUNTER = ".num_batches_tracked"

@@ -52,6 +52,7 @@ def require_tensors(model: nn.Module) -> None:
     """Raise ValueError if the model's state_dict holds anything but dense tensors with values, as checkpoints do."""
     if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"{lazy[0]} has no size yet: call the model once in its constructor")
+    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} in its state_dict is of type {type(value).__name__}: keep tensors only there")
@@ -59,6 +60,10 @@ def require_tensors(model: nn.Module) -> None:
         if is_empty or value.is_quantized or value.layout is not torch.strided:
             kind = "has no values, on the meta device" if is_empty else "is quantized or sparse"
             raise ValueError(f"{name} {kind}: make it a dense tensor on the CPU in the constructor")
+        # empty_like keeps strides of dense tensors only; no optimizer updates others, and none can be loaded into
+        has_gaps = name in trained and torch.empty_like(value, device="meta").stride() != value.stride()
+        if has_gaps or 0 in value.stride():
+            raise ValueError(f"{name} does not fill its memory, as a slice or expand() makes it: call .clone() on that")
 
 
 def _find(name: str) -> Callable[..., Any]:

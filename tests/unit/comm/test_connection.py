@@ -400,6 +400,18 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
     assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "no answer from rank 1 on node1"), last)
 
 
+def test_single_rank_refuses_a_process_group_made_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of several ranks that a script spawns would train alone."""
+    with connect(device=CPU) as communicator, connect(device=CPU, env=ALONE) as alone:
+        communicator.sum_(torch.ones(1), label="before")
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(CommError, match=naming("a metric", "one rank", "has 2", "after init_process_group()")):
+            communicator.sum_(torch.ones(1), label="a metric")
+        alone.sum_(torch.ones(1), label="a metric")
+        monkeypatch.undo()
+
+
 def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "meet", lambda env, met, gpu: PLACES_OF_TWO)
     monkeypatch.setattr(connection, "_connect", MagicMock(side_effect=CommError("no")))

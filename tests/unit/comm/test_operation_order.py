@@ -1,7 +1,13 @@
 """The order of operations over a transport that does not compare them itself."""
 
+import re
+
+import pytest
+from error_texts import naming
+
 from bigbatch.comm import operation_order
 from bigbatch.comm.operation_order import NUM_COMPARED, OperationOrder
+from bigbatch.errors import PeerLostError, notes_of
 
 
 def recording_order() -> tuple[OperationOrder, list[str]]:
@@ -54,6 +60,16 @@ def test_agreed_orders_are_forgotten_but_not_the_usual_one() -> None:
         step(order, "buffer 0")
     assert len(order._agreed) <= operation_order.MAX_AGREED
     assert compared.count(compared[0]) == NUM_COMPARED
+
+
+def test_rank_that_alone_starts_something_new_is_told_why_it_waited() -> None:
+    def agree(what: str, text: str, *, remedy: str) -> None:
+        raise PeerLostError("rank 0 did not come")
+
+    with pytest.raises(PeerLostError, match="rank 0") as caught:
+        step(OperationOrder(agree), "buffer 0")
+    (note,) = notes_of(caught.value)
+    assert re.search(naming("operations that are new", "wait()"), note)
 
 
 def test_transport_that_compares_each_operation_is_not_compared_again() -> None:

@@ -175,3 +175,33 @@ def test_sweep_checks_the_emulators_folder_before_the_first_point_starts(
 @pytest.mark.parametrize("points", ["9", "3-1", "0-99999999999", "x", ""])
 def test_sweep_points_that_are_not_there(points: str, file: Path) -> None:
     assert main(["sweep", str(file), f"--only={points}", "--dry-run"]) == 1
+
+
+def test_sweep_points_are_compared_with_their_images_before_anything_starts(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each point as its run would be; a data set of another machine is only reported by --dry-run."""
+    others: dict[str, Any] = {"steps": None, "epochs": 1, "grid": {BATCH: [96, 192]}}
+    write(file, options=OTHERS | {SIZE: 32, "data.num_synthetic_samples": 100}, **others)
+    for more in ([], ["--dry-run"]):
+        assert main(["sweep", str(file), *more]) == 1
+        first, reason = capsys.readouterr().err.splitlines()
+        assert "1 of 2 points cannot be trained:" in first
+        assert re.search(naming("point 1 ", f"{BATCH}=192 exceeds the 100 training images"), reason)
+    root = tmp_path / "none"
+    write(file, options=OTHERS | {SIZE: 32, "data.loader": "torchvision", "data.root": str(root)}, **others)
+    assert main(["sweep", str(file), "--dry-run"]) == 0
+    assert f"data.root={root} is not on this host" in capsys.readouterr().err
+    assert main(["sweep", str(file)]) == 1
+    assert "2 of 2 points cannot be trained:" in capsys.readouterr().err
+    files: dict[str, Any] = {"model.weights": str(root), "comm.table": str(root)}
+    options = OTHERS | {SIZE: 32, "data.num_synthetic_samples": 100, BATCH: 96}
+    write(file, options=options, **{**others, "grid": {key: [None, name] for key, name in files.items()}})
+    assert main(["sweep", str(file), "--dry-run"]) == 0
+    told = capsys.readouterr().err
+    assert all(f"{key}={root} is not on this host" in told for key in files)
+    assert main(["sweep", str(file)]) == 1
+    assert "3 of 4 points cannot be trained:" in capsys.readouterr().err
+    write(file, options=options, **{**others, "grid": {"model.weights": ["timm:resnet50"]}})
+    assert main(["sweep", str(file), "--dry-run"]) == 0
+    assert "not on this host" not in capsys.readouterr().err

@@ -184,6 +184,22 @@ def test_mpi_meeting_point_of_one_host_is_a_free_port_on_loopback(
         assert holder.getsockname()[:2] == met.master == (loopback, met.master[1])
 
 
+@pytest.mark.parametrize("is_scripts", [True, False])
+def test_mpi_of_a_script_is_left_to_it(is_scripts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that imported MPI before bigbatch may use it after close(), and ends it itself."""
+    ended: list[str] = []
+    library = SimpleNamespace(Is_finalized=lambda: False, Finalize=lambda: ended.append("by bigbatch"))
+    package = SimpleNamespace(rc=SimpleNamespace(finalize=None), MPI=library)
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    if is_scripts:
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
+    monkeypatch.setattr(by_mpi, "scripts_mpi", by_mpi.scripts_mpi.__wrapped__)
+    monkeypatch.setattr(mpi, "scripts_mpi", by_mpi.scripts_mpi)
+    mpi.finalize_mpi()
+    assert (ended, package.rc.finalize) == (([], None) if is_scripts else (["by bigbatch"], False))
+
+
 @pytest.mark.parametrize("interface", [None, "ib7"])
 def test_mpi_meeting_tells_all_ranks_that_rank_0_has_no_address(
     interface: str | None, monkeypatch: pytest.MonkeyPatch

@@ -235,6 +235,17 @@ def test_grad_scaler_before_synchronize_is_an_error(unscale_first: bool) -> None
         scaler.unscale_(optimizer) if unscale_first else scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("method", ["synchronize", "step"])
+def test_clipping_before_synchronize_is_an_error(method: str) -> None:
+    model = make_model()
+    optimizer, before = wrap(model), copy.deepcopy(model.state_dict())
+    loss_of(model, 1).backward()
+    clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(CommError, match=naming("changed between backward", "synchronize()")):
+        {"synchronize": optimizer.synchronize, "step": optimizer.step}[method]()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_state_dict_and_hooks_are_the_wrapped_optimizers(tmp_path: Any) -> None:
     model, plain = twins()
     optimizer, reference = wrap(model), sgd(plain)
@@ -250,6 +261,8 @@ def test_state_dict_and_hooks_are_the_wrapped_optimizers(tmp_path: Any) -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     calls: list[str] = []
     optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
+    optimizer.__setstate__({})  # torch adds its hooks to step() then, as for copy.deepcopy
+    loss_of(model, 1).backward()
     optimizer.step()
     assert calls == ["stepped"]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

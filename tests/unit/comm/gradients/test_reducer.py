@@ -213,6 +213,20 @@ def test_reducer_counts_a_parameter_without_a_gradient_as_zero(set_to_none: bool
     assert all(p.grad.any() for p in model.early.parameters())
 
 
+def test_reducer_zeroes_gradients_that_were_replaced_after_wait() -> None:
+    """As by clipping out of place: the next step must not add to them."""
+    model = make_model()
+    expected = plain_gradients(model, make_images())
+    reducer = GradientReducer(model.named_parameters(), alone(), **SMALL)
+    for _ in range(3):
+        loss_of(model, make_images()).backward()
+        reducer.wait()
+        assert_same(model, expected)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        reducer.zero_grad()
+
+
 def test_reducer_brings_home_gradients_set_to_none_or_replaced() -> None:
     model = make_model()
     reducer = GradientReducer(model.named_parameters(), alone(), **SMALL, learn_order=False)
@@ -412,6 +426,9 @@ def test_reducer_is_one_of_several_until_the_others_are_closed(num_open: int) ->
     assert bool(backend.events) == (num_open == 1)
     reducer.wait()
     assert len(backend.events) == len(reducer.buffers)
+    if num_open == 2:  # transports compare labels: waits in another order must not mix sums of equal models
+        other.wait()
+        assert len({*backend.events}) == len(reducer.buffers) + len(other.buffers)
 
 
 CHANGES = {
@@ -460,6 +477,21 @@ def test_optimizer_and_scaler_refuse_gradients_that_were_not_summed() -> None:
     scaler.scale(loss_of(model, make_images())).backward()
     reducer.wait()
     scaler.step(optimizer)
+    with pytest.raises(CommError, match=naming("SGD", "not summed", "wait()", "closure")):
+        optimizer.step(lambda: loss_of(model, make_images()).backward())  # too late for this step, but not silent
+
+
+@pytest.mark.long
+def test_compiled_step_refuses_gradients_that_were_not_summed() -> None:
+    model = make_model()
+    reducer, optimizer = GradientReducer(model.named_parameters(), alone()), torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    step()
+    loss_of(model, make_images()).backward()
+    with pytest.raises(CommError, match="not summed"):
+        step()
 
 
 @pytest.mark.parametrize("is_active", [True, False])

@@ -298,8 +298,8 @@ def test_rendezvous_at_a_name_that_leads_back_names_it(monkeypatch: pytest.Monke
 
 
 def test_rendezvous_without_a_meeting_point_names_what_tells_one() -> None:
-    env = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
-    with pytest.raises(CommError, match=naming("openmpi", "pip install 'bigbatch[mpi]'", "MASTER_ADDR", "MASTER_PORT")):
+    env = ProcessEnv("torchrun", 1, 2, 1, 2, "here", None)  # a script set RANK, WORLD_SIZE and no address
+    with pytest.raises(CommError, match=naming("rank 1 of 2", "set both MASTER_ADDR and MASTER_PORT", "free port")):
         rendezvous(env, timeout_seconds=60)
 
 

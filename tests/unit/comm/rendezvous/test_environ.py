@@ -110,6 +110,7 @@ def test_slurm_nodes_may_hold_different_numbers_of_tasks(tasks_per_node: str, no
         *(({**TORCHRUN, "MASTER_ADDR": empty}, ("MASTER_ADDR is empty", "rank 0's host")) for empty in ("", " ", "[]")),
         ({**SRUN, "MASTER_ADDR": "", "MASTER_PORT": "29500"}, ("MASTER_ADDR is empty",)),
         ({**TORCHRUN, "RANK": "8"}, ("RANK=8 ", "WORLD_SIZE=8")),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ("LOCAL_WORLD_SIZE=9 ", "WORLD_SIZE=8")),
         ({**TORCHRUN, "RANK": "-1"}, ("RANK=-1 ", "WORLD_SIZE=8")),
         ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "4"}, ("LOCAL_RANK=4 ", "OMPI_COMM_WORLD_LOCAL_SIZE=4")),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(2)"}, ("SLURM_STEP_TASKS_PER_NODE='4(2)'", "8(x4)")),
@@ -157,6 +158,7 @@ PER_NODE = '--nodes "$WORLD_SIZE" --node-rank "$RANK" --master "$MASTER_ADDR:$MA
         ('SM_HOSTS=["algo-1","algo-2"] SM_CURRENT_HOST=algo-2', "SageMaker", "torch_distributed"),
         ("PBS_TASKNUM=146 PBS_NODENUM=0 PBS_VNODENUM=0", "pbsdsh", "mpirun"),
         ("LSF_PM_TASKID=1 LSB_JOBID=3", "blaunch", "mpirun"),
+        ("SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1", "SkyPilot", "--node-rank"),
         (MASTER, "MASTER_ADDR=n0", "before bigbatch.connect()"),
         ("WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1", "WORLD_SIZE=2 is set without RANK", "variables of its launcher"),
     ],
@@ -170,6 +172,10 @@ def test_rank_of_an_unsupported_launcher_is_refused_by_name(variables: str, laun
     with pytest.raises(LaunchError, match=naming(launcher, remedy)) as caught:
         read_process_env(recorded(variables))
     assert not re.search(r"torchrun did|of torchrun|env -u", str(caught.value))
+
+
+def test_job_of_one_rank_needs_no_local_variables() -> None:
+    assert read_process_env(recorded(f"RANK=0 WORLD_SIZE=1 {MASTER}")).started_by == "none"
 
 
 @pytest.mark.parametrize(

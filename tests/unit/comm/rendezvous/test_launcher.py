@@ -66,8 +66,10 @@ def test_launcher_that_hands_on_its_own_nodes_name_is_not_believed(variables: di
         # srun --mpi=pmix, in a container that does not let SLURM_* through
         (OF_PMIX, ("PMIX_RANK=1", "srun", "SLURM_* ")),
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, ("HOROVOD_RANK=1", "horovodrun")),
-        ({"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}, ("JSM_NAMESPACE_RANK=3", "jsrun")),
+        ({"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "PMIX_RANK": "3"}, ("JSM_NAMESPACE_RANK=3", "jsrun")),
         ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "4"}, ("MV2_COMM_WORLD_RANK=0", "mpirun_rsh")),
+        ({"MPT_MPI_RANK": "0", "MPT_MPI_SIZE": "2"}, ("MPT_MPI_RANK=0", "HPE's MPT", "Open MPI")),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, ("LOCAL_RANK=1 is set without RANK", "WORLD_SIZE")),
         ({"ALPS_APP_PE": "0"}, ("ALPS_APP_PE=0", "aprun")),
         ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "PMI_RANK")),
         ({"PMI_RANK": "2"}, ("PMI_RANK=2", "PMI_SIZE")),

@@ -104,20 +104,8 @@ def test_mpirun_starts_from_the_first_emulated_node() -> None:
     (start,) = mpirun_processes(JOB, UNEVEN, site)
     assert start.node == 0
     assert list(start.argv) == [
-        *(
-            "/opt/mpirun",
-            "-n",
-            "8",
-            "--stdin",
-            "none",
-            "--bind-to",
-            "none",
-            "--map-by",
-            "node",
-            "--prtemca",
-            "plm",
-            "ssh",
-        ),
+        *("/opt/mpirun", "-n", "8", "--stdin", "none", "--bind-to", "none", "--map-by", "node"),
+        *("--prtemca", "plm", "ssh"),
         *("--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m bigbatch.launch.emulate.agent"),
         *("--prtemca", "prte_tmpdir_base", "/tmp/x", "--mca", "mpi_yield_when_idle", "1"),
         *("--allow-run-as-root", "--host", "n0:3,n1:2,n2:2,n3:1"),

@@ -151,6 +151,19 @@ def test_mpirun_does_not_wait_for_processes_that_the_ranks_left_behind(
             os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.skipif(not Path("/proc/thread-self/children").exists(), reason="reads /proc")
+@pytest.mark.parametrize(("num_here", "code"), [(2, 0), (1, 9)])
+def test_mpirun_does_not_wait_for_left_processes_with_other_variables_if_all_ranks_were_here(
+    num_here: int, code: int, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(ranks_here, "LOOKS", 2)
+    rank = f"{sys.executable} -S -c 'import time; time.sleep(0.2)' &\n"
+    left = "mkfifo pipe\n(env -i sleep 1 > pipe &)\nread -r line < pipe"
+    played(f"{rank * num_here}wait\necho -n 0 > $BIGBATCH_STOPPED\n{left}\nexit 9\n")
+    assert start(JobSpec(("own.py",), 2, is_python=True)) == code
+
+
 def test_mpirun_waits_for_ranks_of_other_hosts(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks here have ended first; processes of theirs live on."""
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.02)

@@ -83,6 +83,12 @@ class Own(nn.Module):
     def add_state(self) -> None:
         self.counter = Counter()
 
+    def add_slice(self) -> None:
+        self.part = nn.Parameter(torch.ones(4, 8)[:, :3])
+
+    def add_expanded(self) -> None:
+        self.register_buffer("same", torch.ones(1).expand(4))
+
     def add_rows(self) -> None:
         self.register_buffer("table", torch.eye(4).to_sparse())
 
@@ -218,6 +224,8 @@ def test_checkpoints_of_unusual_parameters_are_evaluated_with_the_average(
         ("meta", ("empty.weight has no values", "meta device")),
         ("state", ("counter._extra_state", "of type dict")),
         ("rows", ("table is quantized or sparse",)),
+        ("slice", ("part does not fill its memory", ".clone()")),
+        ("expanded", ("same does not fill its memory", ".clone()")),
         ("complex_logits", ("dtype complex64", "a logit for each")),
         ("wide", ("images of 16 x 16", "images and weights are float32 here (optimizer.precision)")),
     ],

@@ -134,9 +134,7 @@ def test_class_weights_are_torchs_weighted_mean_over_the_training_set(weight: st
     elif isinstance(stated, dict):
         stated = [stated.get(name, 1.0) for name in NAMES]
     weight_K = torch.tensor(stated, dtype=torch.float64)
-    logits_BK, labels_B = torch.randn(len(LABELS), K), torch.tensor(LABELS)
-    for both in (logits_BK, logits_BK.double()):
-        both.requires_grad_()
+    logits_BK, labels_B = torch.randn(len(LABELS), K, requires_grad=True), torch.tensor(LABELS)
     parts = zip(logits_BK.split(4), labels_B.split(4), strict=True)
     mean = sum(ours(*part) for part in parts) / len(LABELS)
     theirs_BK = logits_BK.detach().double().requires_grad_()
@@ -166,6 +164,10 @@ def test_class_weights_of_generated_samples_and_of_trials_without_data() -> None
     expected = F.cross_entropy(logits_BK, labels_B, reduction="sum")
     torch.testing.assert_close(generated(logits_BK, labels_B), expected)
     torch.testing.assert_close(make_loss(config(*words), CPU)(logits_BK, labels_B), expected)
+    huge = f"--optimizer.loss_options={{weight: {K * [1e308]}}}"
+    torch.testing.assert_close(
+        make_loss(config(huge), CPU, train=split_of(LABELS, *NAMES))(logits_BK, labels_B), expected
+    )
 
 
 @pytest.mark.parametrize(

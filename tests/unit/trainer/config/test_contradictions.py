@@ -144,8 +144,9 @@ OWN_LOSS; optimizer.loss=focal | optimizer.loss=focal & cross_entropy & mypackag
 OWN_LOSS; optimizer.loss='' | optimizer.loss= & cross_entropy & mypackage. | OWN_LOSS
 optimizer.loss_options={gamma: 2} | optimizer.loss_options={'gamma': 2} & cross_entropy & null | OWN_LOSS
 optimizer.loss_options={weight: even} | 'even' & {weight: balanced} | optimizer.loss_options={weight: balanced}
-optimizer.loss_options={weight: [1, -1]} | [1, -1] & at least 0 | optimizer.loss_options={weight: [1, 0]}
-optimizer.loss_options={weight: [1, true]} | [1, True] & at least 0 | optimizer.loss_options={weight: [1, .5]}
+optimizer.loss_options={weight: [1, -1]} | [1, -1] & at least 0 | optimizer.loss_options={weight: {a: 0}}
+optimizer.loss_options={weight: [1, true]} | [1, True] & at least 0 | optimizer.loss_options={weight: {a: .5}}
+optimizer.loss_options={weight: [1, 2]} | 2 numbers & data.num_classes= | optimizer.loss_options={weight: balanced}
 optimizer.loss_options={weight: {a: .nan}} | {'a': nan} & at least 0 | optimizer.loss_options={weight: {a: 2}}
 OWN_LOSS; optimizer.label_smoothing=0.1 | optimizer.label_smoothing=0.1 | optimizer.label_smoothing=0.0
 OWN_LOSS; run.divergence_steps=5 | run.divergence_steps=5 & no_such_package.Loss & null | run.divergence_steps=null

@@ -203,13 +203,8 @@ def test_doctor_prints_what_it_has_measured_when_its_budget_ends(
 
     monkeypatch.setattr(doctor_command, "_examine", slow)
     monkeypatch.setattr(doctor_command, "Budget", partial(Budget, clock=lambda: used, started=0.0))
-    words = [
-        "--config",
-        "quickstart",
-        "--within",
-        "20",
-        *(each for name in options for each in (name, f"{tmp_path}/x")),
-    ]
+    words = ["--config", "quickstart", "--within", "20"]
+    words += [each for name in options for each in (name, f"{tmp_path}/x")]
     if code is None:
         with pytest.raises(DoctorError, match=r"was ended$"):
             doctor_command.main(words)

@@ -182,6 +182,8 @@ REFUSED = {
     "two sets of splits": (["{rgb,depth}_{train,test}/{cat,dog}/1.jpg"], "several sets of splits"),
     "a split and a class": (["training/{cat,dog}/1.jpg", "eel/1.jpg"], "holds training/ and no val/"),
     "train alone": (["seg_train/seg_train/{cat,dog}/1.jpg"], "name seg_train/seg_train/, to divide"),
+    "Office-31": (["{amazon,dslr,webcam}/images/{cat,dog}/1.jpg"], "such as cat/, dog/"),
+    "Places": (["a/{airfield,attic}/1.jpg", "b/{bakery,beach}/1.jpg"], "a/, b/ are letters"),
     "validation alone": (["valid/{cat,dog}/1.jpg"], "no train/"),
 }
 
@@ -196,9 +198,7 @@ def test_layout_that_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_layout_by_folders_on_request(tmp_path: Path) -> None:
     files = paths("{original,augmented}/{cat,dog}/{1..2}.jpg")
-    assert counts(look(tmp_path, files, labels=FOLDERS)) == {"train": {"original": 4, "augmented": 4}} | {
-        "train": {"augmented": 4, "original": 4}
-    }
+    assert counts(look(tmp_path, files, labels=FOLDERS)) == {"train": {"original": 4, "augmented": 4}}
     log = {"log.csv": table("file,width,height", "{n}.jpg,3,4"), "more.csv": table("file,label", "{n}.jpg,x")}
     found = look(tmp_path / "a", paths("{train,val}/{cat,dog}/1.jpg", "train/{cat,dog}/2.jpg"), log, labels=FOLDERS)
     assert counts(found) == BOTH
@@ -306,6 +306,11 @@ TABLES = {
         {"noisy.csv": "path,noisy_labels_0,noisy_labels_1,is_valid\ntrain/cat/1.JPEG,cat,dog,False\n"},
         BOTH,
     ),
+    "cameras beside splits": (
+        ["{train,val}/{cat,dog}/1.JPEG", "train/{cat,dog}/2.JPEG"],
+        {"cameras.csv": "path,camera\ntrain/cat/1.JPEG,a\n"},
+        BOTH,
+    ),
     "a log of a training": (
         ["cat/{1..2}.jpg", "dog/{3..4}.jpg"],
         {"log.csv": "epoch,loss,acc\n1,0.3,0.5\n2,0.3,0.6\n"},
@@ -360,7 +365,17 @@ BAD_TABLES = {
         "no line",
     ),
     "findings": (FLAT, table("Image Index,Finding Labels", "{n:02}.jpg,{c}|Mass"), "holds several classes"),
-    "ages": (FLAT, table("image,age", "{n:02}.jpg,{n}"), "12 labels of 12 images"),
+    "ages": (FLAT, table("image,age", "{n:02}.jpg,{k}"), "none is known for classes"),
+    "folds alone": (FLAT, table("image,kfold", "{n:02}.jpg,{k}"), "none is known for classes"),
+    "patients": (FLAT, table("image,patient_id", "{n:02}.jpg,p{k}"), "none is known for classes"),
+    "names of images": (FLAT, table("image,kind", "{n:02}.jpg,{n}"), "12 labels of 12 images"),
+    "measurements": (FLAT, table("image,label", "{n:02}.jpg,0.{k}5"), "3 labels of 12 images, such as '0.05'"),
+    "folders and cameras": (
+        ["{cat,dog}/{0..3}.jpg"], table("file,camera", "cat/{n}.jpg,x{k}", range(4)), "--labels folders"
+    ),
+    "addresses": (FLAT, table("image,label", "https://host/{n:02}.jpg,{c}"), "write their paths below"),
+    "numbers in a set": (FLAT, table("image,label,set", "{n:02}.jpg,{c},{k}"), "'0', which is no name of a split"),
+    "flags of a split": (FLAT, table("image,label,is_training", "{n:02}.jpg,{c},1"), "'1', which is no name"),
     "two columns of classes": (FLAT, table("image,label,species", "{n:02}.jpg,{n},{c}"), "'species' and 'label'"),
     "numbers of splits": (FLAT, table("image,label,split", "{n:02}.jpg,{c},0"), "'0', which is no name of a split"),
     "an unknown split": (FLAT, table("image,label,split", "{n:02}.jpg,{c},{s}") + "11.jpg,cat,x\n", "holds 'x'"),
@@ -408,7 +423,14 @@ def test_layout_obeys_the_column_of_splits(
 
 def test_layout_tells_all_faults_of_a_table(tmp_path: Path) -> None:
     text = table("image,label,split", "{n:02}.jpg,{c},train", range(9)) + "\n".join(
-        ["09.jpg,,train", "00.jpg,dog,train", "01.jpg,dog,val", "10.jpg,cat,", "gone.jpg,cat,train", "x.jpg,cat,val,9"]
+        [
+            "09.jpg,NaN,train",
+            "00.jpg,dog,train",
+            "01.jpg,dog,val",
+            "10.jpg,cat,",
+            "gone.jpg,cat,train",
+            "x.jpg,cat,val,9",
+        ]
     )
     found = look(tmp_path, paths(*FLAT), {"t.csv": text})
     assert problems(found) == {

@@ -275,10 +275,12 @@ REFUSALS = {  # status and code of S3 -> what a user needs to hear
     "301 PermanentRedirect": "AWS_DEFAULT_REGION",
     "400 AuthorizationHeaderMalformed": "another region",
     "403 AccountProblem": "give credentials",
+    "403 RequestExpired": "clock",
+    "403 UserSuspended": "give credentials",
 }
 
 
-def test_storage_refusals_of_s3_have_each_their_sentence(endpoint, faults, bucket):
+def test_storage_refusals_of_s3_have_each_their_sentence(endpoint, faults, bucket, monkeypatch):
     """Address, S3's code and the endpoint are named at once, and no key."""
     found = open_split(bucket, "train")
     for faults.refuse, remedy in REFUSALS.items():
@@ -287,6 +289,24 @@ def test_storage_refusals_of_s3_have_each_their_sentence(endpoint, faults, bucke
             found.read(0)
         assert SECRET not in repr(caught.value)
         assert "AKIA" not in repr(caught.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "ERROR", "<html>a proxy's</html>")
+        faults.refuse = "403 Forbidden"
+        with pytest.raises(StorageError, match=naming("give credentials", "HTTP 403", endpoint)):
+            found.read(0)
+
+    for error, remedy in (
+        (RecursionError, "another region"),
+        (ValueError, "check the address"),
+        (ValueError, endpoint),
+    ):
+
+        def fail(*_, kind=error, **__):
+            raise kind
+
+        monkeypatch.setattr(s3fs.S3FileSystem(), "cat_file", fail)
+        with pytest.raises(StorageError, match=naming(remedy, error.__name__, "AWS_DEFAULT_REGION")):
+            found.read(0)
 
 
 def test_storage_that_refuses_access_is_not_searched_further(bucket, endpoint, faults):

@@ -391,9 +391,14 @@ def test_webdataset_a_shard_that_is_replaced_during_training_is_named(tmp_path, 
 def test_webdataset_names_of_numbered_classes(tmp_path):
     root = hub(tmp_path / "hub")
     open_split(root, "train")
-    (root / "classnames.txt").write_text("tench\ngoldfish\nshark\n")
+    (root / "classnames.txt").write_text("\ufefftench\ngoldfish\nshark\n")
     assert open_split(root, "val").classes == ("tench", "goldfish", "shark")
-    for text, says in (("tench\n", "1 lines for 2"), ("a\na\n", "2 classes 'a'"), ("a\nA\nbb\nBB\n", "spellings")):
+    for text, says in (
+        ("a\n", "1 lines for 2"),
+        ("a\nb\n\n", "empty line"),
+        ("a\na\n", "2 classes 'a'"),
+        ("a\nA\nbb\nBB\n", "spellings"),
+    ):
         (root / "classnames.txt").write_text(text)
         with pytest.raises(DataError, match=naming(root, says)):
             open_split(root, "val")
@@ -429,6 +434,9 @@ def test_webdataset_compressed_shards_are_told_by_their_names(name, tmp_path, ca
     for read in (lambda: open_split(tmp_path / "s", "train"), lambda: find_layout(tmp_path / "s", leave_out=False)):
         with pytest.raises(DataError, match=naming(tmp_path / "s", Path(name).name, "compressed", "gunzip")):
             read()
+    write(tmp_path / "s", {name.rpartition(".tar")[0] + "1.tar": b""})  # beside one that is not compressed
+    with pytest.raises(DataError, match=naming(tmp_path / "s", Path(name).name, "compressed", "gunzip")):
+        open_split(tmp_path / "s", "train")
     assert main(["data", "check", str(tmp_path / "s"), "--workers", "1"]) == 1
     assert "compressed" in capsys.readouterr().err
     write(

@@ -205,6 +205,7 @@ def averaged(state: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda state, other: {"model": state, "momentum": other}, ""),
         (lambda state, _: averaged(state), ""),
         (lambda state, other: {"model": other, "model_ema": averaged(state)}, "model_ema.module"),
+        (lambda state, other: {"optimizer": {"exp_avg": other}, "model": state}, ""),
         (lambda state, other: {"state_dict": other, "state_dict_ema": state, "epoch": 3}, "state_dict_ema"),
         (lambda state, other: {**prefixed(other, "model."), **prefixed(averaged(state), "ema_model.")}, "ema_model"),
         (lambda state, other: {"ema": {"decay": 0.9}, "model": state, "avgpool": {"conv1.weight": other}}, ""),
