@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
+from bigbatch.comm.algorithms.by_name import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type, size_of

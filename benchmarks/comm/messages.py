@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.record import table
-from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec

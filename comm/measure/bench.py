@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect

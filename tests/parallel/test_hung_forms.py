@@ -13,7 +13,7 @@ from test_parallel import fork_job, run_forked
 
 from bigbatch.cli import main
 from bigbatch.comm import communicator as connected
-from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.connection import connect
 from bigbatch.comm.measure.sizes import measure_sums, sizes_up_to
 from bigbatch.exit_codes import FAILED

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.comm import messages
 from bigbatch.cli import main
-from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities, Done, Group
