@@ -18,7 +18,7 @@ HASHED := --no-require-hashes -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks test-weekly cluster \
-  cluster-links cluster-jobs faults proofs test-cluster check lint docs format lock clean
+  cluster-links cluster-jobs faults proofs reading test-cluster check lint docs format lock clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -60,6 +60,13 @@ faults: .venv/ready
 # Compare the final weights of short jobs with those of another commit, bit for bit: make proofs AGAINST=COMMIT
 proofs: .venv/ready
 	$(BIN)/python tests/proofs.py $(AGAINST)
+
+# What one reads to follow a module, and what a run enters; tests/unit/test_size.py holds the limits.
+reading: .venv/ready
+	$(BIN)/python tests/support/own_imports.py trainer.train trainer.step.loop comm.gradients.reducer trainer.optim.lars
+	$(BIN)/bigbatch data generate data/shapes
+	@folder=$$(mktemp -d) && $(BIN)/python tests/support/traced_run.py data/shapes $$folder 2>/dev/null | tail -n 1; \
+	  rm -r $$folder
 
 # emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
 # real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge

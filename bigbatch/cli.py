@@ -32,13 +32,6 @@ NO_VALUE = re.compile("--[^=]+=--")
 UNUSABLE_PATH = (errno.EACCES, errno.ENAMETOOLONG)
 """Errors that pathlib raises when it tests whether a path exists; the user named the path, so main() reports it."""
 
-REMOVED = {
-    "ablate": "its files are sweeps with cumulative: true, and `bigbatch sweep` runs them",
-    "comm verify": "`bigbatch comm bench --verify` compares sums with exact ones",
-    "faults": "`bigbatch explain` names the ranks that made a job hang; `make faults` in a checkout disturbs runs",
-}
-"""Commands of earlier releases, and their replacements."""
-
 GROUP = "bigbatch.groups"
 """Module of the groups of commands: a group's name is the first word of its commands."""
 
@@ -204,9 +197,6 @@ def _record_end(code: int) -> None:
 def find_unknown(command: Sequence[str]) -> str | None:
     """Return a message on the first unknown word of a command, with the nearest known one; None if all are known."""
     name, *rest = command
-    for words in (name, " ".join((name, *rest[:1]))):
-        if words in REMOVED:
-            return f"{words} is no longer a subcommand: {REMOVED[words]}"
     known: Collection[str] = (*COMMANDS, *HELP, VERSION)
     if name in GROUPS and rest and not rest[0].startswith("-"):
         name, known = rest[0], GROUPS[name].commands

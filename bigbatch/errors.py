@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
@@ -218,9 +217,6 @@ def show_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
     first, *others = str(error).split("\n")
     tell(f"{where}{kind.__name__}: {first}", *others, *notes_of(error))
 
-
-tell_once = cache(tell)
-"""Like tell, but each text once per process: a launcher reads its job's config several times."""
 
 LAUNCHER_LINE = re.compile(r" ended with exit code \d+(; ending the others)?$")
 """Matches a launcher's line about a failed rank; any other line of the log, such as the rank's own, says more."""

@@ -72,15 +72,6 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[st
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
-def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return NCCL's variables except those of rendezvous and logging."""
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if name.startswith("NCCL_") and name != "NCCL_COMM_ID" and not name.startswith("NCCL_DEBUG")
-    }
-
-
 def wandb_settings() -> dict[str, str]:
     """Return the project, name and mode for Weights & Biases that the environment states."""
     return _stated("WANDB", "project", "name", "mode")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
+from bigbatch.comm.algorithms.by_name import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type, size_of
@@ -21,9 +21,10 @@ from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.pending import TensorSize
 from bigbatch.comm.rendezvous.regroup import Endpoints
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.comm.rendezvous.watch import TensorSize, Watch
+from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import exit_code_of
 from bigbatch.exit_codes import CRASHED
@@ -59,8 +60,6 @@ class Communicator:
     """Argument of connect(); measured times are valid only for it."""
     why: str = ""
     """Why the algorithm was chosen, if the config names none."""
-    calibration: str = ""
-    """Measurements of this cluster, for the run folder; empty if none were requested."""
     order: OperationOrder = field(default_factory=OperationOrder)
     """Order of this connection's operations, also of those through with_algorithm()."""
     endpoints: Endpoints | None = None

@@ -22,13 +22,6 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script, run_and_show
 from bigbatch.paths import as_path
 
-REMOVED = {
-    "pbs": "submit a script that calls `bigbatch launch mpirun`: docs/slurm.md shows one",
-    "--qsub": "write it as #PBS into a script that calls `bigbatch launch mpirun`: docs/slurm.md shows one",
-    "--kind": "jobs are JobSets; examples/mpijob.yaml is an MPIJob to be edited",
-}
-"""Removed launchers and options, with their replacements."""
-
 FOREIGN_OPTIONS = {
     **dict.fromkeys(("-n", "-np", "--np", "--ntasks"), "--ranks"),
     **dict.fromkeys(("--nproc-per-node", "--ntasks-per-node"), "--ranks, or --nodes with --ranks-per-node"),
@@ -50,10 +43,6 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)
     split = words.index("--") if "--" in words else len(words)
-    stated = (word.partition("=")[0] for word in words[1:split] if word.startswith("--"))
-    for name in (*words[:1], *stated):
-        if name in REMOVED:
-            raise JobRefused([f"{name} was removed: {REMOVED[name]}"])
     parser = make_parser()
     arguments, others = parser.parse_known_args(words[:split])
     if others and (here := FOREIGN_OPTIONS.get(name := others[0].partition("=")[0].replace("_", "-"))):

@@ -112,8 +112,6 @@ def read_run(path: Path) -> RecordedRun:
     digests: dict[int, Mapping[str, Any]] = {}
     starts: list[tuple[int, Mapping[str, Any]]] = []
     for record in read_records(rundir.metrics):
-        if "pictures" in record:  # in older run folders
-            record[IMAGES] = record.pop("pictures")
         if record["kind"] == "digests" and _is_whole(record):
             digests[int(record["step"])] = record
         elif record["kind"] == "start":

@@ -145,11 +145,11 @@ def heal(
 
 
 def connect_group(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Connected:
-    """Connect a group and agree on the state to continue from. Collective. Measures nothing, and uses no former table.
+    """Connect a group and agree on the state to continue from. Collective. Uses no former table.
 
     Raises: PeerLostError; CommError.
     """
-    comm = replace(config.comm, calibrate="never", table=None)
+    comm = replace(config.comm, table=None)
     if comm.algorithm == "hybrid":
         comm = replace(comm, algorithm="auto")
     communicator, _ = join_job(replace(config_to_compare(config), comm=comm), group.env, group=group, device=device)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.lifetime import abort_connection
@@ -17,7 +16,6 @@ from bigbatch.trainer.joining import connect_alone, failing_as_lost_rank
 from bigbatch.trainer.machine.host import skip_compiler_import
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.out_of_memory import explain
-from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.training_job import TrainingJob
 from bigbatch.trainer.training_loop import TrainingHooks
@@ -32,9 +30,8 @@ def main(argv: Sequence[str]) -> int:
     with failing_as_lost_rank(env):
         config = load_config(argv)
     is_dry_run = "--dry-run" in argv
-    if is_dry_run:  # a dry run copies nothing, and neither measures nor stores anything
-        comm = replace(config.comm, calibrate="never")
-        config = replace(config, data=replace(config.data, stage=None), comm=comm)
+    if is_dry_run:  # a dry run copies nothing
+        config = replace(config, data=replace(config.data, stage=None))
     skip_compiler_import()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
     is_quiet = "--quiet" in argv
@@ -51,8 +48,7 @@ def join(config: Config, env: ProcessEnv) -> JoinedRank:
     if env.joins:
         with failing_as_lost_rank(env):
             return JoinedRank(connect_alone(config, env), env, None, bound)
-    kept = RunDir(Path(config.run.directory)).calibration
-    communicator, tuned = join_job(config, env, kept_calibration=kept)
+    communicator, tuned = join_job(config, env)
     return JoinedRank(communicator, env, tuned, bound)
 
 

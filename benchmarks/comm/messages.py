@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.record import table
-from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec
+from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.comm.rendezvous.watch import Pending, TensorSize
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_

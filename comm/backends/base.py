@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.watch import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import ArgumentError
 
 HALF = (torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from bigbatch.comm.backends.operation_tags import OperationTags, require_same_op
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.watch import TensorSize
+from bigbatch.comm.rendezvous.pending import TensorSize
 from bigbatch.errors import CommError, first_line, tell
 
 PAGE = "docs/compare.md#horovod-as-a-backend"

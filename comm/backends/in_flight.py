@@ -12,7 +12,7 @@ import torch
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight, Started
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
-from bigbatch.comm.rendezvous.watch import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import CommError, PeerLostError
 
 ABORT_SECONDS = 2.0

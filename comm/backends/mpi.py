@@ -15,8 +15,8 @@ from bigbatch.comm.backends.operation_tags import OperationTags, require_same_op
 from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world, scripts_mpi
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.watch import TensorSize
-from bigbatch.errors import CommError, first_line
+from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.errors import CommError
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
@@ -27,11 +27,6 @@ def on_queue(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> T
     answers: list[T] = []
     queue.submit(lambda: answers.append(operation()), label=label).wait()
     return answers[0]
-
-
-def mpi_library() -> str:
-    """Return the name and version that the MPI library reports."""
-    return first_line(import_mpi().Get_library_version())
 
 
 def finalize_mpi() -> None:

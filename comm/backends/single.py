@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
-from bigbatch.comm.rendezvous.watch import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import CommError
 
 

@@ -11,7 +11,7 @@ from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.watch import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import CommError
 
 

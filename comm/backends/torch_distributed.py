@@ -18,7 +18,7 @@ from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
-from bigbatch.comm.rendezvous.watch import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import CommError, PeerLostError, first_line
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name, require_type
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import Start, require_same_start_
 from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
 from bigbatch.comm.gradients.exposed_time import ExposedTime
@@ -19,6 +18,7 @@ from bigbatch.comm.gradients.readiness import Readiness
 from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.comm.gradients.untraced import untraced
 from bigbatch.comm.gradients.written import WrittenVersions, versions
+from bigbatch.comm.ranks import Ranks
 from bigbatch.errors import CommError
 
 REACHED_TWICE = (
@@ -67,7 +67,7 @@ class GradientReducer:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        communicator: Communicator,
+        communicator: Ranks,
         *,
         threshold_bytes: int = DEFAULT_SIZES.threshold_bytes,
         buffer_bytes: int = DEFAULT_SIZES.buffer_bytes,
@@ -81,7 +81,7 @@ class GradientReducer:
         average: bool = False,
         exposed: ExposedTime | None = None,
     ) -> None:
-        require_type(communicator, Communicator, what="communicator", legal="what connect() returns")
+        require_type(communicator, Ranks, what="communicator", legal="what connect() returns")
         self._communicator = communicator
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
@@ -299,7 +299,7 @@ class GradientReducer:
 class _Places:
     """Places of gradients in fusion buffers: each parameter's gradient is a view of its place."""
 
-    def __init__(self, trained: TrainedSet, communicator: Communicator) -> None:
+    def __init__(self, trained: TrainedSet, communicator: Ranks) -> None:
         self._trained, self._communicator = trained, communicator
         self._buffers: list[Tensor] = []
         self.buffer_of: dict[str, int] = {}

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import InFlight
-from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.ranks import Ranks
 
 
 class ScatterGather:
@@ -17,7 +17,7 @@ class ScatterGather:
     the transport needs a separate tensor (Capabilities.in_place).
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Ranks) -> None:
         self._communicator, self._backend = communicator, communicator.backend
 
     def own_part(self, buffer_N: Tensor) -> Tensor:

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import torch
 
-from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.measure import figures
-from bigbatch.comm.measure.exactness import PRECISIONS, SumPrecision
 from bigbatch.comm.measure.hangs import HungError, limited
 from bigbatch.comm.measure.report import BenchReport
 from bigbatch.comm.measure.timing import TimeBudget, measure_links, time_sums
-from bigbatch.comm.measure.verify import WORKING_COPIES, make_sums, verify_sizes
+from bigbatch.comm.measure.verify import WORKING_COPIES, verify_sizes
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import gather_cluster, gather_conditions
 from bigbatch.comm.tuning.tuned import read_tuned
@@ -73,13 +72,9 @@ def main(argv: Sequence[str]) -> int:
     where = f"with backend {communicator.backend.name}"
     names = figures.choose_algorithms(arguments.algorithms, available=available, where=where)
     if arguments.verify:
+        contestants = {name: communicator.with_algorithm(name) for name in names}
         is_right = verify_sizes(
-            arguments.counts,
-            make_sums(communicator, names, arguments.precisions, reduce_dtype=arguments.reduce_dtype),
-            report,
-            pieces=arguments.pieces,
-            repetitions=arguments.repetitions,
-            seed=arguments.seed,
+            arguments.counts, contestants, report, repetitions=arguments.repetitions, seed=arguments.seed
         )
     else:
         is_right = _time_sizes(arguments, names, tuned.table if tuned else None, report)
@@ -206,8 +201,6 @@ def _timing_parser() -> argparse.ArgumentParser:
         "--dtype", choices=tuple(figures.ELEMENT_BYTES), default="float32", help="of the tensors (default: %(default)s)"
     )
     add("--table", type=as_path, metavar="FILE", help="file of bigbatch comm tune: measures hybrid, too")
-    wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
-    add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: the tensors')")
     add("--seconds-per-size", type=positive, default=20.0, help="limit of the repetitions (default: %(default)s)")
     add("--link-gbit", type=_link, metavar="GBIT", help="a node's link in Gbit/s (default: measured)")
     add("--plot", type=_plot, metavar="FILE.png", help="bus bandwidth and time by size")
@@ -218,22 +211,17 @@ def _verify_parser() -> argparse.ArgumentParser:
     parser = _parser(
         "bigbatch comm bench --verify",
         """\
-Every rank draws numbers of either sign from 2**-31 to 1, by a seed, its rank and the element, so that any rank knows
-those of the others. Each algorithm sums them as fp32, over wires of bf16 and fp16, and as the whole numbers of
-run.reproducible (grid), whole and cut into pieces as fusion plans cut gradients, several times. Floating-point sums
-depend on their order, so algorithms may differ, within a bound that grows with the number of ranks. A sum beyond its
-bound, one that does not repeat itself, and one that ranks hold differently are faults: each is named by algorithm,
-size, rank and element, and the exit code is 1.""",
+Every rank sums a multiple of the same random numbers, so that each knows the exact sum. Floating-point sums depend on
+their order, so algorithms may differ, within a bound that grows with the number of ranks. A sum beyond its bound, one
+that does not repeat itself, and one that ranks hold differently are faults: each is named by algorithm, size and rank,
+and the exit code is 1.""",
         min_bytes="4K",
         max_bytes="16M",
         factor=64,
         repetitions=5,
     )
-    add = parser.add_argument
-    add("--precisions", type=_precisions, help=f"of {','.join(PRECISIONS)} (default: all)")
-    add("--pieces", type=_pieces, default="1,3", help="numbers of pieces to cut a tensor into (default: %(default)s)")
-    add("--seed", type=whole, default=0, help="draws other numbers (default: %(default)s)")
-    parser.set_defaults(dtype="float32", table=None, wire_dtype=None, plot=None)
+    parser.add_argument("--seed", type=whole, default=0, help="draws other numbers (default: %(default)s)")
+    parser.set_defaults(dtype="float32", table=None, plot=None)
     return parser
 
 
@@ -254,6 +242,8 @@ def _parser(prog: str, description: str, **defaults: object) -> argparse.Argumen
     add("--algorithms", default="all", help="names such as ring,native (default: %(default)s that run here)")
     add("--repetitions", type=at_least(2), help="of each algorithm and size, at most (default: %(default)s)")
     add("--backend", choices=BACKENDS, default="auto", help="transport (default: %(default)s)")
+    wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
+    add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: the tensors')")
     add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="half-precision sums (default: %(default)s)")
     add("--group-size", type=at_least(1), help="ranks per node group (default: all of a host)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
@@ -273,16 +263,3 @@ def _plot(text: str) -> Path:
     if path.suffix not in PLOT_SUFFIXES:
         raise argparse.ArgumentTypeError(f"{text}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
     return path
-
-
-def _precisions(text: str) -> list[SumPrecision] | None:
-    names = dict.fromkeys(text.split(","))
-    if text == "all":
-        return None
-    if unknown := [name for name in names if name not in PRECISIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; choose among {', '.join(PRECISIONS)}, or all")
-    return [PRECISIONS[name] for name in names]
-
-
-def _pieces(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(map(at_least(1), text.split(","))))

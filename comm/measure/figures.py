@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bigbatch.colours import COLOURS
-from bigbatch.comm.algorithms import travelling_dtype
+from bigbatch.comm.algorithms.by_name import travelling_dtype
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.cost_model import lower_bound_seconds

@@ -1,155 +1,168 @@
-"""`bigbatch comm bench --verify`: sums compared with exact ones, repeated, and compared with each other."""
+"""`bigbatch comm bench --verify`: sums compared with exact ones, repeated, and compared between ranks."""
 
+import hashlib
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import combinations
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import make_wire
-from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, SumPrecision, VerifyRow
 from bigbatch.comm.measure.figures import show_bytes
-from bigbatch.comm.measure.hangs import HungError, limited
+from bigbatch.comm.measure.hangs import HungError, exchange, limited, sum_label
 from bigbatch.comm.measure.report import BenchReport, Columns
-from bigbatch.errors import CommError
+from bigbatch.comm.rendezvous.late_ranks import name_ranks
 
-WORKING_COPIES = 17
-"""Memory as a multiple of the fp32 numbers: for them and their sums, int64 of twice the bytes, as much again for
-algorithms, float64 references, and the numbers on their way to the grid."""
-
-
-def _short(figure: float | None) -> str:
-    return "inf" if figure is None else f"{figure:.3g}"
-
-
+WORKING_COPIES = 12
+"""Memory as a multiple of the tensor: the numbers, the tensor, twice as much for algorithms, and four of float64."""
 COLUMNS: Columns = (
     ("size", "(B)", 12, lambda row: row.size),
     ("count", "(elements)", 12, lambda row: row.count),
-    ("precision", "", 11, lambda row: row.precision),
     ("algorithm", "", 14, lambda row: row.algorithm),
-    ("pieces", "", 8, lambda row: row.pieces),
-    ("largest", "(ulp)", 10, lambda row: _short(row.largest_ulp)),
-    ("mean", "(ulp)", 10, lambda row: _short(row.mean_ulp)),
-    ("of bound", "(%)", 10, lambda row: _short(row.bound_share and 100 * row.bound_share)),
-    ("#off", "(elements)", 12, lambda row: row.num_off),
-    ("bits", "(class)", 9, lambda row: row.bits),
+    (
+        "largest error",
+        "(of |terms|)",
+        15,
+        lambda row: "inf" if row.largest_error is None else f"{row.largest_error:.2e}",
+    ),
+    ("of bound", "(%)", 10, lambda row: "inf" if row.bound_share is None else f"{100 * row.bound_share:.3g}"),
     ("repeated", "", 10, lambda row: f"{row.num_repeated}/{row.repetitions}"),
     ("ranks", "", 8, lambda row: "same" if row.ranks_agree else "DIFFER"),
 )
 LEGEND = (
-    "ulp: unit in the last place of fp32 at the exact sum; a correctly rounded sum is at most half a one away",
-    "of bound: largest error / what one rounding per rank of the sum of magnitudes may come to",
-    "#off: elements whose bits are not those of the exact sum, rounded once",
-    "bits: sums of the same class, within a size and precision, have the same bits",
+    "largest error: difference from the exact sum, over the sum of magnitudes",
+    "of bound: of what one rounding per rank may come to, and one more per rank on a narrow wire",
 )
 
 
-def verify_sizes(
-    counts: Sequence[int],
-    sums: Sequence[tuple[SumPrecision, Mapping[str, Communicator]]],
-    report: BenchReport,
-    *,
-    pieces: Sequence[int],
-    repetitions: int,
-    seed: int,
-) -> bool:
-    """Verify each number of elements with each precision, algorithm and number of pieces. Collective.
+@dataclass(frozen=True)
+class VerifyRow:
+    """Figures of one algorithm at one size, over all ranks and repetitions."""
 
-    Return whether all is right. An algorithm that hangs is a fault, and is left out from then on.
+    size: int
+    """Bytes on each rank."""
+    count: int
+    """Elements."""
+    algorithm: str
+    largest_error: float | None
+    """Largest error of an element over the sum of its terms' magnitudes; None if it is not finite."""
+    bound_share: float | None
+    """largest_error over its bound."""
+    repetitions: int
+    num_repeated: int
+    """Number of repetitions, the first included, in which every rank got the bits of its first sum."""
+    ranks_agree: bool
+    findings: tuple[str, ...]
+    """Descriptions of errors, a sentence each; empty for a good sum."""
+
+
+def factor_of(rank: int) -> float:
+    """Return what this rank multiplies the drawn numbers by: from 2**-7 to 2 in size, in 7 bits, of either sign."""
+    return (1 + 37 * rank % 64 / 64) / 2 ** (5 * rank % 8) * (-1 if rank % 3 == 1 else 1)
+
+
+def draw(count: int, *, seed: int, device: torch.device) -> Tensor:
+    """Return random numbers, equal on all ranks: from 1 to 2 in size, in 17 bits, of either sign, in fp32.
+
+    So products with factor_of() are exact in fp32, and fp32 rounds their sums; float64 adds those of thousands of
+    ranks without rounding.
+    """
+    words_N = torch.randint(-65536, 65536, (count,), generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.where(words_N < 0, words_N - 65536, words_N + 65536).float() / 65536
+
+
+def bound(num_ranks: int, *, wire_dtype: torch.dtype | None) -> float:
+    """Return the largest error of a sum over the sum of magnitudes: a rounding per rank, each of at most half an eps.
+
+    A narrower wire rounds once more per rank, and its packing takes three roundings in fp32.
+    """
+    own = math.log1p(torch.finfo(torch.float32).eps / 2)
+    narrow = 0.0 if wire_dtype is None else num_ranks * math.log1p(torch.finfo(wire_dtype).eps / 2) + 3 * own
+    return math.expm1(num_ranks * own + narrow)
+
+
+def verify_sizes(
+    counts: Sequence[int], contestants: Mapping[str, Communicator], report: BenchReport, *, repetitions: int, seed: int
+) -> bool:
+    """Verify the sums of each number of elements by each algorithm. Collective. Return whether all are right.
+
+    An algorithm that hangs is a fault, and is left out from then on.
     Raises: PeerLostError.
     """
-    communicator, half = report.communicator, report.conditions.reduce_dtype
-    report.open({}, (f"half precision summed in {half}; seed {seed}", *LEGEND), columns=COLUMNS)
-    dtypes = sorted({precision.dtype for precision, _ in sums}, key=str)  # all ranks allocate in the same order
-
-    def allocate() -> dict[torch.dtype, Tensor]:
-        return dict(zip(dtypes, communicator.allocate_all([(max(counts) + 1, each) for each in dtypes]), strict=True))
-
-    contestants, memory = dict(sums), allocate()
-    rows, num_hung = list[VerifyRow](), 0
+    communicator, wire = report.communicator, report.conditions.wire_dtype or "float32"
+    report.open({}, (f"wire {wire}; seed {seed}", *LEGEND), columns=COLUMNS)
+    numbers_N = draw(max(counts), seed=seed, device=communicator.device)
+    memory_N, num_findings = communicator.allocate(max(counts), torch.float32), 0
     for count in counts:
-        size = show_bytes(4 * count)
-        report.working_on(f"{size}: drawing numbers")
-        drawn = DrawnSums(communicator, count=count, seed=seed)
-        for precision in contestants:
-            found = []
-            for name in list(contestants[precision]):
-                report.working_on(f"{size} in {precision.name} by {name}")
-                each, memory_N = contestants[precision][name], memory[precision.dtype][: count + 1]
-                try:
-                    with limited(communicator):
-                        found += [
-                            drawn.repeat(each, memory_N, precision=precision, pieces=cut, repetitions=repetitions)
-                            for cut in pieces
-                        ]
-                except HungError as hung:
-                    num_hung += 1
-                    report.print(f"# FAILED: {hung}")
-                    contestants = {every: hung.reconnect(others) for every, others in contestants.items()}
-                    memory = allocate()  # the hung sum may use the old one
-            new = number_classes(found)
-            rows += new
-            report.rows(new)
-            for finding in (finding for row in new for finding in row.findings):
+        for name in list(contestants):
+            report.working_on(f"{show_bytes(4 * count)} by {name}")
+            try:
+                with limited(communicator):
+                    row = verify(contestants[name], memory_N[:count], numbers_N[:count], repetitions=repetitions)
+            except HungError as hung:
+                num_findings += 1
+                report.print(f"# FAILED: {hung}")
+                contestants = hung.reconnect(contestants)
+                memory_N = communicator.allocate(max(counts), torch.float32)  # the hung sum may use the old one
+                continue
+            report.rows([row])
+            num_findings += len(row.findings)
+            for finding in row.findings:
                 report.print(f"# FAILED: {finding}")
-    text = verdict(rows, num_hung=num_hung)
-    has_failed = num_hung > 0 or any(row.findings for row in rows)
+    text = f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
+    text = text if num_findings else "every sum repeats its own bits, on all ranks alike, within its bound"
     report.print(f"# {text}")
-    report.write({"kind": "verdict", "failed": has_failed, "text": text})
-    return not has_failed
+    report.write({"kind": "verdict", "failed": num_findings > 0, "text": text})
+    return num_findings == 0
 
 
-def make_sums(
-    communicator: Communicator,
-    algorithms: Sequence[str],
-    precisions: Sequence[SumPrecision] | None,
-    *,
-    reduce_dtype: str,
-) -> list[tuple[SumPrecision, dict[str, Communicator]]]:
-    """Return a communicator of each algorithm for each precision; None: all that the backend can sum. Collective.
+def verify(communicator: Communicator, memory_N: Tensor, numbers_N: Tensor, *, repetitions: int) -> VerifyRow:
+    """Sum each rank's multiple of the numbers repeatedly, in memory_N; return the figures over all ranks. Collective.
 
-    Raises: CommError for a precision that the backend cannot sum.
+    Call it inside limited(). Raises: HungError; PeerLostError.
     """
-    summable = communicator.backend.capabilities.dtypes
-    chosen = precisions or [each for each in PRECISIONS.values() if each.travels_as in summable]
-    for precision in chosen:
-        if precision.travels_as not in summable:
-            raise CommError(
-                f"--precisions: {communicator.backend.name} cannot sum {precision.name}; leave it out, or take "
-                "another --backend"
-            )
-    wires = [make_wire(each.wire_dtype, reduce_dtype=reduce_dtype) for each in chosen]
-    return [
-        (precision, {name: communicator.with_algorithm(name, wire=wire) for name in algorithms})
-        for precision, wire in zip(chosen, wires, strict=True)
+    factors = [factor_of(rank) for rank in range(communicator.world_size)]
+    digests, largest, at = list[str](), 0.0, 0
+    for repetition in range(repetitions):
+        torch.mul(numbers_N, factors[communicator.rank], out=memory_N)
+        communicator.sum_(memory_N, label=sum_label(f"verified sum {repetition}", communicator.algorithm))
+        digests.append(hashlib.sha256(memory_N.cpu().numpy().data).hexdigest())
+        if not repetition:
+            exact_N, magnitude_N = numbers_N.double() * math.fsum(factors), numbers_N.double().abs()
+            error_N = ((memory_N.double() - exact_N) / magnitude_N).abs().nan_to_num_(nan=math.inf, posinf=math.inf)
+            at = int(error_N.argmax())
+            largest = float(error_N[at]) / math.fsum(map(abs, factors))
+            element = f"element {at} is {memory_N[at].item():.9g}, the exact sum {exact_N[at].item():.9g}"
+    everyone = exchange([digests, largest, element], communicator)
+    limit = bound(communicator.world_size, wire_dtype=communicator.wire.dtype)
+    findings = [
+        *(f"rank {rank}: {element}" for rank, (_, error, element) in enumerate(everyone) if not error <= limit),
+        *_find_odd_bits([each[0] for each in everyone]),
     ]
+    repeats = [all(of_rank[k] == of_rank[0] for of_rank, _, _ in everyone) for k in range(repetitions)]
+    worst = max(each[1] for each in everyone)
+    where = f"{communicator.algorithm}, {show_bytes(memory_N.nbytes)}"
+    return VerifyRow(
+        size=memory_N.nbytes,
+        count=len(memory_N),
+        algorithm=communicator.algorithm,
+        largest_error=worst if math.isfinite(worst) else None,
+        bound_share=worst / limit if math.isfinite(worst) else None,
+        repetitions=repetitions,
+        num_repeated=sum(repeats),
+        ranks_agree=len({of_rank[0] for of_rank, _, _ in everyone}) == 1,
+        findings=tuple(f"{where}: {each}" for each in findings),
+    )
 
 
-def number_classes(rows: Sequence[VerifyRow]) -> list[VerifyRow]:
-    """Return the rows with their field bits set: the same number, from 1 on, for rows with the same bits."""
-    digests = list(dict.fromkeys(row.sha256 for row in rows))
-    return [replace(row, bits=digests.index(row.sha256) + 1) for row in rows]
-
-
-def verdict(rows: Sequence[VerifyRow], *, num_hung: int = 0) -> str:
-    """Return a line on the result of all rows. num_hung: number of algorithms that hang."""
-    if num_findings := num_hung + sum(len(row.findings) for row in rows):
-        return f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
-    texts = ["every sum repeats its own bits, on all ranks alike, within its bound"]
-    differ: dict[str, list[bool]] = {}
-    for name in dict.fromkeys(row.precision for row in rows):
-        # the bits of each sum at all sizes
-        by_sum: dict[tuple[str, int], list[str]] = {}
-        for row in rows:
-            if row.precision == name:
-                by_sum.setdefault((row.algorithm, row.pieces), []).append(row.sha256)
-        if pairs := [a != b for a, b in combinations(by_sum.values(), 2)]:
-            differ[name] = pairs
-    if differ:
-        counts = ", ".join(f"{sum(pairs)} of {len(pairs)} in {name}" for name, pairs in differ.items())
-        texts.append(f"pairs of sums that differ from each other: {counts}")
-    if any(map(any, differ.values())):
-        texts.append("set run.reproducible for sums that do not")
-    return "; ".join(texts)
+def _find_odd_bits(digests: Sequence[Sequence[str]]) -> list[str]:
+    """Return a sentence for ranks whose first sum has other bits, and for those whose later sums have. By rank."""
+    usual = Counter(of_rank[0] for of_rank in digests).most_common(1)[0][0]
+    odd = [rank for rank, of_rank in enumerate(digests) if of_rank[0] != usual]
+    changed = [rank for rank, of_rank in enumerate(digests) if len({*of_rank}) > 1]
+    return [
+        *([f"{name_ranks(odd)} got other bits than the others"] if odd else []),
+        *([f"repetitions gave other bits than the first sum on {name_ranks(changed)}"] if changed else []),
+    ]

@@ -4,41 +4,19 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from threading import Event, Thread
-
-import torch
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.failures import Stall
 from bigbatch.comm.rendezvous.hang_report import HangReport
+from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.errors import tell
 from bigbatch.exit_codes import LOST
 
 FIRST_UNQUEUED_NUMBER = -1_000_000
 """Number of the first operation outside of a queue; such numbers stay below those of a queue."""
-
-TensorSize = tuple[int, torch.dtype]
-"""Number of elements, and dtype."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """An operation under way. number: in order of submission. since: awake_seconds()."""
-
-    number: int
-    label: str
-    since: float
-    ranks: tuple[int, ...] | None = None
-    """Ranks that take part; None for all."""
-    size: TensorSize | None = None
-    """Size of the tensor, equal on all ranks; None if the operation has no single tensor."""
-
-    @property
-    def seconds(self) -> float:
-        return awake_seconds() - self.since
 
 
 class Watch:

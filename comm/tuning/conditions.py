@@ -121,20 +121,6 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def link_rates(sys: Path = Path("/sys/class")) -> dict[str, str]:
-    """Return the rates of this host's network hardware that is up, in Mbit/s or in Linux's words, by name.
-
-    Virtual interfaces have no rate, and containers give them a new name each time.
-    """
-    ports = {path.parent.name: path for path in sys.glob("net/*/speed") if (path.parent / "device").exists()}
-    ports |= {f"{path.parts[-4]}/{path.parts[-2]}": path for path in sys.glob("infiniband/*/ports/*/rate")}
-    rates = {}
-    for name, path in sorted(ports.items()):
-        with suppress(OSError):  # one that is down has no rate
-            rates[name] = path.read_text().strip()
-    return rates
-
-
 def source_commit() -> str | None:
     """Return the commit of this code's checkout, with '+' if it was changed; in a container image, that of its build.
 

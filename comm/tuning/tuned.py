@@ -42,8 +42,6 @@ class ClusterFacts:
 
 SETTINGS = ("wire_dtype", "reduce_dtype", "buffers")
 """Facts that are configuration keys of comm, not properties of the machines."""
-OLD_DEFAULTS = {"reduce_dtype": "wire", "buffers": "torch"}
-"""Values of the facts that older files do not state."""
 
 
 def make_cluster(
@@ -67,11 +65,6 @@ def make_cluster(
         reduce_dtype=reduce_dtype,
         buffers=buffers,
     )
-
-
-def complete_cluster(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's facts, with those that an older file lacks, and without settings that no longer exist."""
-    return {name: value for name, value in {**OLD_DEFAULTS, **stated}.items() if name != "max_ctas"}
 
 
 def fingerprint(tensors: Sequence[TensorSpec]) -> str:
@@ -209,7 +202,7 @@ def parse_tuned(text: str, *, path: Path) -> Tuned:
 
 
 def _parse(record: Mapping[str, Any]) -> Tuned:
-    cluster = complete_cluster(record["cluster"])
+    cluster = record["cluster"]
     tensors = tuple(TensorSpec(*fields) for fields in record["tensors"])
     if fingerprint(tensors) != record["fingerprint"]:
         raise ValueError("its tensors do not match its fingerprint")

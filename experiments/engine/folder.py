@@ -13,7 +13,6 @@ from bigbatch.experiments.engine.points import Point
 from bigbatch.files import as_json, parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
-from bigbatch.trainer.config.names import rekeyed
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run import folder as run_folder
@@ -25,8 +24,6 @@ STATES = (PENDING, SUBMITTED, DONE, FAILED, PRUNED)
 MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
 """Keys of a plan that may change without a new folder; seeds may only grow."""
 MODES = ("compute.mode", "compute.mode_keeps")
-
-OLDER_FOLDER = "holds {what} of an older bigbatch, which cannot be continued: {reads}name another --folder"
 
 
 @dataclass(frozen=True)
@@ -80,18 +77,13 @@ class SweepFolder:
         """Raise LaunchOptionError if the folder holds anything but this sweep's points; write nothing."""
         if not self.sweep.exists():
             if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
-                if (self.path / "search.json").exists():
-                    raise LaunchOptionError(f"{self.path} {OLDER_FOLDER.format(what='a search', reads='')}")
                 raise LaunchOptionError(f"{self.path} is not empty and holds no sweep: name another --folder")
             return
         try:
             old = parse_yaml(read_plain(self.sweep))
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
-        old = rekeyed(old) if isinstance(old, dict) else {}
-        if "repeats" in old:
-            reads = "bigbatch report reads it; "
-            raise LaunchOptionError(f"{self.path} {OLDER_FOLDER.format(what='a sweep', reads=reads)}")
+        old = old if isinstance(old, dict) else {}
         new = parse_yaml(dump_plan(plan))
         for key, value in new.items():
             if key not in MAY_CHANGE and old.get(key) != value:
@@ -112,8 +104,6 @@ class SweepFolder:
         """Read the state of one point. Raises: LaunchOptionError if the file is damaged."""
         try:
             state = dict(parse_json(read_plain(self.state(number))))
-            if state["state"] == "missing":  # an older release wrote it
-                state["state"] = PENDING
             if state["state"] not in STATES or state["number"] != number:
                 raise ValueError(f"state {state['state']} of point {state['number']}")
             if not isinstance(state.get("reason"), str | None) or not isinstance(state["values"], dict):

@@ -16,7 +16,6 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.kinds import is_option
-from bigbatch.trainer.config.names import rekeyed
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known, typed
 from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
@@ -146,14 +145,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: it holds no keys; see {PACKAGED / 'sweeps/scaling.yaml'}")
-    return dict(rekeyed(content))
+    return content
 
 
 def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
     kinds, wrong, held = get_type_hints(SweepPlan), [], {}
-    if isinstance(content.get("steps"), dict):
-        wrong.append("steps: write an ablation's steps as cases, with cumulative: true")
-        content.pop("steps")
     if isinstance(content.get("cases"), list):
         content["cases"] = _with_names(content["cases"])
     if isinstance(content.get("cases"), dict):  # a case without changes has no value

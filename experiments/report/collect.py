@@ -14,7 +14,6 @@ from typing import Any
 from bigbatch.errors import RunFolderError, UserError
 from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import RANKS, describe_values
-from bigbatch.experiments.engine.points import ONE_HOST
 from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_runs, read_figures
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
@@ -223,12 +222,8 @@ def _read_point(
     run = folder.run(number)
     config = _mapping(run.config if run.config.is_file() else folder.config(number), read_dumped)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
-    # runs of older releases did not record num_nodes
-    nodes = summary.get("num_nodes") or (
-        1 if state.get("where") in ONE_HOST else -(-state["ranks"] // state["ranks_per_node"])
-    )
     trained = _trained(run, config, values=state["values"], target=target)
-    found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], nodes)
+    found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], summary["num_nodes"])
     if is_scaling:
         _measure([found], {})  # damaged content raises here
     return found
@@ -314,8 +309,6 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
     found = records[WARM_UP_REPORTS:]
     if not found:
         raise RunFolderError(f"fewer than {WARM_UP_REPORTS + 1} log records: raise steps, or lower run.log_every_steps")
-    if "wire_wait_fraction" not in found[0]:
-        raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
     if not all(isinstance(record.get("step"), int) for record in records):
         raise RunFolderError(f"{run.metrics} is damaged: a report without its step")
     # a whole number may be longer than a float

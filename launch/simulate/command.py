@@ -26,7 +26,6 @@ PROG = "bigbatch simulate"
 MAX_COUNTS = 64
 MAX_DEVICES = 1_000_000
 CHOICES = (*ALGORITHMS, BY_SIZE)
-REMOVED_OPTIONS = ("--given", "--rows", "--out")
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of each unit of a deadline."""
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
@@ -37,11 +36,6 @@ def main(argv: Sequence[str]) -> int:
     """Print the answer, and write the requested files; return 0."""
     parser = _parser()
     arguments, overrides = parse_beside_keys(parser, argv)
-    if moved := [word for word in overrides if word.partition("=")[0] in REMOVED_OPTIONS]:
-        raise LaunchOptionError(
-            f"{moved[0]} was removed: a checkout predicts rows of a table by python -m benchmarks.twin.predict "
-            "with --given, --rows and --out"
-        )
     if arguments.config and arguments.named:
         parser.error(f"{arguments.config} and --config {arguments.named} both name a recipe: keep one")
     arguments.config = arguments.config or arguments.named

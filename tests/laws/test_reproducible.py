@@ -31,7 +31,6 @@ EXACT = {
     "batch.microbatch_size": 2,
     "batch.bn_span": 2,
     "data.loader": "torchvision",
-    "comm.calibrate": "never",
     "run.noise_scale_every_steps": 1,
     "run.metrics": "{focal: {name: tests.laws.own_score.focal, options: {gamma: 2}}}",
 }

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from test_parallel import fork_job, run_forked
 
 from bigbatch.cli import main
 from bigbatch.comm import communicator as connected
-from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.connection import connect
-from bigbatch.comm.measure.calibration import calibrate
+from bigbatch.comm.measure.sizes import measure_sums, sizes_up_to
 from bigbatch.exit_codes import FAILED
 
 pytestmark = pytest.mark.long
@@ -44,14 +45,17 @@ def bench(*command: str) -> int:
     return main(["comm", "bench", *command])
 
 
-def calibrate_and_sum(backend: str, folder: str) -> int:
+def measure_and_sum(backend: str) -> int:
     hang_in_ring(least_bytes=0)
     with connect(backend=backend, timeout_seconds=TIMEOUT_SECONDS) as communicator:
-        found = calibrate(communicator, folder=Path(folder) / f"{communicator.rank}", buffer_bytes=4096, seconds=5.0)
+        start, sizes = time.perf_counter(), sizes_up_to(4096)
+        found = measure_sums(communicator, sizes, dtype=torch.float32, seconds=5.0, start=start)
         chosen = communicator.with_algorithm("auto", table=found.table)
         tensor_N = chosen.allocate(1024, torch.float32)
         assert chosen.sum_(tensor_N.fill_(communicator.rank + 1), label="sum").tolist() == [3.0] * 1024
-        print(f"rank {communicator.rank}: {found.source}", flush=True)
+        assert found.times
+        assert all("ring" not in at_size for at_size in found.times.values())
+        print(f"rank {communicator.rank}: {found.hung['ring']}", flush=True)
     return 0
 
 
@@ -77,28 +81,20 @@ def test_bench_goes_on_without_a_form_that_hangs(backend: str, tmp_path: Path) -
 def test_verify_goes_on_without_a_form_that_hangs_and_fails(backend: str, tmp_path: Path) -> None:
     output = tmp_path / "verify.jsonl"
     command = ("--verify", "--backend", backend, "--min-bytes", "4K", "--max-bytes", "64K", "--factor", "16")
-    command = (*command, "--repetitions", "2", "--precisions", "fp32,grid", "--pieces", "1")
+    command = (*command, "--repetitions", "2")
     command = (*command, "--timeout-seconds", f"{TIMEOUT_SECONDS}", "--output", str(output))
     code, text = fork_job("test_hung_forms:bench", command, places(2), timeout_seconds=250)
     assert code == FAILED, text
     *rows, last = [json.loads(line) for line in output.read_text().splitlines()][1:]
     others = {"native", "hierarchical", "sharded", "doubling"}
-    for precision in ("fp32", "grid"):
-        of_size = [
-            {row["algorithm"] for row in rows if (row["precision"], row["size"]) == (precision, size)}
-            for size in (4096, 65536)
-        ]
-        assert of_size == [{*others, "ring"}, others]
+    of_size = [{row["algorithm"] for row in rows if row["size"] == size} for size in (4096, 65536)]
+    assert of_size == [{*others, "ring"}, others]
     (line,) = [line for line in text.splitlines() if "hangs" in line]
     assert line.startswith("# FAILED: ring hangs: a sum did not end within 4 s"), line
     assert last["failed"]
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("tcp", marks=pytest.mark.weekly)])
-def test_calibration_chooses_among_the_forms_that_do_not_hang(backend: str, tmp_path: Path) -> None:
-    text = run_forked(2, (backend, str(tmp_path)), target="test_hung_forms:calibrate_and_sum")
+def test_a_table_is_measured_of_the_forms_that_do_not_hang(backend: str) -> None:
+    text = run_forked(2, (backend,), target="test_hung_forms:measure_and_sum")
     assert text.count("ring hangs: a sum did not end within 4 s") == 2
-    record = json.loads(next((tmp_path / "0").iterdir()).read_text())
-    assert record["all_reduce_seconds"]
-    for at_size in record["all_reduce_seconds"].values():
-        assert "ring" not in at_size

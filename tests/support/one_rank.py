@@ -11,7 +11,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.rendezvous.watch import TensorSize
+from bigbatch.comm.rendezvous.pending import TensorSize
 
 
 def alone(

@@ -4,18 +4,13 @@ The rules are those of the design: comm knows neither trainer nor launch, launch
 trainer do not know each other, a heavy dependency has one door, and one file reads the environment.
 """
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from own_imports import ROOT, Module, house, imported_with, is_within, read_files, read_module
 
 ROOMS = (
     # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
@@ -92,76 +87,6 @@ ENVIRONMENT_READERS = (
 )
 
 
-@dataclass(frozen=True)
-class Import:
-    """One import: of what, and whether it happens when the module itself is imported."""
-
-    name: str
-    at_import: bool
-
-
-@dataclass(frozen=True)
-class Module:
-    """What the rules look at in one source file."""
-
-    imports: tuple[Import, ...]
-    reads_environment: bool
-
-
-def read_module(source: str) -> Module:
-    """Parse one file. 'from a import b' counts as a.b, which may be a module or a name in one."""
-    tree = ast.parse(source)
-    imports = tuple(_imports(tree, at_import=True))
-    os_names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-    reads = any(i.name in {f"os.{name}" for name in os_names} for i in imports) or any(
-        isinstance(node, ast.Attribute) and node.attr in os_names and _is_name(node.value, "os")
-        for node in ast.walk(tree)
-    )
-    return Module(imports, reads)
-
-
-def _imports(node: ast.AST, *, at_import: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from (Import(alias.name, at_import) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            assert child.level == 0, "imports are absolute, from bigbatch"
-            yield from (Import(f"{child.module}.{alias.name}", at_import) for alias in child.names)
-        else:
-            is_late = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_for_types(child)
-            yield from _imports(child, at_import=at_import and not is_late)
-
-
-def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and _is_name(node.test, "TYPE_CHECKING")
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-@cache
-def house() -> dict[str, Module]:
-    """All modules of the package by name; the rooms are read where they lie, not through the links."""
-    files = [*(ROOT / "bigbatch").glob("*.py")]
-    files += [path for room in ("comm", "trainer", "launch", "experiments") for path in (ROOT / room).rglob("*.py")]
-    return {name if is_within(name, "bigbatch") else f"bigbatch.{name}": m for name, m in read_files(files).items()}
-
-
-def read_files(files: Iterable[Path]) -> dict[str, Module]:
-    """Modules by their names from the repository's root."""
-    modules = {}
-    for path in files:
-        words = path.relative_to(ROOT).with_suffix("").parts
-        modules[".".join(words[:-1] if words[-1] == "__init__" else words)] = read_module(path.read_text())
-    return modules
-
-
-def is_within(name: str, room: str) -> bool:
-    """name is room or lies inside it."""
-    return name == room or name.startswith(f"{room}.")
-
-
 def room_of(name: str, modules: Iterable[str]) -> str | None:
     """The folder that a module of ours lies in, such as bigbatch.comm.gradients; None for the front door and others."""
     if name not in modules:
@@ -204,21 +129,6 @@ def import_cycle(modules: Mapping[str, Module]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
-
-
-def imported_with(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
-    """All modules that importing start loads, own and foreign, with parent packages -> the module that imports each."""
-    asked_by: dict[str, str] = {}
-    todo = [(start, "the test")]
-    while todo:
-        name, asker = todo.pop()
-        parts = name.split(".")
-        for prefix in (".".join(parts[:i]) for i in range(1, len(parts) + 1)):
-            if prefix not in asked_by:
-                asked_by[prefix] = asker
-                imports = modules[prefix].imports if prefix in modules else ()
-                todo += [(each.name, prefix) for each in imports if each.at_import]
-    return asked_by
 
 
 def test_reader_reads_the_whole_house() -> None:

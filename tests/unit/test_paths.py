@@ -13,7 +13,6 @@ from bigbatch.groups import GROUPS, load_command
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.paths import PathError, as_path, expand_path
 from bigbatch.trainer.config.fields import takes_text
-from bigbatch.trainer.config.names import MOVED
 from bigbatch.trainer.config.schema import KEYS, key_of, typed
 
 MODULES = [module for module, _ in COMMANDS.values() if module != GROUP]
@@ -122,7 +121,7 @@ def test_all_options_of_paths_are_expanded(module: str, monkeypatch: pytest.Monk
     with pytest.raises(Parsing) as raised:
         load_command(module).main([])
     for action in _actions(raised.value.parser):
-        is_key = key_of(MOVED.get(action.dest, action.dest)) is not None
+        is_key = key_of(action.dest) is not None
         if action.nargs == 0 or action.choices or is_key or action.type in (expand_path, as_path):
             continue
         words = f"{action.dest} {action.metavar or ''}".replace("_", " ")

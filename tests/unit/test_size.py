@@ -1,25 +1,33 @@
-"""The project stays small: lines, modules, config keys, commands and pages have upper limits (decision 049).
+"""The project stays easy to follow: what a reader meets behind a module, and in a run, has upper limits (decision 049).
 
 A change that exceeds a limit removes something else, or raises the limit and says why in its commit.
 """
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+from own_imports import ROOT, loaded_with
 
 from bigbatch.cli import COMMANDS
 from bigbatch.groups import GROUPS
 from bigbatch.trainer.config.schema import KEYS
 
-ROOT = Path(__file__).resolve().parents[2]
-LINES = {
-    "bigbatch": 1_600,
-    "comm": 13_450,
-    "trainer": 33_550,
-    "launch": 9_450,
-    "experiments": 4_400,
-    "benchmarks": 9_000,
+FOLDERS = ("bigbatch", "comm", "trainer", "launch", "experiments")
+LOADED = {
+    "bigbatch.trainer.train": (232, 35_050),
+    "bigbatch.trainer.step.loop": (98, 13_250),
+    "bigbatch.comm.gradients.reducer": (25, 3_700),
+    "bigbatch.trainer.optim.lars": (3, 560),
 }
-"""Upper limits of the lines of each folder's Python files."""
-MAX_MODULE_LINES = 400
+"""Module -> most files, and their lines, that importing it loads."""
+ENTERED = {"start": (134, 7_200), "step": (55, 1_900)}
+"""Most files, and lines of functions, that a run on one rank enters: until its first forward, and in later steps."""
+MAX_FRAMES = 16
+"""Most frames of ours from main() to the forward of the model."""
+MAX_LINES, MAX_MODULE_LINES = 62_200, 400
 
 
 def modules(folder: str) -> list[Path]:
@@ -31,14 +39,33 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
-def test_folders_have_at_most_their_lines() -> None:
-    found = {folder: sum(map(num_lines, modules(folder))) for folder in LINES}
-    assert {folder: lines for folder, lines in found.items() if lines > LINES[folder]} == {}
-    assert min(found.values()) > 1_000, "no files were found"
+@pytest.mark.parametrize("module", LOADED)
+def test_module_loads_at_most_so_much(module: str) -> None:
+    num_files, lines = loaded_with(module)
+    assert (num_files <= LOADED[module][0], lines <= LOADED[module][1]) == (True, True), (num_files, lines)
+    assert lines > 400, "files were not found"
+
+
+@pytest.mark.long
+def test_run_enters_at_most_so_much(tmp_path: Path) -> None:
+    """The quick start on one rank, on its own images."""
+    bigbatch = [sys.executable, "-m", "bigbatch", "data", "generate", str(tmp_path / "data")]
+    subprocess.run(bigbatch, check=True, capture_output=True)
+    traced = [sys.executable, str(ROOT / "tests/support/traced_run.py"), str(tmp_path / "data"), str(tmp_path / "run")]
+    found = json.loads(subprocess.run(traced, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    for phase, (max_files, max_lines) in ENTERED.items():
+        assert 20 < found[phase]["files"] <= max_files, found
+        assert found[phase]["lines"] <= max_lines, found
+    assert 5 < found["frames"] <= MAX_FRAMES, found
+
+
+def test_product_has_at_most_its_lines() -> None:
+    lines = sum(num_lines(path) for folder in FOLDERS for path in modules(folder))
+    assert 10_000 < lines <= MAX_LINES
 
 
 def test_modules_are_short() -> None:
-    paths = [path for folder in LINES if folder != "benchmarks" for path in modules(folder)]
+    paths = [path for folder in FOLDERS for path in modules(folder)]
     assert [f"{path}: {num_lines(path)}" for path in paths if num_lines(path) > MAX_MODULE_LINES] == []
 
 

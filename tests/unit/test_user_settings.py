@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.user_settings import measured_folder, nccl_settings, set_compile_cache
+from bigbatch.user_settings import measured_folder, set_compile_cache
 
 
 @pytest.mark.parametrize(
@@ -29,22 +29,14 @@ def test_cache_of_compiled_code_is_kept_from_run_to_run(
     assert variables.get("TORCHINDUCTOR_CACHE_DIR") == folder
 
 
-def test_calibrations_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(measured_folder("calibration", {"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/calibration"
+def test_measurements_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(measured_folder("modes", {"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/modes"
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(measured_folder("calibration", {})) == "/home/me/.cache/bigbatch/calibration"
-    assert str(measured_folder("calibration", {"XDG_CACHE_HOME": "~/c"})) == "/home/me/c/bigbatch/calibration"
+    assert str(measured_folder("modes", {})) == "/home/me/.cache/bigbatch/modes"
+    assert str(measured_folder("modes", {"XDG_CACHE_HOME": "~/c"})) == "/home/me/c/bigbatch/modes"
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert measured_folder("calibration", {}) is None
-
-
-def test_settings_of_nccl_are_those_that_change_how_it_sums() -> None:
-    others = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "a", "NCCL_COMM_ID": "n0:1", "HOME": "/"}
-    assert nccl_settings({**others, "NCCL_IB_HCA": "mlx5", "NCCL_ALGO": "Tree"}) == {
-        "NCCL_ALGO": "Tree",
-        "NCCL_IB_HCA": "mlx5",
-    }
+    assert measured_folder("modes", {}) is None

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import torch
 
-from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
-from bigbatch.comm.measure.calibration import calibrate
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.regroup import Group
 from bigbatch.comm.tuning.conditions import gather_cluster
@@ -22,21 +20,18 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import set_deterministic, set_up_process
 from bigbatch.trainer.machine.numa import bind
 from bigbatch.trainer.step.precision import set_tf32
-from bigbatch.user_settings import measured_folder
 
 
 def join_job(
     config: Config,
     env: ProcessEnv,
     *,
-    kept_calibration: Path | None = None,
     group: Group | None = None,
     device: torch.device | None = None,
 ) -> tuple[Communicator, Tuned | None]:
     """Meet the other ranks, check that all run the same experiment, and read comm.table. Collective.
 
-    kept_calibration: the table of a resumed run, which overrides the user's table for this cluster. group: the ranks
-    that are left after a rank failure; env is then that group's, and device the one that this rank has.
+    group: the ranks left after a rank failure; env is then that group's, and device the one that this rank has.
     Raises: ConfigError; CommError; TunedError.
     """
     # both raise ConfigError before this rank connects to any other
@@ -66,7 +61,8 @@ def join_job(
         )
         communicator.agree("the config", dump_config(config))
         tuned = gather_tuned(config, communicator)
-        communicator = _with_algorithm(config, communicator, tuned, kept_calibration=kept_calibration)
+        table, source = (tuned.table, f"{config.comm.table}") if tuned else (None, "")
+        communicator = communicator.with_algorithm(config.comm.algorithm, table=table, table_from=source)
     except UserError:
         raise
     except ValueError as error:
@@ -86,40 +82,6 @@ def _set_up_precision(config: Config, device: torch.device) -> None:
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         require_hardware(config.optimizer.precision, capability=capability, device=name)
         set_tf32(config.optimizer.precision == "tf32")
-
-
-def _with_algorithm(
-    config: Config, communicator: Communicator, tuned: Tuned | None, *, kept_calibration: Path | None
-) -> Communicator:
-    comm = config.comm
-    if tuned:
-        return communicator.with_algorithm(comm.algorithm, table=tuned.table, table_from=f"{comm.table}")
-    if not _calibrates(config, communicator):
-        return communicator.with_algorithm(comm.algorithm)
-    measured = calibrate(
-        communicator,
-        is_fresh=comm.calibrate == "always",
-        interface=comm.interface,
-        kept=kept_calibration,
-        folder=measured_folder("calibration"),
-        buffer_bytes=fusion_sizes(config).buffer_bytes,
-    )
-    communicator = communicator.with_algorithm(comm.algorithm, table=measured.table, table_from=measured.source)
-    return replace(communicator, calibration=measured.text)
-
-
-def _calibrates(config: Config, communicator: Communicator) -> bool:
-    """Return whether to measure or read a table: only if there is a choice and gradients use it.
-
-    With NCCL only if comm.calibrate is always: NCCL's own all-reduce uses every link of a node, and a first start
-    should not begin with all-reduces that consist of many messages.
-    """
-    if config.comm.algorithm != AUTO or config.optimizer.sharded or len(communicator.algorithms) == 1:
-        return False
-    if communicator.backend.name == "nccl" and config.comm.calibrate == "auto":
-        return False
-    least = {"auto": communicator.topology.num_nodes, "always": communicator.world_size, "never": 1}
-    return least[config.comm.calibrate] > 1
 
 
 def bind_rank(config: Config, env: ProcessEnv) -> str | None:

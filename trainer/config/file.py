@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError, nearest, tell_once
+from bigbatch.errors import ConfigError, nearest
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import flat_options, is_option, nest_options
-from bigbatch.trainer.config.names import modernize_
 from bigbatch.trainer.config.options import parse_options
 from bigbatch.trainer.config.range_test import RANGE_TEST, suggested_rate
 from bigbatch.trainer.config.refusals import Refusals
@@ -188,8 +187,6 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
         content = _read(following)
         base = content.pop("base", None)
         is_run = is_run or is_of_run(following)
-        for line in modernize_(content, is_run=is_run):
-            tell_once(f"{following}: {line}")
         chain.append((following, content, is_run))
         if base is None:
             break
@@ -216,20 +213,9 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
 
 
 def read_dumped(text: str) -> dict[str, Any]:
-    """Return values by dotted key from the text of dump_config; keys that a later release added have their defaults.
-
-    Except comm.reduce_dtype, which is then wire for half-precision sums: earlier releases rounded at each hop.
-    """
-    content = parse_yaml(text)
-    modernize_(content, is_run=True)
-    stated = nest_options(flatten(content))
+    """Return values by dotted key from the text of dump_config; keys that a later release added have their defaults."""
+    stated = nest_options(flatten(parse_yaml(text)))
     values = flat_options(stated | with_defaults(stated))  # with the keys that this version does not know
-    sums_half = values["comm.wire_dtype"] in ("float16", "bfloat16") or values["optimizer.precision"] in (
-        "bf16",
-        "fp16",
-    )
-    if sums_half and "comm.reduce_dtype" not in stated:
-        values["comm.reduce_dtype"] = "wire"
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 

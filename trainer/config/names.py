@@ -1,74 +1,8 @@
-"""Other names of keys and values: of older releases, and of other trainers."""
+"""Names that other trainers give to keys."""
 
 from collections.abc import Iterable
-from types import NoneType
-from typing import Any, get_args
 
 from bigbatch.errors import nearest
-from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS
-
-REPLACED_VALUES = {("comm", "wire_dtype", "int8"): "bfloat16", ("run", "loggers", "csv"): None}
-"""Section, key and value -> its replacement; None: remove it from a list."""
-REMOVED_DEFAULTS = (None, 0.65, 0)
-"""Defaults of removed keys, which older run folders state."""
-REMOVED = {
-    "run.wandb_options": "wandb reads WANDB_PROJECT, WANDB_MODE and so on from the environment",
-    "data.hardware_share": "DALI's default, 0.65, applies",
-    "run.memory_every_steps": "with run.heal=in_place the remaining ranks hold the state",
-    "comm.max_ctas": "NCCL reads NCCL_MAX_CTAS from the environment",
-}
-"""Removed key -> what replaces it, in the words of an error and a note."""
-MOVED = {f"{key.section.partition('.')[0]}.{key.name}": name for name, key in OPTION_KEYS.items()}
-"""Keys that became options, such as model.width -> model.options.width."""
-
-
-def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
-    """Move options to their new keys, in the sections of a config; return notes to print.
-
-    is_run: the config is a run folder's, perhaps of an older release: removed keys and values are dropped too.
-    """
-    lines = []
-    sections = {section: values for section, values in content.items() if isinstance(values, dict)}
-    for (section, key, old), new in REPLACED_VALUES.items() if is_run else ():
-        stated = sections.get(section, {}).get(key)
-        if stated == old or (isinstance(stated, list) and old in stated):
-            sections[section][key] = new if stated == old else [each for each in stated if each != old]
-            lines.append(f"{section}.{key}={old} was removed{f', and {new} replaces it' if new else ''}")
-    for section, values in sections.items():
-        legal = OPTIONS.get(section, {}).get(str(values.get("name")), {})
-        for key in [key for key in values if f"{section}.{key}" in MOVED]:
-            value, new = values.pop(key), MOVED[f"{section}.{key}"]
-            is_foreign = "name" in values and key not in legal
-            if (value is None and is_without_effect(new, name=values.get("name"))) or (is_run and is_foreign):
-                continue
-            options = values.get("options")
-            if options is None or isinstance(options, dict):
-                values["options"] = {key: value, **(options or {})}
-            lines += [] if is_run else [f"{section}.{key} is {new} now"]
-        for name in [f"{section}.{key}" for key in values if is_run and f"{section}.{key}" in REMOVED]:
-            value = values.pop(name.partition(".")[2])
-            lines += [] if value in REMOVED_DEFAULTS else [f"{name}={value} has no effect: {REMOVED[name]}"]
-    if is_run and "compute" in sections:
-        sections["compute"].setdefault("mode", "eager")  # a run from before the key was computed as it stated
-    return lines
-
-
-def is_without_effect(option: str, *, name: object) -> bool:
-    """Return whether null under an old key states nothing: the option cannot be null, or name does not have it.
-
-    option: its new dotted key. name: the model, optimizer or schedule; None if it is not stated beside the key.
-    """
-    section, _, own = option.split(".")
-    is_missing = name is not None and own not in OPTIONS[section].get(str(name), {})
-    return is_missing or NoneType not in get_args(OPTION_KEYS[option].kind)
-
-
-def rekeyed(value: Any) -> Any:
-    """Return the content of a sweep's file, with moved keys renamed at any depth."""
-    if isinstance(value, dict):
-        return {MOVED.get(name, name) if isinstance(name, str) else name: rekeyed(each) for name, each in value.items()}
-    return [rekeyed(each) for each in value] if isinstance(value, list) else value
-
 
 _OTHER_TRAINERS_OPTIONS = {
     "augment.cutmix_alpha": "cutmix",

@@ -7,12 +7,11 @@ import json
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from bigbatch.errors import ConfigError, tell_once
+from bigbatch.errors import ConfigError
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import OPTION_CLASSES, OPTION_KEYS, OPTIONS, is_option
-from bigbatch.trainer.config.names import MOVED, is_without_effect
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -56,17 +55,12 @@ def parse_options(
             raise ConfigError(f"{word} is not an option: {how}")
         flag, is_stated, value = word.partition("=")
         name = ALIASES.get(flag, flag.removeprefix("--"))
-        if not (name in KEYS or name in MOVED or is_option(name)):
+        if not (name in KEYS or is_option(name)):
             require_known(name, known=known, where="command line", refusals=refusals, prog=prog)
         elif not is_stated:
             raise ConfigError(f"argument {flag}: give it a value")
         else:
             words[name] = value
-    for old in [name for name in words if name in MOVED]:
-        new, stated, owner = MOVED[old], words.pop(old), words.get(f"{old.partition('.')[0]}.name")
-        tell_once(f"{old} is {new} now")
-        if stated != "null" or not is_without_effect(new, name=owner):
-            words.setdefault(new, stated)
     return getattr(parsed, "config", []), words
 
 

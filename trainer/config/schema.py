@@ -12,7 +12,7 @@ from bigbatch.trainer.config import checks, optimizer
 from bigbatch.trainer.config.batch import check_batch
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, check_ranges, nest_options, with_default_options
-from bigbatch.trainer.config.names import MOVED, REMOVED, SET_OUTSIDE_CONFIG, closest_key
+from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG, closest_key
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import check_momentum, check_schedule
 from bigbatch.trainer.config.sections import (
@@ -148,7 +148,6 @@ def require_known(
         near = closest_key(name, (*known, *OPTION_KEYS) if "run.seed" in known else known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
         hint = SET_OUTSIDE_CONFIG.get(name.replace("-", "_"), hint)
-        hint = f"it is {MOVED[name]} now" if name in MOVED else REMOVED.get(name, hint)  # stated by a sweep or --by
         with refusals.collect(near):
             raise ConfigError(f"{where}: unknown key {name}; {hint}")
 

@@ -360,15 +360,10 @@ class CommConfig:
     """Network interface between the nodes, such as eth0, or several, such as ib0,ib1: NCCL and gloo use all of them,
     bigbatch itself the first. null for that of the route to rank 0."""
     algorithm: Literal["auto", "native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "auto"
-    """auto: the table's choice; without a table, native with NCCL, else hierarchical. native: the backend's own.
+    """auto: the choice of comm.table; without one, native with NCCL, else hierarchical. native: the backend's own.
     hierarchical: reduce to a leader per node, ring of leaders, broadcast. sharded: reduce-scatter in the node,
     all-reduce between nodes, all-gather in the node. In both, NCCL's own sum between nodes if the backend is NCCL.
     doubling: leaders sum by recursive doubling. hybrid: chosen by buffer size from table."""
-    calibrate: Literal["auto", "never", "always"] = "auto"
-    """For algorithm=auto. auto: without a table, and with another backend than NCCL, the first launch on a cluster
-    of several nodes measures one for up to 10 seconds, and later launches use it. always: every launch with several
-    ranks measures, with NCCL as well. never: neither measure nor use a measured table. Tables change how sums are
-    rounded."""
     table: Annotated[str | None, PATH] = None
     """File that `bigbatch comm tune` wrote for this cluster and model; null for none."""
     group_size: Annotated[int | None, COUNT] = None

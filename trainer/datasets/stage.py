@@ -29,8 +29,8 @@ from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
 from bigbatch.words import count
 
 LOCK, USERS = ".stage.lock", ".stage.users"
-CHECKED, OLD_PART = b"checked and on disk\n", b"copied in part\n"
-"""Content of STAGED in verified copies by other means or by older releases; in unfinished ones of older releases."""
+CHECKED = b"checked and on disk\n"
+"""Content of STAGED in verified copies by other means."""
 CHUNK_BYTES = 8 << 20
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -221,7 +221,7 @@ def _require_free(split: _Split) -> None:
     if index.exists():
         held = None if read_plain(index) == split.index else index
     elif staged.exists():
-        held = None if read_plain(staged) in (split.index, CHECKED, OLD_PART) else staged
+        held = None if read_plain(staged) in (split.index, CHECKED) else staged
     else:
         there = split.target.iterdir() if split.target.exists() else ()
         held = next((path for path in there if path.suffix != UNFINISHED), None)

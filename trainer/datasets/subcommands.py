@@ -111,12 +111,11 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     pack.add_argument(
         "--short-side",
-        "--max-side",
         dest="max_side",
         type=whole,
         metavar="N",
         help="shrink images with a shorter side above N pixels to N; their EXIF data with its "
-        "orientation, which the loaders ignore, is dropped. --max-side is an older name",
+        "orientation, which the loaders ignore, is dropped",
     )
     pack.add_argument("--quality", type=whole, default=90, help="JPEG quality of shrunk images (default: %(default)s)")
     pack.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")

@@ -29,7 +29,7 @@ def to_keep(names: Sequence[str] | None) -> dict[str, Any] | None:
 
 
 def kept_names(state: Mapping[str, Any], *, source: str) -> tuple[str, ...] | None:
-    """Return the class names in a checkpoint's state; None if there are none, as in older releases.
+    """Return the class names in a checkpoint's state; None for data without names.
 
     Raises: DamagedCheckpoint if their number or digest is wrong.
     """

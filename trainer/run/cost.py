@@ -24,8 +24,8 @@ class Spent:
 def durations(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each record of a metrics file with the seconds since the previous record; 0 for the first.
 
-    Uses the monotonic clock within a start of the run. Between two starts, and for records of older releases, it uses
-    the time of day, which may have been changed. Leaves out records whose times are not numbers.
+    Uses the monotonic clock within a start of the run. Between two starts it uses the time of day, which may have been
+    changed. Leaves out records whose times are not numbers.
     """
     before: dict[str, Any] = {}
     for record in records:

@@ -30,8 +30,6 @@ class RunDir:
         """The resolved config; `bigbatch train --config` accepts it."""
         self.metrics = path / "metrics.jsonl"
         """Records with times, one JSON object per line: starts, reports, evaluations and others."""
-        self.calibration = path / "calibration.json"
-        """Table from which comm.algorithm=auto chose, if it did; a resumed run uses it again."""
         self.mode = path / "mode.json"
         """Measurements from which compute.mode=auto chose, if it did; a resumed run keeps that mode."""
         self.tensorboard = path / "tensorboard"

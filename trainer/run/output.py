@@ -84,8 +84,6 @@ class RunOutput:
             for line in sums_notes(start.sums, now):
                 self.say(line)
         rundir.write_text(rundir.config, dump_config(config))
-        if self._communicator.calibration:
-            rundir.write_text(rundir.calibration, self._communicator.calibration)
         if self._mode_record:
             rundir.write_text(rundir.mode, self._mode_record)
         with writing(rundir.checkpoints):

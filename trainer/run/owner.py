@@ -267,10 +267,7 @@ def _path(folder: Path, number: int) -> Path:
 def _read(path: Path) -> Claim | None:
     """Return the claim of a file; None if it is gone, incomplete, or of another version."""
     try:
-        facts = parse_json(read_plain(path))
-        if isinstance(facts, dict) and "start" in facts:  # written by an older release
-            facts["launch_id"] = facts.pop("start")
-        return Claim(**facts)
+        return Claim(**parse_json(read_plain(path)))
     except (OSError, ValueError, TypeError):
         return None
 

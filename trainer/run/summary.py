@@ -38,9 +38,7 @@ def introduction(
     batch, communicator, optimizer, division = config.batch, parts.communicator, config.optimizer, plan.division
     yield f"{communicator}; device {device_name(communicator.device)}, {optimizer.precision}"
     if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
-        is_of_table = communicator.calibration and not config.run.reproducible
-        more = "; another table may change the last bits of a run" if is_of_table else ""
-        yield f"all-reduce {communicator.algorithm}, chosen by comm.algorithm=auto: {communicator.why}{more}"
+        yield f"all-reduce {communicator.algorithm}, chosen by comm.algorithm=auto: {communicator.why}"
     yield f"{num_train} training and {num_val} validation images; loader {config.data.loader}"
     spread = f" over {division.ranks_per_ghost} ranks" if division.ranks_per_ghost > 1 else ""
     yield (

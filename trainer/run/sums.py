@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-from bigbatch.comm.algorithms import summed_by_library
+from bigbatch.comm.algorithms.by_name import summed_by_library
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import FusionPlan
 from bigbatch.comm.rendezvous.topology import Topology

@@ -74,11 +74,8 @@ class MovingAverage:
         return {} if done < self._every_steps else dict(zip(self._names, self._average, strict=True))
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restore what state_dict gave; if it is empty, start from the model's weights. Raises: ValueError.
-
-        Earlier releases also averaged other buffers, which are ignored.
-        """
-        if self._names and saved and not saved.keys() >= set(self._names):
+        """Restore what state_dict gave; if it is empty, start from the model's weights. Raises: ValueError."""
+        if self._names and saved and saved.keys() != set(self._names):
             raise ValueError("its average has other weights than the model")
         values = [saved[name] for name in self._names] if saved else self._tensors
         for average, value in zip(self._average, values, strict=True):

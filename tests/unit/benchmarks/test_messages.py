@@ -14,7 +14,7 @@ from played_gpus import PlayedGpus
 from played_nccl import PlayedNccl
 
 from benchmarks.comm.messages import COUNTED, CountingBackend, by_recipe, count, empty, place, plan_of
-from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.backends import torch_distributed
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend

@@ -14,7 +14,7 @@ import torch
 from error_texts import naming
 from played_gpus import PlayedGpus
 
-from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends import horovod

@@ -33,8 +33,8 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.failures import Verdict
 from bigbatch.comm.rendezvous.meeting import listen
+from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
-from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError
 from bigbatch.exit_codes import LOST
 

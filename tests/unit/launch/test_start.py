@@ -128,9 +128,3 @@ def test_launch_mpirun_starts_one_job_in_a_shell_of_torchrun(
     monkeypatch.chdir(tmp_path)
     assert main(["mpirun", "--ranks", "2", "--python", "--", "own.py"]) == 0
     assert sorted(capfd.readouterr().out.split("\n"))[-2:] == ["0 of 2 by openmpi", "1 of 2 by openmpi"]
-
-
-@pytest.mark.parametrize("words", [("pbs",), ("slurm", "--qsub=m=abe"), ("k8s", "--kind", "mpijob")])
-def test_launch_names_what_takes_the_place_of_what_is_gone(words: tuple[str, ...]) -> None:
-    with pytest.raises(JobRefused, match=r"was removed: .*(mpirun|mpijob\.yaml)"):
-        main([*words, "--dry-run", "--", *TRAIN])

@@ -115,8 +115,7 @@ def test_diff_names_the_first_place_of_the_batch_and_the_images_there(
     places: str, positions: list[int], where: str, cause: str, made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = {"places": "".join(letter * 8 for letter in places), "positions": positions}
-    former = {{"images": "pictures"}.get(key, key): value for key, value in step("q").items()}  # an older record
-    assert main([made("a", step() | PLACED), made("b", former | odd)]) == DIFFERENT
+    assert main([made("a", step() | PLACED), made("b", step("q") | odd)]) == DIFFERENT
     found, why = capsys.readouterr().out.splitlines()
     assert found == f"step 1: the images of the global batch differ{where}"
     assert why.startswith(f"likely cause: {cause}")

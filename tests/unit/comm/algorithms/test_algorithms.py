@@ -12,7 +12,8 @@ from error_texts import naming
 from thread_ranks import Post, PostBackend, sum_by_threads
 from torch import Tensor
 
-from bigbatch.comm.algorithms import make_allreduce, ring
+from bigbatch.comm.algorithms import ring
+from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import HOPS_AT_ONCE, SEGMENT_BYTES, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import ShardAssignment, shared_allreduce_

@@ -8,6 +8,7 @@ from stalled_ranks import let_time_pass, look, ranks
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import hang_report, watch
+from bigbatch.comm.rendezvous import pending as pending_module
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,8 @@ def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def standing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes only where a test says so, so a busy machine makes no rank late."""
     now = awake_seconds()
-    monkeypatch.setattr(watch, "awake_seconds", lambda: now)
+    for module in (watch, pending_module):
+        monkeypatch.setattr(module, "awake_seconds", lambda: now)
 
 
 def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +30,8 @@ def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPat
     first, second = ranks(2)
     passed = [0.0]
     now = awake_seconds()
-    monkeypatch.setattr(watch, "awake_seconds", lambda: now + passed[0])
+    for module in (watch, pending_module):
+        monkeypatch.setattr(module, "awake_seconds", lambda: now + passed[0])
     for label in ("these groups", "those groups"):
         with first.watch.during(label):
             passed[0] += 4.5

@@ -46,20 +46,3 @@ def test_nccl_is_the_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(conditions.ctypes, "CDLL", missing)
     assert conditions.nccl_version() == "2.30.7"
-
-
-def test_rates_are_those_of_hardware_that_is_up(tmp_path: Path) -> None:
-    for name, is_hardware, speed in (("eth0", True, "100000\n"), ("veth7", False, "10000\n"), ("lo", False, None)):
-        folder = tmp_path / "net" / name
-        folder.mkdir(parents=True)
-        if is_hardware:
-            (folder / "device").mkdir()
-        if speed:
-            (folder / "speed").write_text(speed)
-    (tmp_path / "net/eth1/device").mkdir(parents=True)
-    (tmp_path / "net/eth1/speed").mkdir()  # cannot be read, as that of one that is down
-    port = tmp_path / "infiniband/mlx5_0/ports/1"
-    port.mkdir(parents=True)
-    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    assert conditions.link_rates(tmp_path) == {"eth0": "100000", "mlx5_0/1": "400 Gb/sec (4X NDR)"}
-    assert conditions.link_rates(tmp_path / "none") == {}

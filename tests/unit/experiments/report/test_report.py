@@ -418,7 +418,6 @@ def reports_at(rate: float) -> str:
         ("run/summary.json", "{}", "its files are damaged: 'global_batch_size' is missing"),
         ("run/summary.json", "{", "summary.json is not readable"),
         ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 log records"),
-        ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),
         ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "a report without its step"),
         *(("run/metrics.jsonl", reports_at(rate), "a valid rate") for rate in (10**400, 0.0, math.nan)),
         ("point.json", "{", "point.json is not readable"),

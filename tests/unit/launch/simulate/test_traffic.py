@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.twin.traffic import node_traffic
-from bigbatch.comm.algorithms import ring, summed_by_library
+from bigbatch.comm.algorithms import ring
+from bigbatch.comm.algorithms.by_name import summed_by_library
 from bigbatch.launch.simulate.network import LIBRARY_ALGORITHMS
 from bigbatch.launch.simulate.traffic import SEGMENT_BYTES, Traffic, traffic_of_sum
 

@@ -21,7 +21,7 @@ from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import job as build_job
 from bigbatch.trainer.build import model as build_model
 from bigbatch.trainer.build import parts as build_parts
-from bigbatch.trainer.build.job import _calibrates, join_job, without_choices
+from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.parts import make_parts, make_precision
 from bigbatch.trainer.build.plan import make_plan, make_schedule_of
@@ -303,34 +303,6 @@ def test_join_job_refuses_a_gpu_without_bf16_before_ranks_meet(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ConfigError, match=naming("optimizer.precision=bf16 ", "Tesla T4", "7.5", " fp32")):
         join_job(quickstart("optimizer.precision=bf16"), ALONE)
-
-
-@pytest.mark.parametrize(
-    ("words", "backend", "num_nodes", "world_size", "expected"),
-    [
-        ((), "tcp", 2, 8, True),
-        ((), "tcp", 1, 8, False),
-        (("comm.calibrate=always",), "tcp", 1, 8, True),
-        (("comm.calibrate=always",), "tcp", 1, 1, False),
-        (("comm.calibrate=never",), "tcp", 2, 8, False),
-        (("comm.algorithm=hierarchical",), "tcp", 2, 8, False),
-        (("optimizer.sharded=true",), "tcp", 2, 8, False),
-        ((), "nccl", 2, 8, False),  # its own sum is used at once
-        (("comm.calibrate=always",), "nccl", 2, 8, True),
-    ],
-)
-def test_a_cluster_is_measured_where_there_is_something_to_choose(
-    words: tuple[str, ...], backend: str, num_nodes: int, world_size: int, expected: bool
-) -> None:
-    others: Any = SimpleNamespace(
-        backend=SimpleNamespace(name=backend),
-        topology=SimpleNamespace(num_nodes=num_nodes),
-        world_size=world_size,
-        algorithms=("native", "ring"),
-    )
-    assert _calibrates(quickstart(*words), others) is expected
-    others.algorithms = ("native",)  # no messages
-    assert not _calibrates(quickstart(*words), others)
 
 
 def test_without_choices_keeps_the_wire_and_leaves_no_ranks_to_replay_or_to_share_with() -> None:

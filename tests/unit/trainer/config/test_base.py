@@ -8,8 +8,7 @@ import yaml
 from error_texts import naming
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config import file as config_file
-from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config, packaged_configs, read_stated, resolve
+from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs, read_stated, resolve
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 
@@ -166,38 +165,6 @@ def test_load_config_of_a_step_schedule_needs_milestones():
     words = ("--config", "quickstart", "--schedule.name", "step", "--schedule.warmup_epochs", "0")
     assert "schedule.options.milestone_epochs" in refusal(*words)
     load_config([*words, "--schedule.options.milestone_epochs", "[]"])
-
-
-def test_load_config_takes_keys_that_became_options_and_says_so(tmp_path, capsys):
-    recipe = write(tmp_path / "recipe.yaml", "model:\n  name: resnet9\n  width: 16\n")
-    for _ in range(2):  # as a launcher does
-        config = load_config(["--config", recipe, "--model.pool_first", "false", "--model.celu_alpha", "null"])
-    assert (config.model.options["width"], config.model.options["pool_first"]) == (16, False)
-    told = capsys.readouterr().err
-    assert told.count("model.width is model.options.width now") == 1
-    assert "model.pool_first is model.options.pool_first now" in told
-
-
-def test_load_config_of_an_older_run_folder(tmp_path, capsys):
-    """It states keys that became options, null for other models', and keys that are no more."""
-    older = yaml.safe_load(dump_config(load_config(["--config", "quickstart"])))
-    del older["model"]["options"], older["schedule"]["options"]
-    older["model"] |= {"options": None, "width": 8, "zero_gamma": None, "logit_scale": 0.5, "whitening_eps": None}
-    older["schedule"] |= {"power": 1.0, "gamma": None}
-    older["comm"]["max_ctas"] = None
-    older["run"] |= {"wandb_options": {"project": "p"}, "memory_every_steps": 20}
-    write(tmp_path / config_file.RUN_CONFIG, yaml.safe_dump(older))
-    config = load_config(["--config", str(tmp_path)])
-    told = capsys.readouterr().err
-    assert "run.wandb_options={'project': 'p'} has no effect: " in told
-    assert "run.memory_every_steps=20 has no effect: with run.heal=in_place " in told
-    assert "max_ctas" not in told
-    assert config.model.options | {"width": 8, "logit_scale": 0.5} == config.model.options
-    assert config.schedule.options == {"power": 1.0}
-
-
-def test_load_config_names_the_successor_of_a_key_that_is_no_more():
-    assert "run.heal=in_place" in refusal("--config", "quickstart", "--run.memory_every_steps", "20")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(PACKAGED)))

@@ -314,22 +314,6 @@ def test_examples_of_the_help_are_taken(command, capsys):
     load_config(words if command == ["train"] else ["--config", *words])
 
 
-def test_value_of_an_older_run_that_is_there_no_more_is_replaced_and_said(tmp_path, capsys):
-    text = dump_config(load_config(["--config", "quickstart"])).replace("wire_dtype: null", "wire_dtype: int8")
-    text = text.replace("loggers:\n  - tensorboard", "loggers:\n  - csv\n  - tensorboard")
-    assert "int8" in text
-    assert "csv" in text
-    (tmp_path / "config.yaml").write_text(text)
-    path = str(tmp_path / "config.yaml")
-    config = load_config(["--config", path], is_run=True)
-    assert (config.comm.wire_dtype, config.run.loggers) == ("bfloat16", ("tensorboard",))
-    said = capsys.readouterr().err
-    assert "bfloat16 replaces it" in said
-    assert "run.loggers=csv was removed" in said
-    with pytest.raises(ConfigError, match="wire_dtype"):
-        load_config(["--config", path])
-
-
 def test_resolve_knows_an_own_file_by_the_name_of_a_packaged_one(monkeypatch, tmp_path):
     """compute.mode=auto keeps what the user states, wherever the file is."""
     monkeypatch.chdir(tmp_path)

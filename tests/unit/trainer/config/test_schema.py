@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import bigbatch.trainer
-from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.auto import AUTO
+from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.plan import make_schedule_of

@@ -587,7 +587,7 @@ def test_pack_the_command(source, tmp_path, capsys):
     assert re.search(expected, printed)
     assert main(["data", "pack", "--verify", target, "--workers", "1"]) == 0
     assert "all 15 images are as they were packed" in capsys.readouterr().out.replace("\n", "")
-    assert main([*argv, "--max-side", "41", "--quality", "50"]) == 1  # the older name
+    assert main([*argv, "--short-side", "41", "--quality", "50"]) == 1
     assert "max_side 40 -> 41, quality 90 -> 50" in capsys.readouterr().err
     assert main([*argv[:3], str(tmp_path / "val-only"), "--splits", "val", "--workers", "1"]) == 0
     assert [path.name for path in (tmp_path / "val-only").iterdir()] == ["val"]

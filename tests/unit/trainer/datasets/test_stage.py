@@ -187,7 +187,7 @@ def test_stage_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target
     assert not looks_whole(target / "train")
 
 
-@pytest.mark.parametrize("mark", [None, b"9f3c (the boot that an older release noted)", stage_module.OLD_PART])
+@pytest.mark.parametrize("mark", [None, b"9f3c (of another program)"])
 def test_stage_a_copy_by_other_means_is_read_once_and_kept(source, target, read, mark):
     shutil.copytree(source, target)  # pack.json, too
     if mark:
@@ -489,22 +489,6 @@ def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(sourc
     names = {path.name for path in target.rglob("*")}
     assert names == {"notes.txt", "val", ".stage.lock", ".stage.users"}
     assert sum(path.stat().st_size for path in target.glob(".stage.*")) == 0
-
-
-def test_stage_continues_a_copy_that_an_older_release_left_unfinished(source, target):
-    stage(source, target)
-    (target / "train/index.json").unlink()
-    (target / "train/.staged").write_bytes(stage_module.OLD_PART)
-    (target / "train/shard-000000.tar").unlink()
-    found = stage(source, target)
-    assert 0 < found.bytes_copied < found.bytes_copied + found.bytes_kept
-    assert staged(target) == staged(source)
-
-
-def test_stage_a_whole_copy_of_an_older_release_is_not_read_again(source, target, read):
-    stage(source, target)
-    (target / "train/.staged").write_bytes(stage_module.CHECKED)
-    assert stage(source, target).bytes_kept == 0
 
 
 @pytest.mark.parametrize("refused", ["other index", "other split", "no room"])

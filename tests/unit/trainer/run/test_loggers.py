@@ -176,7 +176,7 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
     said: list[tuple[int, str]] = []
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--run.reproducible=true"])
     monkeypatch.setattr(output_module, "checkpoint_bytes", lambda config, parts: 0)
-    communicator: Any = SimpleNamespace(rank=0, calibration="")
+    communicator: Any = SimpleNamespace(rank=0)
     start: Any = SimpleNamespace(config=None, damaged={}, path=None)
     log = MetricsLog(RunDir(tmp_path))
     for first_step in (0, 3, 5):

@@ -443,22 +443,6 @@ def test_report_a_key_that_an_older_config_lacks_had_its_default() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "change"),
-    [
-        (["--optimizer.precision=bf16"], {"comm.reduce_dtype": "fp32 (was wire)"}),
-        (["--comm.wire_dtype=float16"], {"comm.reduce_dtype": "fp32 (was wire)"}),
-        (["--optimizer.precision=bf16_autocast"], {}),
-    ],
-)
-def test_report_changes_tell_that_half_precision_was_rounded_at_each_hop(options, change) -> None:
-    config = dump_config(load_config(["--config", "quickstart", *options]))
-    older = yaml.safe_load(config)
-    del older["comm"]["reduce_dtype"]
-    assert changes(yaml.safe_dump(older), config) == change
-    assert changes(config, config) == {}
-
-
 def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     log = MetricsLog(rundir)
