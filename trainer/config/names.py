@@ -60,6 +60,9 @@ def closest_key(name: str, known: Iterable[str]) -> str:
     last = name.rpartition(".")[2].replace("-", "_")
     if KEY_OF_OTHER_NAME.get(last) in known:
         return KEY_OF_OTHER_NAME[last]
+    section = name.partition(".")[0]
+    if own := [each for each in known if each == f"{section}.options.{last}"]:
+        return own[0]
     # then without the section, which may be wrong or missing
     whole = {each: each for each in known} if "." in name else {}
     for words, word in ((whole, name.replace("-", "_")), ({each.rpartition(".")[2]: each for each in known}, last)):

@@ -201,8 +201,3 @@ def test_sweep_dry_run_tells_the_cases_and_writes_nothing(tmp_path: Path, capsys
     assert "smooth: optimizer.label_smoothing=0.2\n" in out
     assert [line.split()[0] for line in out.splitlines() if "pending" in line] == ["0", "2", "5"]
     assert not (tmp_path / "out").exists()
-
-
-def test_command_that_was_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ablate", "bag_of_tricks"]) == 2
-    assert re.fullmatch("bigbatch: ablate .*bigbatch sweep.*\n", capsys.readouterr().err)

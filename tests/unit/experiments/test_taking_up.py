@@ -57,7 +57,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
 
 @pytest.mark.parametrize(
     ("state", "goes_on", "kept"),
-    [("missing", True, True), ("pending", True, True), ("pending", False, False), ("failed", True, False)],
+    [("pending", True, True), ("pending", False, False), ("failed", True, False)],
 )
 def test_sweep_goes_on_with_a_training_that_was_interrupted_and_measures_speed_anew(
     state: str, goes_on: bool, kept: bool, begun: Begun
@@ -149,15 +149,3 @@ def test_sweep_folder_of_something_else_is_named(
     assert named in told
     assert "name another --folder" in told
     assert told.count("\n") == 1
-
-
-@pytest.mark.parametrize(("file", "text"), [("sweep.yaml", "name: x\nrepeats: 1\n"), ("search.json", "{}")])
-def test_folder_of_an_earlier_bigbatch_is_refused_and_stays(
-    file: str, text: str, begun: Begun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / file).write_text(text)
-    assert main(["sweep", str(tmp_path / "small.yaml"), "--folder", str(old)]) == 1
-    assert re.fullmatch(f"bigbatch: {old} holds a s.* of an older bigbatch, .*--folder.*\n", capsys.readouterr().err)
-    assert (old / file).read_text() == text

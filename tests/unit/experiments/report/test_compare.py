@@ -357,7 +357,7 @@ def test_report_counts_a_run_of_a_sweep_once_and_writes_where_the_folder_lies(
     sweep = tmp_path / "sweeps/a"
     for number in range(2):
         run_folder = write_run(sweep / f"points/{number}/run", name="lars", seed=number, top1=0.5)
-        (run_folder / "summary.json").write_text(json.dumps({"global_batch_size": 100}))
+        (run_folder / "summary.json").write_text(json.dumps({"global_batch_size": 100, "num_nodes": 1}))
         state = {"number": number, "values": {"a.lr": 1}, "ranks": 1, "ranks_per_node": 1, "state": "done"}
         (sweep / f"points/{number}/point.json").write_text(json.dumps({**state, "reason": None}))
     (sweep / "sweep.yaml").write_text("name: a\n")

@@ -54,10 +54,12 @@ def train(
     }
 
 
-def write_run(folder: Path, records: list[dict[str, Any]], *, batch: int = 100, target: float | None = None) -> None:
+def write_run(
+    folder: Path, records: list[dict[str, Any]], *, batch: int = 100, nodes: int = 1, target: float | None = None
+) -> None:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    summary = {"global_batch_size": batch, "device": "cpu", "torch": "2", "commit": "abc"}
+    summary = {"global_batch_size": batch, "num_nodes": nodes, "device": "cpu", "torch": "2", "commit": "abc"}
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"run": {"target_top1": target, "seed": 0}}))
 
@@ -73,7 +75,7 @@ def write_point(sweep: Path, number: int, values: dict[str, Any], *, state: str 
         reports = [
             train(i + 1, rate, **figures) for i, rate in enumerate([1.0, *rates])
         ]  # the first one does not count
-        write_run(folder / "run", [start, *reports], batch=batch)
+        write_run(folder / "run", [start, *reports], batch=batch, nodes=values["ranks"])
 
 
 def make_sweep(folder: Path) -> Path:
@@ -287,16 +289,11 @@ def change(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize(
-    ("where", "summary", "nodes"), [("local", {}, 1), ("emulated", {}, 4), ("emulated", {"num_nodes": 3}, 3)]
-)
-def test_report_nodes_are_those_of_the_run(where: str, summary: dict[str, Any], nodes: int, sweep: Path) -> None:
-    """That it noted itself; else those on which it was to run."""
-    change(sweep / "points/2/point.json", where=where)
-    change(sweep / "points/2/run/summary.json", **summary)
+def test_report_nodes_are_those_of_the_run(sweep: Path) -> None:
+    change(sweep / "points/2/run/summary.json", num_nodes=3)
     found = read_folder(sweep)
     assert isinstance(found, SweepResults)
-    assert {(dict(each.variant)["scaling"], each.ranks): each.nodes for each in found.measured}["weak", 4] == nodes
+    assert {(dict(each.variant)["scaling"], each.ranks): each.nodes for each in found.measured}["weak", 4] == 3
 
 
 @pytest.mark.long
@@ -368,7 +365,7 @@ def test_report_page_stands_alone_beside_its_plots(sweep: Path) -> None:
 def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.yaml").write_text("name: none\n")
     write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[], wire=0.0, wait=0.0, stragglers=0.0)
-    write_point(tmp_path, 1, {"ranks": 4}, state="missing")
+    write_point(tmp_path, 1, {"ranks": 4}, state="pending")
     report(tmp_path)
     printed = capsys.readouterr().out
     assert "fewer than 2 log records: raise steps, or lower run.log_every_steps" in printed

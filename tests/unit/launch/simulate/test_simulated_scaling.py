@@ -514,7 +514,6 @@ def test_arguments_are_read_and_refused():
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--json", "a", "--html", "./a"], ("a is named twice",)),
         (["--config", "quickstart", "--cluster", "dgx_a10"], ("dgx_a100",)),
-        (["--given", "a.csv"], ("--given", "benchmarks.twin.predict")),
     ],
 )
 def test_refusals_name_what_to_do(words, said, capsys):

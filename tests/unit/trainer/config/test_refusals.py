@@ -20,7 +20,7 @@ def refusals(*options: str, config: str = "quickstart") -> list[str]:
 def test_refusals_come_all_at_once(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        "base: quickstart\nrun: {seed: -1, epochz: 3}\noptimiser: {momentum: 0.5}\nmodel: {width: wide}\n"
+        "base: quickstart\nrun: {seed: -1, epochz: 3}\noptimiser: {momentum: 0.5}\nmodel: {options: {width: wide}}\n"
     )
     options = "--data.flip=maybe --comm.foo 3 --zzqq 1 --batch.global_batch_size=96 --schedule.end_lr=100"
     named = (
@@ -76,7 +76,6 @@ def test_refusals_of_a_run_that_is_no_shorter_name_no_schedule() -> None:
     ("option", "named"),
     [
         ("--run.loggers=[comet]", ("run.loggers", "comet", "'tensorboard', 'wandb', 'mlflow'")),
-        ("--run.wandb_options={project: p}", ("run.wandb_options", "WANDB_PROJECT")),
     ],
 )
 def test_loggers_that_say_nothing_are_refused(option: str, named: tuple[str, ...]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import yaml
 from error_texts import naming
 from spoiled_records import NO_RECORDS, spoil
 from torch import nn
@@ -20,7 +19,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DoctorError, RunFolderError
 from bigbatch.trainer.build import compute as build_compute
-from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import budget
 from bigbatch.trainer.doctor import command as doctor_command
@@ -661,15 +660,3 @@ def test_mode_with_other_draws_is_another_update() -> None:
     )
     one, other = (take_step(config, Mode(size), num_images=16, device=CPU) for size in (8, 16))
     assert other.distances(one)["gradients"] > 1000 * BOUNDS["fp32"]
-
-
-def test_mode_of_a_run_from_before_the_key_is_eager(tmp_path: Path) -> None:
-    """Its folder states all that it computed by; a new experiment that states no mode gets auto."""
-    sections = yaml.safe_load(dump_config(quickstart("--compute.compile=default")))
-    del sections["compute"]["mode"], sections["compute"]["mode_keeps"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
-    (tmp_path / "metrics.jsonl").write_text("")
-    before = load_config(["--config", str(tmp_path)])
-    assert (before.compute.mode, before.compute.compile) == ("eager", "default")
-    assert read_dumped(yaml.safe_dump(sections))["compute.mode"] == "eager"
-    assert quickstart().compute.mode == "auto"

@@ -213,14 +213,6 @@ def test_owner_that_lives_is_succeeded_once(clock: Clock, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
 
 
-def test_owner_file_of_an_older_release_is_read(tmp_path: Path) -> None:
-    path = lay(tmp_path, replace(ELSEWHERE, has_ended=True, launch_id="an earlier launch"))
-    path.write_text(path.read_text().replace('"launch_id"', '"start"'))
-    found = newest_claim(tmp_path)
-    assert found
-    assert (found.has_ended, found.launch_id) == (True, "an earlier launch")
-
-
 def test_lost_owner_is_succeeded_only_if_it_has_ended_and_told_no_other_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
