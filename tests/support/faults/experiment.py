@@ -49,7 +49,6 @@ TRAINING: Mapping[str, object] = {
     "batch.bn_span": 2,
     "schedule.warmup_epochs": 1,
     "comm.algorithm": "hierarchical",
-    "comm.calibrate": "never",
     "comm.warn_seconds": 2,
 }
 """Five steps in an epoch, and a ghost batch of two images, so that 1, 2, 3, 4 and 6 ranks share a batch alike: each
