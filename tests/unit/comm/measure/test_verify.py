@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def test_terms_are_exact_in_fp32_and_their_sums_in_float64() -> None:
-    numbers_N, factors = draw(500, seed=3, device=CPU), [factor_of(rank) for rank in range(3000)]
+    numbers_N, factors = draw(20, seed=3, device=CPU), [factor_of(rank) for rank in range(2048)]
     assert len({*factors}) > 100
     assert all(2**-7 <= abs(each) < 2 for each in factors)
     assert all(1 <= abs(each) < 2 for each in numbers_N.tolist())
@@ -36,7 +36,7 @@ def test_terms_are_exact_in_fp32_and_their_sums_in_float64() -> None:
         assert (numbers_N * factor).tolist() == [each * factor for each in numbers_N.tolist()]
     for each, exact in zip(numbers_N.tolist(), (numbers_N.double() * math.fsum(factors)).tolist(), strict=True):
         assert Fraction(exact) == sum(Fraction(each) * Fraction(factor) for factor in factors)
-    assert len({*draw(500, seed=4, device=CPU).tolist()} - {*numbers_N.tolist()}) > 400
+    assert len({*draw(20, seed=4, device=CPU).tolist()} - {*numbers_N.tolist()}) > 15
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000])
