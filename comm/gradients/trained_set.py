@@ -1,7 +1,7 @@
 """The parameters that a reducer sums, with checks that refuse changes after which the ranks' weights would diverge."""
 
-from collections.abc import Container, Iterable, Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import wraps
 from weakref import WeakSet
 
 import torch
@@ -23,6 +23,8 @@ REMEDY = (
 
 _watched: "WeakSet[TrainedSet]" = WeakSet()
 """All watched sets: one optimizer may update the parameters of several."""
+_hooks: list[Callable[[], object]] = []
+"""What removes each hook of all optimizers and modules; empty while no set is watched."""
 
 
 def as_pairs(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
@@ -78,7 +80,8 @@ class TrainedSet:
 
     def watch(self) -> None:
         """Until close(), record replaced parameters, and refuse optimizers that also update parameters not summed."""
-        _watch_torch()
+        if not _hooks:
+            _hooks.extend(_watch_torch())
         _watched.add(self)
 
     def require_unchanged(self, names: Iterable[str] | None = None) -> None:
@@ -116,12 +119,12 @@ class TrainedSet:
         """Stop watching, and set the gradients of parameters frozen since to None."""
         _watched.discard(self)
         _drop_gradients_of_frozen(self.parameters.values())
+        while _hooks and not _watched:
+            _hooks.pop()()
 
 
-@cache
-def _watch_torch() -> None:
-    register_optimizer_step_pre_hook(_require_summed)
-    register_optimizer_step_post_hook(_require_summed)  # of backward in a closure
+def _watch_torch() -> list[Callable[[], object]]:
+    """Hook into all optimizers and modules; return what removes each hook."""
     unscale_ = torch.amp.GradScaler.unscale_
 
     @wraps(unscale_)
@@ -130,9 +133,18 @@ def _watch_torch() -> None:
         _require_summed(optimizer, (), {})
         unscale_(scaler, optimizer)
 
+    def restore() -> None:
+        if torch.amp.GradScaler.unscale_ is unscale_summed_:
+            torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+
     torch.amp.GradScaler.unscale_ = unscale_summed_  # type: ignore[method-assign, assignment]
-    register_module_module_registration_hook(_note_replaced)
-    register_module_parameter_registration_hook(_note_replaced)
+    handles = (
+        register_optimizer_step_pre_hook(_require_summed),
+        register_optimizer_step_post_hook(_require_summed),  # of backward in a closure
+        register_module_module_registration_hook(_note_replaced),
+        register_module_parameter_registration_hook(_note_replaced),
+    )
+    return [restore, *(handle.remove for handle in handles)]
 
 
 def _note_replaced(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:

@@ -17,7 +17,7 @@ from bigbatch.trainer.config.schema import KEYS
 
 FOLDERS = ("bigbatch", "comm", "trainer", "launch", "experiments")
 LOADED = {
-    "bigbatch.trainer.train": (232, 35_050),
+    "bigbatch.trainer.train": (232, 35_100),
     "bigbatch.trainer.step.loop": (99, 13_300),
     "bigbatch.comm.gradients.reducer": (25, 3_700),
     "bigbatch.trainer.optim.lars": (3, 560),

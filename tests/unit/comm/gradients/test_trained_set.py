@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from error_texts import naming
 from one_rank import alone
 from thread_ranks import Meeting
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients import trained_set
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.errors import CommError
 
 Step = Callable[[], object]
@@ -317,3 +322,27 @@ def test_parameter_of_two_names_is_refused() -> None:
     tied = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=naming("0.weight", "1.weight")):
         GradientReducer(nn.Sequential(tied, tied).named_parameters(remove_duplicate=False), alone())
+
+
+def test_hooks_of_torch_go_with_the_last_watched_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained_set, "_watched", WeakSet())
+    monkeypatch.setattr(trained_set, "_hooks", [])
+
+    def hooks() -> tuple[object, ...]:
+        registered = (
+            *(_global_optimizer_pre_hooks, _global_optimizer_post_hooks),
+            *(torch_modules._global_parameter_registration_hooks, torch_modules._global_module_registration_hooks),
+        )
+        return (torch.amp.GradScaler.unscale_, *map(len, registered))
+
+    before = hooks()
+    for _ in range(2):
+        one, other = (TrainedSet(nn.Linear(2, 2).named_parameters(), device=torch.device("cpu")) for _ in range(2))
+        one.watch()
+        watching = hooks()
+        assert all(a != b for a, b in zip(before, watching, strict=True))
+        other.watch()
+        one.close()
+        assert hooks() == watching
+        other.close()
+        assert hooks() == before
