@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
             file.write(json.dumps(train) + "\n" + json.dumps(record) + "\n")
         while folder.parent.name == options.get("--hold", ""):
             time.sleep(60)
-    (folder / "summary.json").write_text(json.dumps({"global_batch_size": 512, "top1": top1}))
+    (folder / "summary.json").write_text(json.dumps({"global_batch_size": 512, "num_nodes": 1, "top1": top1}))
     return 0
 
 
