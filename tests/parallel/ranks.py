@@ -32,6 +32,7 @@ from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.lifetime import end_mpi
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import CommError, PeerLostError
@@ -257,6 +258,8 @@ def end_at_once(job: Callable[..., int], *arguments: str) -> NoReturn:
     """Do a job and leave at once, as bigbatch's own command ends a rank: the launcher then ends the others."""
     try:
         code = job(*arguments)
+        if not code:
+            end_mpi()
     except BaseException:
         print(f"a rank on {socket.gethostname()}, process {os.getpid()}, failed:", file=sys.stderr)
         traceback.print_exc()
