@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.launch.jobs.ranks_here import stop_signal
+from bigbatch.launch.jobs.ranks_here import ends_a_rank, ranks_of, stop_signal
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
@@ -41,6 +41,7 @@ class Stopper:
         """running: returns the processes of the job that run here; these are ranks, or launchers of ranks."""
         self._running, self._steps = running, (asks_to_stop, signal.SIGTERM, signal.SIGKILL)
         self.asked = 0
+        self._had_ranks = False
         self.sent: set[signal.Signals] = set()
         """The signals that processes got, perhaps before they could handle them."""
 
@@ -55,6 +56,7 @@ class Stopper:
     def send(self, step: signal.Signals) -> None:
         """Send the signal, or SIGTERM to a launcher whose ranks it would end; also ends processes that are stopped."""
         for process in tuple(self._running()):
+            self._had_ranks = self._had_ranks or bool(ranks_of(process.pid))
             number = stop_signal(process.pid, step) if step == self._steps[0] else step
             if number == signal.SIGTERM and number in self.sent and number != self._steps[0]:
                 continue  # mpirun, which prints a text at the second one, is ending
@@ -65,8 +67,10 @@ class Stopper:
 
     def repeat_if_lost(self) -> None:
         """Ask again after a first request that came before a launcher's ranks had started, so that none got it."""
-        if self.asked == 1 and any(stop_signal(each.pid, self._steps[0]) not in self.sent for each in self._running()):
-            self.send(self._steps[0])
+        usual, running = self._steps[0], tuple(self._running())
+        # not if ranks were there: those that end, and a launcher that ends, do not handle the signal any more
+        if self.asked == 1 and not self._had_ranks and any(ends_a_rank(each.pid, usual) for each in running):
+            self.send(usual)
 
     def code_of(self, returncode: int) -> int:
         """Return a process's exit code as a shell states it, or INTERRUPTED if this handler's signal ended it."""

@@ -9,6 +9,7 @@ from signal import SIGKILL, SIGTERM, Signals
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.comm.rendezvous.exit_record import read_record
+from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import tell
 
 LOOKS = 5
@@ -25,7 +26,7 @@ def children(pid: int) -> list[int]:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the process ids of a launcher's ranks on this host: its first descendants that run this Python."""
+    """Return the process ids of a launcher's ranks on this host: its first descendants with this Python and a rank."""
     found, pending = list[int](), [launcher]
     while pending:
         for child in children(pending.pop()):
@@ -35,7 +36,11 @@ def ranks_of(launcher: int) -> list[int]:
 
 def _is_rank(pid: int) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(os.fsencode(sys.executable) + b"\0")
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(os.fsencode(sys.executable) + b"\0"):
+            names = {
+                os.fsdecode(word.partition(b"=")[0]) for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            }
+            return not names.isdisjoint(rank for rank, *_ in LAUNCHER_VARIABLES.values())
     return False
 
 
@@ -45,7 +50,12 @@ def stop_signal(launcher: int, usual: Signals) -> Signals:
     A rank that still imports torch has nothing to save. mpirun would report its end as a failure, and after SIGTERM
     mpirun ends its ranks silently.
     """
-    return SIGTERM if any(_would_end(pid, usual) for pid in (launcher, *ranks_of(launcher))) else usual
+    return SIGTERM if _would_end(launcher, usual) or ends_a_rank(launcher, usual) else usual
+
+
+def ends_a_rank(launcher: int, number: Signals) -> bool:
+    """Return whether a rank of this launcher on this host would end by the signal; False once they have ended."""
+    return any(_would_end(pid, number) for pid in ranks_of(launcher))
 
 
 def _would_end(pid: int, number: Signals) -> bool:

@@ -101,10 +101,13 @@ def linger(folder: str) -> dict[str, object]:
 
 def heed(folder: str) -> dict[str, object]:
     """Say that we are here, wait for the request to stop, and end well."""
-    requests = (signal.SIGUSR1, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, requests)
+    asked: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.append(number))
     Path(folder, str(numbers()[0])).touch()
-    return {"signal": signal.Signals(signal.sigwait(requests)).name}
+    while not asked:
+        time.sleep(0.02)
+    return {"signal": signal.Signals(asked[0]).name}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from error_texts import naming
 
 from bigbatch import __version__
 from bigbatch.errors import EmulationError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import place_ranks
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
@@ -271,7 +272,7 @@ def test_daemon_does_not_outlive_its_job(emulate: Emulate, even: EmulatedCluster
     job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
     assert len(processes_in(*namespaces_of(even))) == 2 + 8 * 2, "keeper, watcher, ranks and their children"
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGTERM
+    assert job.wait(timeout=PATIENCE_SECONDS) == INTERRUPTED
     assert processes_in(*namespaces_of(even)) == [even.keeper]
 
 
@@ -315,7 +316,7 @@ def test_cluster_for_one_job_goes_with_it(tmp_path: Path, emulate: Emulate) -> N
     job = start_lingering("once", tmp_path / "here", *size, count=3)
     assert "once: nodes 2, ranks 1,2, link 100mbit, delay 0us" in emulate("status").stdout
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGTERM
+    assert job.wait(timeout=PATIENCE_SECONDS) == INTERRUPTED
     assert "once" not in emulate("status").stdout
     done = emulate("run", *size, "--python", "--", PROBE, "fail", "2", "9")
     assert done.returncode == 9

@@ -158,7 +158,7 @@ def test_mpirun_does_not_wait_for_left_processes_with_other_variables_if_all_ran
 ) -> None:
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(ranks_here, "LOOKS", 2)
-    rank = f"{sys.executable} -S -c 'import time; time.sleep(0.2)' &\n"
+    rank = f"OMPI_COMM_WORLD_RANK=0 {sys.executable} -S -c 'import time; time.sleep(0.2)' &\n"
     left = "mkfifo pipe\n(env -i sleep 1 > pipe &)\nread -r line < pipe"
     played(f"{rank * num_here}wait\necho -n 0 > $BIGBATCH_STOPPED\n{left}\nexit 9\n")
     assert start(JobSpec(("own.py",), 2, is_python=True)) == code
