@@ -185,7 +185,7 @@ class Communicator:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         self.order.start_held()
         if ranks is None:
-            self.order.note(f"{label} {size}")
+            self.order.note(label, size)
         return self.backend.submit(operation, label=label, ranks=ranks, size=size)
 
     def _finish_all(self) -> None:

@@ -9,6 +9,7 @@ from zlib import crc32
 import torch
 
 from bigbatch.comm.backends.operation_tags import REMEDY
+from bigbatch.comm.rendezvous.pending import TensorSize
 from bigbatch.errors import PeerLostError, add_note
 
 NUM_COMPARED = 3
@@ -59,9 +60,10 @@ class OperationOrder:
         if self.has_one_reducer and torch._C._current_graph_task_id() == -1 and (reducer := self._open[0]()):
             reducer.start_held()
 
-    def note(self, name: str) -> None:
+    def note(self, label: str, size: TensorSize | None) -> None:
         """Note an operation of all ranks, for compare()."""
         if self._agree is not None:
+            name = f"{label} {size}"
             self._last.append(name)
             self._num_names += 1
             self._hash = crc32(name.encode(), self._hash)

@@ -72,6 +72,11 @@ class Stopper:
         if self.asked == 1 and not self._had_ranks and any(ends_a_rank(each.pid, usual) for each in running):
             self.send(usual)
 
+    @property
+    def was_terminated(self) -> bool:
+        """Return whether a request to stop sent SIGTERM, which leaves mpirun's ranks no time to save."""
+        return self.asked > 0 and signal.SIGTERM in self.sent
+
     def code_of(self, returncode: int) -> int:
         """Return a process's exit code as a shell states it, or INTERRUPTED if this handler's signal ended it."""
         code = shell_code(returncode)
@@ -155,7 +160,7 @@ def run_in_foreground(
     return Ended(
         stopper.code_of(code),
         was_asked=stopper.asked > 0,
-        was_terminated=stopper.asked > 0 and signal.SIGTERM in stopper.sent,
+        was_terminated=stopper.was_terminated,
         for_restart=for_restart,
         outlived_rank_0=outlived,
     )

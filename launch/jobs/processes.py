@@ -120,8 +120,7 @@ def run_processes(
                 on_poll=look,
                 code_of=stopper.code_of,
             )
-            is_terminated = stopper.asked > 0 and signal.SIGTERM in stopper.sent
-            return Ended(code, was_asked=stopper.asked > 0, was_terminated=is_terminated)
+            return Ended(code, was_asked=stopper.asked > 0, was_terminated=stopper.was_terminated)
         finally:
             _send(running, signal.SIGKILL)
             for process in running.values():

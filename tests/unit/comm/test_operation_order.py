@@ -23,7 +23,7 @@ def recording_order() -> tuple[OperationOrder, list[str]]:
 
 def step(order: OperationOrder, *names: str) -> None:
     for name in names:
-        order.note(name)
+        order.note(name, None)
     order.compare()
 
 
