@@ -21,7 +21,7 @@ _HOMES = {
     "broadcast_parameters": "bigbatch.comm.gradients.broadcast",
     "connect": "bigbatch.comm.connection",
     "train": "bigbatch.trainer.in_python",
-    "TrainingHooks": "bigbatch.trainer.training_loop",
+    "TrainingHooks": "bigbatch.trainer.observe.hooks",
 }
 
 __all__ = [
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.gradients.reducer import GradientReducer
     from bigbatch.trainer.in_python import train
+    from bigbatch.trainer.observe.hooks import TrainingHooks
     from bigbatch.trainer.optim.lamb import LAMB
     from bigbatch.trainer.optim.lars import LARS
     from bigbatch.trainer.optim.lion import Lion
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from bigbatch.trainer.optim.shampoo import Shampoo
     from bigbatch.trainer.step.loss_scale import Scaling
     from bigbatch.trainer.step.precision import Precision
-    from bigbatch.trainer.training_loop import TrainingHooks
 
 
 def __dir__() -> list[str]:

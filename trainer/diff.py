@@ -14,8 +14,7 @@ from bigbatch.exit_codes import DIFFERENT
 from bigbatch.files import read_plain
 from bigbatch.paths import as_path
 from bigbatch.trainer.difference import Difference, find_places, likely_cause, listed
-from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
-from bigbatch.trainer.run.digests import (
+from bigbatch.trainer.observe.digests import (
     ACTIVATIONS,
     BEFORE_SUM,
     BY_MICROBATCH,
@@ -26,6 +25,7 @@ from bigbatch.trainer.run.digests import (
     SUMMED,
     values_folder,
 )
+from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.resume import changes
 from bigbatch.words import count

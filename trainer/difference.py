@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.trainer.run.digests import ACTIVATIONS, BEFORE_SUM, IMAGES, PLACE_LETTERS, STATE, SUMMED
+from bigbatch.trainer.observe.digests import ACTIVATIONS, BEFORE_SUM, IMAGES, PLACE_LETTERS, STATE, SUMMED
 
 OTHER_ORDER = "another order of the same images"
 OTHER_CONTENT = "another way to decode, crop or change the same images, or other files under their names"

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.config.checks import METRICS
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RunConfig
-from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES, evaluate
+from bigbatch.trainer.inference.accuracy import evaluate
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.score import Score
 
@@ -16,7 +17,8 @@ from bigbatch.trainer.step.score import Score
 class Evaluator:
     """Evaluates a run's parts on a split, and keeps the results.
 
-    score: loss and metrics. evaluations: the run's earlier results, by step.
+    score: loss and metrics. evaluations: the run's earlier results, by step. leave_if_due: called between two
+    exchanges of the ranks; an error that it raises on all of them ends the evaluation.
     """
 
     def __init__(
@@ -25,10 +27,13 @@ class Evaluator:
         parts: Parts,
         split: build_input.Split,
         *,
+        communicator: Communicator,
+        leave_if_due: Callable[[], None],
         score: Score,
         evaluations: Mapping[int, dict[str, Any]],
     ) -> None:
         self._config, self._parts, self._split, self._score = config, parts, split, score
+        self._communicator, self._leave_if_due = communicator, leave_if_due
         self._found = dict(evaluations)
 
     @property
@@ -53,26 +58,20 @@ class Evaluator:
         with parts.evaluation_weights(), parts.average.in_place_of_weights(done):
             record = evaluate(
                 parts.model,
-                build_input.eval_batches(self._config, parts.communicator, self._split),
+                build_input.eval_batches(self._config, self._communicator, self._split),
                 normalize=parts.normalize,
-                communicator=parts.communicator,
+                communicator=self._communicator,
                 num_samples=self._split.num_samples,
                 forward=parts.precision.forward,
                 flip=self._config.data.eval_flip,
                 score=self._score,
                 skipped=skipped,
-                between_batches=parts.stop.leave_if_due,
+                between_batches=self._leave_if_due,
             )
             self._found[done] = {"step": done, **{metric: record[metric] for metric in METRICS}}
             record = {"step": done, "epoch": epoch, **record}
             on_evaluation(record)
         return record
-
-    def seconds_to_exchange(self, record: dict[str, Any]) -> float:
-        """Return an evaluation's seconds between two exchanges, for which a stop may have to wait."""
-        all_at_once = self._config.batch.microbatch_size * self._parts.communicator.world_size
-        num_batches = math.ceil(self._split.num_samples / all_at_once)
-        return float(record["seconds"]) * min(1.0, BATCHES_BETWEEN_EXCHANGES / num_batches)
 
     def reason_to_end(self) -> str | None:
         return reason_to_end(self.found, self._config.run)

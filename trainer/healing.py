@@ -1,71 +1,117 @@
 """Healing in place: if a rank is lost, the others continue from the last step in the same processes; ranks may join."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import HEALING
 from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.lifetime import abort_connection
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
-from bigbatch.errors import ConfigError, PeerLostError
+from bigbatch.errors import ConfigError, PeerLostError, ReplicasDiffer
 from bigbatch.exit_codes import LOST
+from bigbatch.parts import load
 from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.build.parts import can_keep_parts
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.joined_rank import JoinedRank
-from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.owner import Owner, own_claim, take, take_over
+from bigbatch.trainer.recovery import Interruption, Restart, resuming
+from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.ownership import Ownership
+from bigbatch.trainer.run_start import RunStart
+from bigbatch.trainer.step.stop_request import Joining
 from bigbatch.words import count
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.training import TrainingRun
 
 Connected = tuple[Communicator, dict[str, Any] | None]
 """A group that this rank has connected, and the state on which its ranks have agreed."""
 
 
-class Ownership:
-    """Ownership of the run folder by the first rank of each group of a job, until the block ends."""
+class InPlace:
+    """Lets the remaining ranks of a job continue in the same processes, and other ranks join them; see Recovery."""
 
-    def __init__(self, config: Config) -> None:
-        self._folder = Path(config.run.directory)
-        self._seconds = config.run.checkpoint_timeout_seconds
-        self.number = 0
-        """Number of the owner's claim, equal on all ranks."""
-        self.owner: Owner | None = None
-        """Owner of the run folder, on the first rank only."""
+    def __init__(self, ownership: Ownership) -> None:
+        self._ownership, self._restart = ownership, Restart(ownership)
+        self._facts: Callable[[], dict[str, str]] = dict
+        self._interruption: Interruption | None = None
 
-    def take(self, control: Control) -> None:
-        """Take the folder on the first rank, while the other ranks wait. Collective. Raises: RunFolderError."""
-        self._hold(control, lambda: take(self._folder, own_claim(store=control.master)))
+    def enter(self, start: RunStart) -> RunStart | None:
+        if not start.job.env.joins:
+            return None
+        arrived = load("bigbatch.trainer.joining.join_running_job")(start.config, start.job, ownership=self._ownership)
+        self._restart.back_at = arrived.back_at
+        return _continue(replace(start, splits=arrived.splits, parts=arrived.parts), arrived.healed)
 
-    def take_over(self, control: Control, *, lost: Sequence[Endpoint] = ()) -> None:
-        """Take the folder over from the former group, or from a lost rank. Collective. Raises: RunFolderError."""
-        ids = [(each.kernel, each.pid, f"{each.born or ''}") for each in lost]
-        self._hold(control, lambda: take_over(self._folder, number=self.number, store=control.master, lost=ids))
+    def wants_join(self, start: RunStart) -> Callable[[], object]:
+        facts_of, find = map(load, ("bigbatch.trainer.joining.facts_of", "bigbatch.trainer.joining.find_join_requests"))
+        self._facts = cache(partial(facts_of, start.config, start.images))
+        return partial(find, start.config, start.job.communicator, self._facts)
 
-    def _hold(self, control: Control, make: Callable[[], Owner]) -> None:
-        def hold() -> str:
-            former, self.owner = self.owner, make()
-            self.number = self.owner.number  # if telling it fails, this rank claims again
-            if former:
-                former.release()
-            return str(self.owner.number)
+    def accept(self, error: Interruption, start: RunStart, run: "TrainingRun | None") -> RunStart:
+        self._interruption = None
+        if isinstance(error, ReplicasDiffer):
+            return self._restart.accept(error, start, run)
+        if isinstance(error, Joining):
+            self._interruption = Joining(since=error.since)
+        elif not can_heal(start.job, error) or (run is None and start.state is None):
+            raise error
+        else:
+            self._interruption = PeerLostError(*error.args)  # without frames
+            self._interruption.lost_ranks = error.lost_ranks
+        if run is None:
+            return start
+        state = run.loop.copy_state()
+        parts = run.parts if can_keep_parts(start.config) else None
+        return replace(start, state=state, parts=parts, is_in_parts=parts is not None and state is not None)
 
-        what = "claim of the run folder"
-        self.number = int(write_on_first(hold, control, what=what, timeout_seconds=self._seconds))
-        if control.rank != 0 and self.owner:  # this was the first rank of the former group
-            self.owner.release()
-            self.owner = None
+    def recover(self, start: RunStart) -> RunStart:
+        interruption, self._interruption = self._interruption, None
+        if isinstance(interruption, PeerLostError):
+            return _continue(
+                start, heal(start.config, start.job, interruption, kept=start.state, ownership=self._ownership)
+            )
+        if not isinstance(interruption, Joining):
+            return start
+        healed = load("bigbatch.trainer.joining.admit_ranks")(
+            start.config,
+            start.job,
+            kept=start.state,
+            facts=self._facts,
+            close=start.log.close,
+            since=interruption.since,
+            ownership=self._ownership,
+            back_at=self._restart.back_at,
+        )
+        return _continue(start, healed)
 
-    def __enter__(self) -> "Ownership":
-        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self.owner:
-            self.owner.release(has_failed=error is not None)
+def _continue(start: RunStart, healed: "Healed") -> RunStart:
+    """Return the start of a run in this group, from its state or else from the newest checkpoint. Collective."""
+    start = replace(
+        start,
+        job=healed.job,
+        message=healed.message,
+        since=healed.since,
+        state=healed.state,
+        parts=None if healed.state is None else start.parts,
+        is_in_parts=start.is_in_parts and healed.state is start.state,
+    )
+    if healed.state is not None:
+        return start
+    control, seconds = start.job.communicator.control, start.config.run.checkpoint_timeout_seconds
+    # loggers may send for a minute: the other ranks wait here
+    write_on_first(start.log.close, control, what="end of the former group's records", timeout_seconds=seconds)
+    checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
+    return resuming(start, "auto") if checkpoints else start
 
 
 @dataclass(frozen=True)
@@ -130,7 +176,8 @@ def heal(
         try:
             communicator, kept = connected or connect_group(config, group, kept=kept, device=job.communicator.device)
             connected = None
-            ownership.take_over(communicator.control, lost=lost_endpoints)
+            ids = [(each.kernel, each.pid, f"{each.born or ''}") for each in lost_endpoints]
+            ownership.take_over(communicator.control, lost=ids)
         except PeerLostError as again:  # another rank was lost meanwhile
             if not can_regroup(again):
                 raise
@@ -173,3 +220,16 @@ def _agree_on_state(kept: dict[str, Any] | None, communicator: Communicator) -> 
         return kept
     state: dict[str, Any] = send_object(kept, communicator, source=places.index(furthest), to=behind)
     return state
+
+
+def why_not_healing(config: Config, backend: str) -> str:
+    """Return the log line that says why this run cannot heal in place."""
+    if backend not in HEALING:
+        why, remedy = f"{backend} cannot continue without a rank", f"comm.backend {' or '.join(HEALING)} can"
+    elif config.compute.cuda_graph:
+        why, remedy = "a captured step cannot be interrupted", "compute.cuda_graph=false can"
+    elif config.comm.buffers != "torch":
+        why, remedy = f"NCCL cannot abort sums in {config.comm.buffers} buffers", "comm.buffers=torch can"
+    else:
+        why, remedy = "the ranks met in a process group of the script's own", "without one they can"
+    return f"run.heal=in_place: {why}, so a lost rank ends the job, as with restart; {remedy}"

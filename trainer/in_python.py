@@ -18,10 +18,10 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.memory.largest_batch import free_memory
+from bigbatch.trainer.observe.hooks import HooksObserver, TrainingHooks
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.train import join, run_training
-from bigbatch.trainer.training_loop import TrainingHooks
 
 
 def train(
@@ -53,7 +53,8 @@ def train(
     with _process_as_before():
         job = join(experiment, env)
         try:
-            summary, device = run_training(experiment, job, hooks=hooks, is_quiet=quiet), job.communicator.device
+            summary = run_training(experiment, job, observers=[HooksObserver(hooks)], is_quiet=quiet)
+            device = job.communicator.device
         except BaseException as error:
             # the other ranks must not wait for this process, which may live on; healing may have replaced a connection
             for control in open_connections.keys() - others:

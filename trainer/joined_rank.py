@@ -1,11 +1,15 @@
 """A rank that has joined its job, before it builds a run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import HEALING
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.errors import UserError
+from bigbatch.exit_codes import LOST
+from bigbatch.parts import load
 from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.order import describe_left_out
@@ -35,20 +39,18 @@ class JoinedRank:
         left_out = describe_left_out(root, *(split.index for split in splits))
         lines = [left_out, self.bound, self.staged, describe_load(communicator.device), self.mode_note]
         if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.endpoints is None:
-            lines.append(why_not_healing(config, communicator.backend.name))
+            lines.append(load("bigbatch.trainer.healing.why_not_healing")(config, communicator.backend.name))
         if start.is_of_unknown_classes:
             lines.append(f"{start.path} keeps no class names: those of {root} are not compared")
         return [line for line in lines if line]
 
 
-def why_not_healing(config: Config, backend: str) -> str:
-    """Return the log line that says why this run cannot heal in place."""
-    if backend not in HEALING:
-        why, remedy = f"{backend} cannot continue without a rank", f"comm.backend {' or '.join(HEALING)} can"
-    elif config.compute.cuda_graph:
-        why, remedy = "a captured step cannot be interrupted", "compute.cuda_graph=false can"
-    elif config.comm.buffers != "torch":
-        why, remedy = f"NCCL cannot abort sums in {config.comm.buffers} buffers", "comm.buffers=torch can"
-    else:
-        why, remedy = "the ranks met in a process group of the script's own", "without one they can"
-    return f"run.heal=in_place: {why}, so a lost rank ends the job, as with restart; {remedy}"
+@contextmanager
+def failing_as_lost_rank(env: ProcessEnv) -> Iterator[None]:
+    """Give errors of a joining rank the exit code of a lost rank: the other ranks continue without it."""
+    try:
+        yield
+    except UserError as error:
+        if env.joins and error.exit_code:
+            error.exit_code = LOST
+        raise

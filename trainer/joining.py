@@ -1,8 +1,8 @@
 """Let a restarted rank join the running ranks at a boundary of all ranks: both sides of the protocol."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from bigbatch.comm.rendezvous.joining import (
     leave_former_group,
 )
 from bigbatch.comm.rendezvous.places import release
-from bigbatch.errors import CommError, ConfigError, PeerLostError, UserError
+from bigbatch.errors import CommError, ConfigError, PeerLostError
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.images import Images
 from bigbatch.trainer.build.input import Splits, describe_images, make_splits
@@ -36,19 +36,19 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.healing import (
     Connected,
     Healed,
-    Ownership,
     can_regroup,
     config_to_compare,
     connect_group,
     group_of,
     heal,
+    why_not_healing,
 )
-from bigbatch.trainer.joined_rank import JoinedRank, why_not_healing
+from bigbatch.trainer.joined_rank import JoinedRank, failing_as_lost_rank
 from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.owner import Claim, newest_claim
+from bigbatch.trainer.run.ownership import Ownership
 from bigbatch.trainer.step.plan import Parts
-from bigbatch.trainer.step.stop_request import StopRequest
 
 LOOK_SECONDS = 0.5
 """Pause between two attempts to reach the running ranks."""
@@ -131,17 +131,6 @@ def admit_ranks(
     return go(group=group, connected=connected, message=f"joined: {names}; ", since=since)
 
 
-@contextmanager
-def failing_as_lost_rank(env: ProcessEnv) -> Iterator[None]:
-    """Give errors of a joining rank the exit code of a lost rank: the other ranks continue without it."""
-    try:
-        yield
-    except UserError as error:
-        if env.joins and error.exit_code:
-            error.exit_code = LOST
-        raise
-
-
 def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
     """Return a communicator of this process alone, for its work before it joins. Raises: ConfigError; CommError."""
     device = choose_device(env, backend=config.comm.backend)
@@ -208,8 +197,7 @@ def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -
 def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:
     """Return parts without the state."""
     plan = make_plan(config, alone, num_samples=splits.train.num_samples, first_step=1)  # not 0: reads no model.weights
-    stop = StopRequest(takes_signals=False)  # a signal ends this rank until it has joined
-    parts = make_parts(config, alone, plan=plan, tuned=None, train=splits.train, stop=stop, is_restored=True)
+    parts = make_parts(config, alone, plan=plan, tuned=None, train=splits.train, is_restored=True)
     parts.close()
     return parts
 

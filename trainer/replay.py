@@ -15,7 +15,7 @@ from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.input import step_requests, train_batches
 from bigbatch.trainer.build.job import fusion_sizes
-from bigbatch.trainer.build_run import Inherited, build_run
+from bigbatch.trainer.build.run import build_run
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.options import parse_beside_keys
@@ -23,8 +23,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.diff import KEY, RecordedRun, find_difference, read_run
 from bigbatch.trainer.difference import likely_cause
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.run.checkpoint import list_checkpoints
-from bigbatch.trainer.run.digests import (
+from bigbatch.trainer.observe.digests import (
     PHASES,
     STATE,
     SUMMED,
@@ -34,16 +33,18 @@ from bigbatch.trainer.run.digests import (
     chosen_layers,
     digests_of_update,
 )
+from bigbatch.trainer.observe.gradient_audit import recompute
+from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.folder import RunDir, load_run_config
-from bigbatch.trainer.run.gradient_audit import recompute
+from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import describe_job
+from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.train import join
-from bigbatch.trainer.training_loop import TrainingHooks
-from bigbatch.trainer.training_run import TrainingRun
+from bigbatch.trainer.training import TrainingRun
 from bigbatch.words import count
 
 SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
@@ -89,8 +90,8 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> int:
         job = join(own, ALONE)
         stack.enter_context(closing(job.communicator))
         stop = StopRequest(takes_signals=False)  # there is no checkpoint to save before a stop
-        inherited = Inherited(stop=stop)
-        training = build_run(own, job, owner=None, hooks=TrainingHooks(), is_quiet=True, inherited=inherited)
+        begin = RunStart(config=own, job=job, log=MetricsLog(RunDir(Path(folder))), stop=stop)
+        training = TrainingRun(build_run(begin, is_quiet=True))
         stack.callback(training.close)
         again = _compute(training, recorded, step=step, is_exact=is_exact)
         here = describe_job(job.communicator, plan=training.plan, num_train=0, num_val=0)

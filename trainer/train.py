@@ -8,17 +8,17 @@ from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of, tell
 from bigbatch.exit_codes import LOST
+from bigbatch.parts import load
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.joined_rank import JoinedRank
-from bigbatch.trainer.joining import connect_alone, failing_as_lost_rank
+from bigbatch.trainer.joined_rank import JoinedRank, failing_as_lost_rank
 from bigbatch.trainer.machine.host import skip_compiler_import
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.out_of_memory import explain
+from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.step.stop_request import leave_stopped
-from bigbatch.trainer.training_job import TrainingJob
-from bigbatch.trainer.training_loop import TrainingHooks
+from bigbatch.trainer.training import Training
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     skip_compiler_import()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
     is_quiet = "--quiet" in argv
-    summary = run_training(config, job, hooks=TrainingHooks(), is_dry_run=is_dry_run, is_quiet=is_quiet)
+    summary = run_training(config, job, is_dry_run=is_dry_run, is_quiet=is_quiet)
     return leave_stopped(env) if summary is None else 0
 
 
@@ -47,19 +47,25 @@ def join(config: Config, env: ProcessEnv) -> JoinedRank:
     bound = bind_rank(config, env)
     if env.joins:
         with failing_as_lost_rank(env):
-            return JoinedRank(connect_alone(config, env), env, None, bound)
+            alone = load("bigbatch.trainer.joining.connect_alone")(config, env)
+            return JoinedRank(alone, env, None, bound)
     communicator, tuned = join_job(config, env)
     return JoinedRank(communicator, env, tuned, bound)
 
 
 def run_training(
-    config: Config, job: JoinedRank, *, hooks: TrainingHooks, is_dry_run: bool = False, is_quiet: bool = False
+    config: Config,
+    job: JoinedRank,
+    *,
+    observers: Sequence[Observer] = (),
+    is_dry_run: bool = False,
+    is_quiet: bool = False,
 ) -> dict[str, Any] | None:
     """Run the training and leave the job; return the summary: empty for a dry run, None if stopped. Collective.
 
     Raises: UserError, such as OutOfMemory, without leaving the job.
     """
-    training = TrainingJob(config, job, hooks=hooks, is_quiet=is_quiet)
+    training = Training(config, job, observers=observers, is_quiet=is_quiet)
     try:
         summary = training.describe() if is_dry_run else training.train()
     except (RuntimeError, MemoryError) as error:
@@ -67,7 +73,7 @@ def run_training(
             raise
         reason, notes = str(error), notes_of(error)
     else:
-        last = training.job.communicator
+        last = training.start.job.communicator
         try:
             last.close()
         except PeerLostError as lost:
@@ -77,7 +83,7 @@ def run_training(
             abort_connection(last.control)
         return summary
     # outside of the except block: the error's frames hold the run's tensors
-    config, group = training.config, training.job.communicator
+    config, group = training.start.config, training.start.job.communicator
     del training
     failure = OutOfMemory(explain(config, reason, world_size=group.world_size, device=group.device))
     add_note(failure, *notes)

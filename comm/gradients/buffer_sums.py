@@ -158,6 +158,11 @@ class GridSums:
             sums_N.zero_()
         self._counts_B.zero_()
 
+    @property
+    def largest(self) -> float:
+        """Largest number of a microbatch that the grid holds."""
+        return self._grid.largest
+
     def take_beyond(self) -> int:
         """Return the count of numbers out of range since the last call, over all ranks. Waits for the device."""
         count = int(self._num_beyond_1)

@@ -23,8 +23,9 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous import regroup
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.trainer import build_run, healing, joining
-from bigbatch.trainer.run import saving
+from bigbatch.trainer import joining
+from bigbatch.trainer.build import run as build_run
+from bigbatch.trainer.run import ownership, saving
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.stop_request import StopRequest
 
@@ -41,7 +42,7 @@ def _die_if_due(where: str) -> None:
 
 _wait, _update_, _zero_grad = GradientReducer.wait, Precision.update_, GradientReducer.zero_grad
 _save, _ask, _is_due = saving.save_checkpoint, Departure.ask, Departure.is_due
-_leave_if_due, _take_over = StopRequest.leave_if_due, healing.take_over
+_leave_if_due, _take_over = StopRequest.leave_if_due, ownership.take_over
 _open, _start = regroup._open_next_store, regroup.start_store
 _evaluates = False
 
@@ -120,7 +121,7 @@ def _die(*arguments: object, **options: object) -> None:
 if read_process_env().joins and "DIE_JOINING" in os.environ:
     build_run.regroup_parts = _die  # type: ignore[assignment]
 regroup._open_next_store, regroup.start_store = _open_next_store, _start_store
-healing.take_over = _succeed
+ownership.take_over = _succeed
 Departure.ask = _ask_in_time  # type: ignore[method-assign]
 Departure.is_due = _wait_for_join  # type: ignore[method-assign]
 StopRequest.leave_if_due = _evaluate_batch  # type: ignore[method-assign]

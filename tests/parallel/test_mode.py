@@ -14,7 +14,7 @@ from test_parallel import fork_job
 
 from bigbatch.cli import main
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.trainer import training_job
+from bigbatch.trainer import training
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.generated import write_dataset
@@ -70,7 +70,7 @@ def train_by_rates(rates: str, share: str, *command: str) -> int:
     """Run a command of bigbatch as on GPUs. rates: by rank and microbatch, in JSON. share: of the run's time."""
     budget.MIN_IMAGES, budget.SHARE_OF_RUN = 0, float(share)  # the runs of a test are short
     played = Played(json.loads(rates)[read_process_env().rank])
-    training_job.choose_mode = partial(  # type: ignore[attr-defined]
+    training.choose_mode = partial(  # type: ignore[attr-defined]
         choose_mode, measures=lambda communicator: True, start_trials=lambda config, **_: played
     )
     return main(command)

@@ -20,11 +20,13 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
+from bigbatch.trainer.observe.exact_sums import ExactSums
+from bigbatch.trainer.observe.hooks import HooksObserver, TrainingHooks
+from bigbatch.trainer.observe.observer import Observed
 from bigbatch.trainer.optim.lars import LARS
-from bigbatch.trainer.run.digests import DigestRecorder
-from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -32,7 +34,6 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.statistics import StepStatistics
 from bigbatch.trainer.step.stop_request import Joining, Stopped
 from bigbatch.trainer.step.window import Totals
-from bigbatch.trainer.training_loop import TrainingHooks, TrainingLoop
 
 CPU = torch.device("cpu")
 SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1
@@ -64,7 +65,7 @@ def schedule(step: int) -> float:
     return 0.1 / (step + 1)
 
 
-def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "sgd") -> Parts:
+def make_parts(*, precision: str = "fp32", optimizer: str = "sgd") -> Parts:
     torch.manual_seed(0)
     communicator = connect(env=ALONE, backend="gloo", algorithm="ring")
     norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=1)
@@ -88,7 +89,6 @@ def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "s
         prepare=PrepareBatch(normalize=normalize, device=CPU),
         normalize=normalize,
         loss=partial(F.cross_entropy, label_smoothing=SMOOTHING, reduction="sum"),
-        stop=stop or Stop(),
     )
 
 
@@ -159,16 +159,10 @@ class Recorder:
     def hint(self, text: str, *, step: int) -> None:
         pass
 
-    def record_timeline(self, step: int, **_: object) -> None:
-        pass
-
     def evaluate(self, done: int, **_: object) -> dict[str, Any]:
         self.events.append(("evaluate", done))
         self.called("evaluate")
         return {"top1": done / 100}
-
-    def seconds_to_exchange(self, record: dict[str, Any]) -> float:
-        return 0.0
 
     def reason_to_end(self) -> str | None:
         return self.reason
@@ -195,11 +189,13 @@ def train(
     recorder: Any,
     batches: Iterator[Batch],
     *,
+    stop: Any = None,
     max_skipped: int = 99,
     **hooks: Callable[..., None],
 ) -> Totals:
     """The steps of a run; the recorder sees each."""
     config = quickstart(f"--data.max_skipped={max_skipped}")
+    exact = [ExactSums(observed(config, plan, parts))] if parts.reducer.grid else []
     loop = TrainingLoop(
         config,
         plan,
@@ -207,10 +203,13 @@ def train(
         evaluator=recorder,
         saver=recorder,
         output=recorder,
-        digests=DigestRecorder(config, plan, parts),
-        audit=GradientAudit(config, plan, parts, read=lambda step, number: next(batches)),
-        hooks=TrainingHooks(**hooks),
-        notice_seconds=None,
+        stop=stop or Stop(),
+        observers=[*exact, HooksObserver(TrainingHooks(**hooks))],
         skipped={},
     )
     return loop.run(batches)
+
+
+def observed(config: Config, plan: Plan, parts: Parts, **others: Any) -> Observed:
+    """What an observer gets of these parts, with others in place of a run's output."""
+    return Observed(config=config, plan=plan, parts=parts, communicator=parts.communicator, say=print, **others)

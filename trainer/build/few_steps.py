@@ -13,8 +13,10 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.observe.observer import CHECKS, Observed, attach
 from bigbatch.trainer.step.loop import Steps
 from bigbatch.trainer.step.plan import Parts
+from bigbatch.trainer.step.stop_request import StopRequest
 
 
 @contextmanager
@@ -39,22 +41,31 @@ def few_steps(
     if schedule is not None:
         parts = dataclasses.replace(parts, schedule=schedule)
     fit_whitening_(parts.model, splits.train, config=config, communicator=communicator)
+    stop = StopRequest(launcher=communicator.env.agent_pid)
     plan = dataclasses.replace(whole, num_steps=num_steps, log_every_steps=1)
 
     def run(
         on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
     ) -> str | None:
         steps = Steps(plan, parts, build_input.train_batches(config, splits.train, plan=plan))
-        with parts.stop.watch(communicator.control, acknowledge=lambda by: say(f"{by}: will stop after this step")):
+        observed = Observed(config=config, plan=plan, parts=parts, communicator=communicator, say=say)
+        checks = attach(observed, keys=CHECKS)
+        with stop.watch(communicator.control, acknowledge=lambda by: say(f"{by}: will stop after this step")):
             for step in range(num_steps):
-                steps(step)
+                for check in checks:
+                    check.before_step(step)
+                steps.train_step(step, steps.stream)
                 after_step(step + 1)
                 parts.precision.wait_for_weights()  # now the optimizer's state may be read
+                for check in checks:
+                    check.before_report(step + 1)
                 record, _ = steps.report(step + 1)
+                for check in checks:
+                    record |= check.figures(step + 1)
                 on_report(record)
                 parts.precision.require_progress(step + 1, is_last=step + 1 == num_steps)
-                if parts.stop.is_due() and step + 1 < num_steps:
-                    return parts.stop.asked_by
+                if stop.is_due() and step + 1 < num_steps:
+                    return stop.asked_by
                 steps.start_over()
         return None
 

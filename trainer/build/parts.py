@@ -40,7 +40,6 @@ from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision, shard_update
 from bigbatch.trainer.step.statistics import GridStatistics, StepStatistics
-from bigbatch.trainer.step.stop_request import StopRequest
 
 
 def make_parts(
@@ -52,14 +51,13 @@ def make_parts(
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
     train: build_input.Split | None = None,
-    stop: StopRequest | None = None,
     is_restored: bool = False,
 ) -> Parts:
     """Return all parts of a step. tuned: as join_job returns it; gradient_order: a resumed run's, a name per line.
 
     model.weights are read for the first step of a run only. classes: class names of the data, which the weights must
-    share if their last layer is taken; None: not compared. train: as for make_loss. stop: the stop request of the job's
-    earlier run; None: a new one. is_restored: a state is loaded next, so the ranks do not compare initial weights.
+    share if their last layer is taken; None: not compared. train: as for make_loss. is_restored: a state is loaded
+    next, so the ranks do not compare initial weights.
     Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
@@ -103,7 +101,6 @@ def make_parts(
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
             loss=make_loss(config, communicator.device, train=train),
-            stop=stop or StopRequest(launcher=communicator.env.agent_pid),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),
             execution=make_execution(config, communicator, optimizer),
@@ -130,7 +127,6 @@ def regroup_parts(
     *,
     plan: Plan,
     gradient_order: str | None,
-    stop: StopRequest | None,
 ) -> Parts:
     """Return the parts for another group: model, masters and optimizer stay, with their state. Collective.
 
@@ -156,8 +152,7 @@ def regroup_parts(
         failure.callback(reducer.close)
         _divide_work_(parts.optimizer, communicator, config)
         failure.pop_all()
-    stop = stop or StopRequest(launcher=communicator.env.agent_pid)
-    return replace(parts, communicator=communicator, accumulation=accumulation, reducer=reducer, stop=stop)
+    return replace(parts, communicator=communicator, accumulation=accumulation, reducer=reducer)
 
 
 def _load_weights_(

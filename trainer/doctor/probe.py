@@ -39,6 +39,7 @@ from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.machine.host import cores_per_rank, has_cpu_bf16, seconds_of
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
+from bigbatch.trainer.step.stop_request import StopRequest
 
 ENDLESS = 2**40
 """More steps than any measurement takes."""
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         is_first = communicator.rank == 0
         if is_first:
             append(folder / ANSWERS, probe.facts)
-        for order in orders(folder, is_running=lambda: not probe.parts.stop.is_set and psutil.pid_exists(doctor)):
+        for order in orders(folder, is_running=lambda: not probe.stop.is_set and psutil.pid_exists(doctor)):
             what = order.pop("what")
             if what == "end":
                 break
@@ -101,6 +102,7 @@ class _Probe:
 
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
         self.communicator, self._tuned = communicator, tuned
+        self.stop = StopRequest(launcher=communicator.env.agent_pid)
         local, _ = stage_data(config, communicator)
         self._build(config, build_input.make_splits(local, communicator))
         fit_whitening_(self.parts.model, self.split, config=config, communicator=communicator)
@@ -279,7 +281,7 @@ class _Probe:
 
         def run() -> None:
             for _ in range(num_steps):
-                if self.parts.stop.is_set:
+                if self.stop.is_set:
                     raise KeyboardInterrupt
                 self.train_step(next(self._numbers), stream)
 

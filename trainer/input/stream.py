@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.ranks import Ranks
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 
@@ -59,7 +59,7 @@ class InputStream:
         return {position: reason for position, (step, reason) in replaced.items() if step < before}
 
 
-def gather_replaced(communicator: Communicator, replaced: Mapping[int, str]) -> dict[int, str]:
+def gather_replaced(communicator: Ranks, replaced: Mapping[int, str]) -> dict[int, str]:
     """Return position -> reason of the bad images of all ranks, in rank order. Collective."""
     together: dict[int, str] = {}
     for pairs in communicator.gather(list(replaced.items())):

@@ -131,13 +131,13 @@ class RunOutput:
         measured: MeasuredInput | None,
         skipped: Mapping[str, str],
         seconds: float,
-        noise: Mapping[str, float | None],
+        figures: Mapping[str, Any],
         schedule: Callable[[int], float],
         is_healed: bool = False,
     ) -> dict[str, Any] | None:
         """Write the plot, and the summary or how to continue; return the summary.
 
-        schedule: learning rate by step. Other arguments: as for make_summary and make_hints.
+        figures: of observers. schedule: learning rate by step. Other arguments: as for make_summary and make_hints.
         """
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
@@ -176,7 +176,7 @@ class RunOutput:
                 best=best_checkpoint(list_checkpoints(rundir.checkpoints)),
                 skipped=skipped,
                 seconds=seconds,
-                noise=noise,
+                figures=figures,
                 spent=total_spent(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, as_json(summary, indent=1) + "\n")
@@ -188,25 +188,6 @@ class RunOutput:
         for name, text in rows(summary):
             self.say(f"{name:32} {text}")
         self.say(f"plot: {self._rundir.plot}")
-
-    def record_timeline(self, step: int, *, wait: Callable[[], None]) -> None:
-        """Start the trace of comm.timeline_steps at the first of them, write it after the last. Collective.
-
-        wait: waits for pending operations, which are recorded when they end.
-        """
-        communicator, steps = self._communicator, self._config.comm.timeline_steps
-        if steps is None:
-            return
-        timeline, is_active = communicator.timeline, steps[0] <= step <= steps[1]
-        ends = timeline.is_active and not is_active
-        if ends:
-            wait()
-        timeline.is_active = is_active
-        if ends:
-            trace = timeline.gather(communicator.control)
-            if communicator.rank == 0:
-                self._rundir.write_text(self._rundir.timeline, trace)
-                self.say(f"timeline: open {self._rundir.timeline} in https://ui.perfetto.dev")
 
     def leave_terminal(self) -> None:
         """Release the terminal before the end of the run, which may take long or fail."""

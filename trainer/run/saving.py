@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.awake import awake_seconds, wait_awake
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.limits import LEAVE_SECONDS
 from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.exit_codes import LOST
+from bigbatch.parts import load
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.memory import is_out_of_memory
@@ -25,7 +27,6 @@ from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.sums import describe_sums
 from bigbatch.trainer.step.plan import Parts
-from bigbatch.trainer.step.replicas import compare
 
 
 def copy_to_host(state: Any) -> Any:
@@ -141,15 +142,16 @@ class CheckpointSaver:
         self,
         config: Config,
         parts: Parts,
+        communicator: Communicator,
         *,
         owner: Owner | None,
         samples: str | None,
         classes: Sequence[str] | None = None,
     ) -> None:
-        self._config, self._parts, self._owner, self._samples = config, parts, owner, samples
-        self._classes = classes
+        self._config, self._parts, self._communicator = config, parts, communicator
+        self._owner, self._samples, self._classes = owner, samples, classes
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
-        is_alone = parts.communicator.world_size == 1
+        is_alone = communicator.world_size == 1
         self._is_comparing = not is_alone and config.run.compare_every_steps > 0
         self._is_agreed = is_alone or self._is_comparing
         self._step: int | None = None
@@ -159,7 +161,7 @@ class CheckpointSaver:
     def compare(self, *, done: int) -> None:
         """Compare the replicas of all ranks, if configured. Collective. Raises: ReplicasDiffer."""
         if self._is_comparing:
-            compare(self._parts, done=done)
+            load("bigbatch.trainer.observe.replicas.compare")(self._parts, self._communicator, done=done)
 
     def start(
         self, *, done: int, top1: float | None, evaluations: list[dict[str, Any]], skipped: dict[str, str]
@@ -173,7 +175,7 @@ class CheckpointSaver:
         started = awake_seconds()
         with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
             self._step = done
-            if self._parts.communicator.rank == 0:
+            if self._communicator.rank == 0:
                 name = f"checkpoint {checkpoint_path(self._checkpoints, step=done)}"
                 save = partial(self._save, step=done, top1=top1)
                 self._write = BackgroundWrite(state, save, name=name, started=started)
@@ -221,7 +223,7 @@ class CheckpointSaver:
             "average": parts.average.state_dict(done),
             "evaluations": evaluations,
             "gradient_order": "\n".join(parts.reducer.order),
-            "sums": describe_sums(parts.communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded),
+            "sums": describe_sums(self._communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded),
             "samples": self._samples,
             class_names.KEPT_AS: class_names.to_keep(self._classes),
             "skipped": dict(skipped),
@@ -238,7 +240,7 @@ class CheckpointSaver:
         step = self._step
         seconds = write_on_first(
             lambda: self._say(wait=wait),
-            self._parts.communicator.control,
+            self._communicator.control,
             what=f"checkpoint of step {step}",
             timeout_seconds=self._config.run.checkpoint_timeout_seconds + REPLY_SECONDS,
         )
@@ -253,7 +255,7 @@ class CheckpointSaver:
         If the job heals, wait at most half of comm.timeout_seconds, because the other ranks wait meanwhile.
         """
         if self._write and self._write.is_awaited:
-            communicator, seconds = self._parts.communicator, LEAVE_SECONDS
+            communicator, seconds = self._communicator, LEAVE_SECONDS
             if exit_code == LOST and communicator.endpoints is not None:  # healing releases the connection
                 seconds = min(seconds, communicator.control.timeout_seconds / 2)
             else:

@@ -32,10 +32,17 @@ from bigbatch.words import count
 
 
 def introduction(
-    config: Config, parts: Parts, *, plan: Plan, num_train: int, num_val: int, placement: Sequence[str]
+    config: Config,
+    parts: Parts,
+    communicator: Communicator,
+    *,
+    plan: Plan,
+    num_train: int,
+    num_val: int,
+    placement: Sequence[str],
 ) -> Iterator[str]:
     """Yield the lines to print before the first step. placement: lines on CPU binding and location of the data."""
-    batch, communicator, optimizer, division = config.batch, parts.communicator, config.optimizer, plan.division
+    batch, optimizer, division = config.batch, config.optimizer, plan.division
     yield f"{communicator}; device {device_name(communicator.device)}, {optimizer.precision}"
     if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
         yield f"all-reduce {communicator.algorithm}, chosen by comm.algorithm=auto: {communicator.why}"
@@ -48,7 +55,7 @@ def introduction(
     yield from uneven(division)
     yield from replayed(batch.virtual_ranks, world_size=communicator.world_size)
     yield from str(parts.reducer.plan).splitlines()
-    yield from rounding_notes(parts, is_sharded=optimizer.sharded)
+    yield from rounding_notes(communicator, parts, is_sharded=optimizer.sharded)
     yield from optimizer_notes(optimizer)
     yield from sharded_notes(config, parts)
     yield from schedule_notes(config.schedule, epochs=config.run.epochs)
@@ -138,9 +145,8 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
     return [f"replays the updates of {count(virtual_ranks, 'rank')}: {world_size} here{each}"]
 
 
-def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
+def rounding_notes(communicator: Communicator, parts: Parts, *, is_sharded: bool) -> list[str]:
     """Return the log lines about how gradients are rounded in sums over ranks."""
-    communicator = parts.communicator
     note = rounding_note(
         ("native",) if is_sharded else summing_algorithms(communicator),  # the backend's own reduce-scatter
         communicator.wire,
@@ -173,13 +179,13 @@ def make_summary(
     best: Checkpoint | None,
     skipped: Mapping[str, str],
     seconds: float,
-    noise: Mapping[str, float | None],
+    figures: Mapping[str, Any],
     spent: Spent,
 ) -> dict[str, Any]:
     """Return the contents of summary.json. Seconds, rates and shares are of this start; null if it made no step.
 
-    skipped: bad images of all starts of the run, with the reason. spent: cost of all starts. noise: figures of the
-    noise scale, empty if it is not measured.
+    skipped: bad images of all starts of the run, with the reason. spent: cost of all starts. figures:
+    of observers, such as the noise scale.
     """
     return {
         "top1": totals.last_evaluation["top1"],
@@ -201,8 +207,7 @@ def make_summary(
         "skipped": list(skipped.values()),
         "backend": communicator.backend.name,
         **_sums(config, communicator),
-        **({"grid_underflow_fraction": totals.grid_underflow_fraction} if config.run.reproducible else {}),
-        **noise,
+        **figures,
         "loader": config.data.loader,
         "precision": config.optimizer.precision,
         "device": device_name(communicator.device),

@@ -35,25 +35,6 @@ def require_finite(loss: float, *, first_step: int, finite_steps: int, gather: C
     )
 
 
-def require_on_grid(num_beyond: int, *, done: int, largest: float) -> None:
-    """Raise TrainingDiverged if microbatch gradients exceeded the range of run.reproducible, up to step done."""
-    if num_beyond:
-        raise TrainingDiverged(
-            f"{num_beyond} numbers of microbatches' gradients were larger than {largest:g}, or not finite, by step "
-            f"{done}: run.reproducible cannot sum such numbers; {REMEDY}"
-        )
-
-
-def require_statistics(num_beyond: int, *, done: int) -> None:
-    """Raise TrainingDiverged if run.reproducible could not sum batch norm's statistics, up to step done."""
-    if num_beyond:
-        raise TrainingDiverged(
-            f"{num_beyond} means or variances of microbatches were too large, or of a batch norm that a microbatch "
-            f"skipped, by step {done}: run.reproducible cannot sum these; normalise the images, let each forward "
-            "go through each batch norm once, or set it to false"
-        )
-
-
 class GuessWatch:
     """Ends a run whose mean training loss over some number of steps after the warm-up is no better than a guess.
 

@@ -1,7 +1,7 @@
 """One training step, and the measured steps of a run. Takes ready objects and builds none."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,8 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
-from bigbatch.trainer.step.divergence import require_finite, require_on_grid, require_statistics
-from bigbatch.trainer.step.plan import Parts, Plan, is_passed
-from bigbatch.trainer.step.replicas import digest, replicas, require_same
+from bigbatch.trainer.step.divergence import require_finite
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.seeding import seed_forward
 from bigbatch.trainer.step.window import Totals, Window, WindowSums
 
@@ -29,14 +28,12 @@ class TrainStep:
         self.window = Window(parts.communicator.device)
         self.is_whole = True
         """Whether weights and state are those after a whole step; unknown during a captured step."""
-        self.before_update: Callable[[], object] = lambda: None
+        self.before_update: Sequence[Callable[[], object]] = ()
         """Called in each step after the gradients are summed and before the weights change."""
 
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
         self.parts.set_lr_(step=step)
-        # not with a CUDA graph: replays repeat what was captured, so they would count in every step or never
-        self.parts.reducer.set_underflow_counting(self.plan.is_report(step + 1) and self.parts.execution.measures_waits)
         # outside the captured work, so that it is the same for all microbatches but the last
         self.parts.reducer.zero_grad()
         self.parts.accumulation.start_over()
@@ -82,7 +79,8 @@ class TrainStep:
             self.window.count(loss, logits_BK, prepared.labels_B)
         with span("wait for the sums"):
             parts.reducer.wait()
-        self.before_update()
+        for look in self.before_update:
+            look()
         with span("update"):
             self.is_whole = False
             is_skipped_1 = parts.statistics.average_()
@@ -113,9 +111,6 @@ class Steps:
         parts.reducer.exposed.take_seconds()  # discard waits before the first step, as of a restore
         self.start_over()
 
-    def __call__(self, step: int) -> None:
-        self.train_step(step, self.stream)
-
     def start_over(self) -> None:
         """Start measuring again: the time of an evaluation or a checkpoint belongs to no step."""
         self.train_step.window.start_over()
@@ -125,17 +120,14 @@ class Steps:
         """Sum what was measured since the last report over ranks. Syncs with the device.
 
         Returns: the record, and position -> reason of the bad images that were replaced since then.
-        Raises: InputLost; TrainingDiverged; ReplicasDiffer.
+        Raises: InputLost; TrainingDiverged.
         """
         plan, parts, window = self.plan, self.parts, self.train_step.window
         communicator = parts.communicator
-        compared = self._start_comparison(done)  # first: the device computes digests while the host waits
         mine_N = self._window_of_this_rank().pack(communicator.device)
         sums = WindowSums.unpack(communicator.sum_(mine_N, label=f"report of step {done}"))
         if sums.num_failed:
             raise self._lost_input()
-        if compared:
-            require_same(communicator, *compared, done=done)
         self.totals.add(sums, steps=window.steps)
         require_finite(
             sums.loss,
@@ -143,9 +135,6 @@ class Steps:
             finite_steps=int(window.finite_steps),
             gather=communicator.gather,
         )
-        if parts.reducer.grid and not parts.precision.skips_overflow:
-            require_on_grid(parts.reducer.grid_sums.take_beyond(), done=done, largest=parts.reducer.grid.largest)
-        require_statistics(parts.statistics.take_beyond(), done=done)
         record = {
             "step": done,
             "epoch": done / plan.steps_per_epoch,
@@ -154,18 +143,8 @@ class Steps:
             "lr": parts.schedule(done - 1),
             **parts.precision.figures(),
             **sums.record(measures_waits=self.totals.measures_waits),
-            **({"grid_underflow_fraction": sums.grid_underflow_fraction} if parts.reducer.grid else {}),
         }
         return record, self._gather_replaced(before=done) if sums.num_skipped else {}
-
-    def _start_comparison(self, done: int) -> tuple[Iterable[str], Tensor] | None:
-        """Start digests of replicated state on the device, if due; return names, and digests to read later."""
-        plan, parts = self.plan, self.parts
-        since = done - self.train_step.window.steps
-        if parts.communicator.world_size == 1 or not is_passed(plan.compare_every_steps, done, since=since):
-            return None
-        found = replicas(parts, done=done)
-        return found.keys(), digest(found.values())
 
     def _window_of_this_rank(self) -> WindowSums:
         parts, stream, window = self.parts, self.stream, self.train_step.window
@@ -173,7 +152,6 @@ class Steps:
         loss, correct, samples = window.sums_3.tolist()  # waits for the device, so that seconds cover the window
         seconds = time.perf_counter() - window.start
         rank, num_ranks = parts.communicator.rank, parts.communicator.world_size
-        num_lost, num_nonzero = parts.reducer.grid_sums.take_underflow() if parts.reducer.grid else (0, 0)
 
         def at_own_place(share: float) -> tuple[float, ...]:  # so that the sum over ranks holds each rank's share
             return tuple(share if each == rank else 0.0 for each in range(num_ranks))
@@ -187,8 +165,6 @@ class Steps:
             joules=parts.energy.take_joules(),
             num_failed=stream.failure is not None,
             num_skipped=len(stream.replaced),
-            num_lost=num_lost,
-            num_nonzero=num_nonzero,
             waited_P=at_own_place(stream.take_wait_seconds() / seconds),
             exposed_P=at_own_place(exposed_seconds / seconds),
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.ranks import Ranks
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
@@ -18,7 +18,6 @@ from bigbatch.trainer.step.ema import MovingAverage, no_average
 from bigbatch.trainer.step.execution import EagerExecution, Execution
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
-from bigbatch.trainer.step.stop_request import StopRequest
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,11 @@ class Parts:
     optimizer: torch.optim.Optimizer
     schedule: Callable[[int], float]
     reducer: GradientReducer
-    communicator: Communicator
+    communicator: Ranks
     prepare: PrepareBatch
     normalize: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
     """Loss: logits_BK in fp32 and targets, indices (B) or shares (B, K) -> sum over their images."""
-    stop: StopRequest
     average: MovingAverage = field(default_factory=no_average)
     energy: EnergyMeter = field(default_factory=EnergyMeter)
     execution: Execution = field(default_factory=EagerExecution)
@@ -102,8 +100,3 @@ class Parts:
         self.reducer.close()
         self.accumulation.close()
         self.execution.close()
-
-
-def is_passed(every: int, done: int, *, since: int) -> bool:
-    """Return whether a multiple of every lies in (since, done]; False if every is 0. since: step of the last report."""
-    return every > 0 and done // every > since // every

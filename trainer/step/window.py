@@ -63,10 +63,6 @@ class WindowSums:
     """Ranks whose input failed."""
     num_skipped: float
     """Bad images."""
-    num_lost: float
-    """Non-zero gradients of microbatches that the grid of run.reproducible rounded to 0, in the counted steps."""
-    num_nonzero: float
-    """All non-zero gradients of microbatches in these steps; both are whole numbers with exact sums up to 2**53."""
     waited_P: tuple[float, ...]
     """Share of its window that each rank waited for images."""
     exposed_P: tuple[float, ...]
@@ -101,11 +97,6 @@ class WindowSums:
         """Return the share of the window in which training waited for images."""
         return max(self.waited_P)
 
-    @property
-    def grid_underflow_fraction(self) -> float | None:
-        """Return the share of non-zero gradients that the grid rounded to 0; None if none was counted."""
-        return self.num_lost / self.num_nonzero if self.num_nonzero else None
-
     def record(self, *, measures_waits: bool) -> dict[str, Any]:
         """Return figures for the log; without measures_waits, the ranks' waits for each other are None."""
         waits = {
@@ -139,16 +130,8 @@ class Totals:
     """Part of exposed_seconds that ranks waited for slower ones; like lag_seconds_P without the first report."""
     lag_seconds_P: list[float] = field(default_factory=list)
     """Lag of each rank: the longest wait of any rank, for sums and images, minus its own."""
-    num_lost: float = 0.0
-    """Gradients that the grid rounded to 0, as WindowSums counts them."""
-    num_nonzero: float = 0.0
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     stopped_by: str | None = None
-
-    @property
-    def grid_underflow_fraction(self) -> float | None:
-        """Return the share for the run so far, as in WindowSums; None if none was counted."""
-        return self.num_lost / self.num_nonzero if self.num_nonzero else None
 
     def add(self, window: WindowSums, *, steps: int) -> None:
         """Add the sums over all ranks of a window of so many steps."""
@@ -157,8 +140,6 @@ class Totals:
         self.step_seconds += seconds
         self.input_wait_seconds += window.wait_fraction * seconds
         self.exposed_seconds += window.mean_exposed_seconds
-        self.num_lost += window.num_lost
-        self.num_nonzero += window.num_nonzero
         # one-time costs differ between ranks, and are not straggling
         if not self.first_report_seconds:
             self.first_report_seconds, self.lag_seconds_P = seconds, [0.0] * len(window.waited_P)

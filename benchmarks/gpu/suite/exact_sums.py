@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.gpu.suite.context import Context, Found
 from benchmarks.gpu.suite.job import Contestant, Job, contestant, rates_in_turn, settings_for
 from benchmarks.record import ratios
-from bigbatch.trainer.step.replicas import digest
+from bigbatch.trainer.observe.replicas import digest
 
 EXACT, FP32, USUAL = "sums of integers", "sums of fp32, deterministic kernels", "sums of fp32"
 RATIO, DIFFERENT = f"{EXACT} / {FP32}, time", "digests unlike the first"

@@ -9,7 +9,7 @@ from tiny_training import TINY
 from bigbatch import cli
 from bigbatch.errors import OutOfMemory, UserError
 from bigbatch.trainer.in_python import train
-from bigbatch.trainer.training_loop import TrainingHooks
+from bigbatch.trainer.observe.hooks import TrainingHooks
 
 KEYS: dict[str, Any] = {**TINY, "run.epochs": 6, "run.eval_every_epochs": 6, "run.checkpoint_every_steps": 2}
 KEYS |= {"run.loggers": [], "schedule.warmup_epochs": 0, "schedule.base_lr": 0.1}

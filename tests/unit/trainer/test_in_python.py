@@ -7,7 +7,7 @@ from tiny_training import TINY
 from torch import nn
 
 from bigbatch.trainer.in_python import train
-from bigbatch.trainer.training_loop import TrainingHooks
+from bigbatch.trainer.observe.hooks import TrainingHooks
 
 
 def test_autocast_of_a_model_s_own_sees_the_weights_of_each_step(tmp_path: Path) -> None:

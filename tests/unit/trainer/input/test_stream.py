@@ -122,10 +122,10 @@ def test_stream_evaluated_checkpoint_of_the_step_is_left_as_it_is() -> None:
 
 
 def test_stream_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
-    parts = make_parts(stop=Stop(at=2))
     recorder = Recorder()
+    plan, batches = replace(STEPS, log_every_steps=2), failing(make_batches(ACCUMULATION))
     with pytest.raises(DataError, match=naming(LOST, "step 1.")):
-        train(replace(STEPS, log_every_steps=2), parts, recorder, failing(make_batches(ACCUMULATION)))
+        train(plan, make_parts(), recorder, batches, stop=Stop(at=2))
     assert recorder.events == [("save", 1, None)]
 
 

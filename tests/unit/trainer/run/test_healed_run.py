@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,23 +22,31 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.exit_codes import FAILED, LOST
-from bigbatch.trainer import healing, training_job
+from bigbatch.trainer import healing, training
 from bigbatch.trainer.build import parts as build_parts
-from bigbatch.trainer.build_run import Inherited, build_run
+from bigbatch.trainer.build.run import build_run
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.joined_rank import why_not_healing
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.healing import why_not_healing
+from bigbatch.trainer.observe.hooks import HooksObserver, TrainingHooks
+from bigbatch.trainer.run import ownership
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.saving import copy_to_host
+from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.train import join, run_training
-from bigbatch.trainer.training_job import TrainingJob
-from bigbatch.trainer.training_loop import TrainingHooks
-from bigbatch.trainer.training_run import TrainingRun
+from bigbatch.trainer.training import Training, TrainingRun
 from tests.laws.jobs import assert_identical, records
+
+IN_PLACE = ("--run.heal=in_place",)
 
 
 def job_of(world_size: int) -> Any:
     """A job that can heal."""
-    communicator = SimpleNamespace(world_size=world_size, endpoints=(), device=torch.device("cpu"), control=alone())
+    communicator = SimpleNamespace(
+        world_size=world_size, endpoints=(), device=torch.device("cpu"), control=alone(), rank=0
+    )
     return SimpleNamespace(communicator=communicator, env=SimpleNamespace(joins=False))
 
 
@@ -47,16 +56,25 @@ done: list[str] = []
 class Run:
     """A run that loses a rank, and its successor, which records what asked it to stop."""
 
-    def __init__(self, *arguments: Any, inherited: Inherited, **settings: Any) -> None:
-        self._kept, self.parts = inherited.state, SimpleNamespace(stop=inherited.stop or StopRequest())
+    def __init__(self, start: RunStart) -> None:
+        self._kept, self.parts = start.state, SimpleNamespace()
         self.splits = SimpleNamespace(images=None)
-        self.loop = SimpleNamespace(copy_state=lambda: {"step": 3})
+        self.loop = SimpleNamespace(copy_state=lambda: {"step": 3}, stop=start.stop or StopRequest())
         done.append("made")
 
-    def run(self, *, message: str, since: float | None, wants_join: Any) -> Any:
+    def run(self, *, wants_join: Any) -> Any:
         if self._kept is None:
             raise PeerLostError("rank 1 on n1 was lost")
-        return {"asked by": self.parts.stop.signal_name}
+        return {"asked by": self.loop.stop.signal_name}
+
+
+def play(monkeypatch: pytest.MonkeyPatch, *, heal: Any, run: Any = Run) -> Training:
+    """A job of three ranks whose runs and healing are played."""
+    monkeypatch.setattr(healing, "heal", heal)
+    stubs = {"build_run": lambda start, **_: start, "TrainingRun": run, "prepare": lambda start, **_: start}
+    for name, stub in {**stubs, "Ownership": lambda config: MagicMock(owner=None)}.items():
+        monkeypatch.setattr(training, name, stub)
+    return Training(load_config(["--config", "quickstart", *IN_PLACE]), job_of(3), is_quiet=True)
 
 
 def test_run_that_cannot_heal_says_what_prevents_it() -> None:
@@ -76,16 +94,17 @@ def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.Monke
         return SimpleNamespace(job=job_of(1), state=kept, message="lost: rank 1 on n1", since=None)
 
     done.clear()
-    for name, stub in {"heal": heal, "build_run": Run, "Ownership": lambda config: MagicMock(owner=None)}.items():
-        monkeypatch.setattr(training_job, name, stub)
-    monkeypatch.setattr(TrainingJob, "_prepare", lambda self, *, is_dry_run: None)
-    config = load_config(["--config", "quickstart"])
-    training = TrainingJob(config, job_of(2), hooks=TrainingHooks(), is_quiet=True)
-    assert training.train() == {"asked by": "SIGINT"}
+    job = play(monkeypatch, heal=heal)
+    assert job.train() == {"asked by": "SIGINT"}
     assert done == ["made", "healed", "made"]
-    assert training.job.communicator.world_size == 1, "by which running out of memory is explained"
+    assert job.start.job.communicator.world_size == 1, "by which running out of memory is explained"
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def start_of(config: Config, job: Any) -> RunStart:
+    log = MetricsLog(RunDir(Path(config.run.directory)))
+    return RunStart(config=config, job=job, log=log, stop=StopRequest(takes_signals=False))
 
 
 def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
@@ -98,8 +117,8 @@ def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
             raise ArithmeticError
 
     def make(kept: Any = None, **hooks: Any) -> TrainingRun:
-        inherited = Inherited(state=kept, stop=StopRequest(takes_signals=False))
-        return build_run(config, job, owner=None, hooks=TrainingHooks(**hooks), is_quiet=True, inherited=inherited)
+        start = replace(start_of(config, job), state=kept)
+        return TrainingRun(build_run(start, observers=[HooksObserver(TrainingHooks(**hooks))], is_quiet=True))
 
     job = join(config, ALONE)
     run = make(on_step=stop)
@@ -123,27 +142,24 @@ def test_run_that_goes_back_to_the_state_of_a_healing_does_not_take_over_parts_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a checkout may hold checkpoints in runs/quickstart
-    taken: list[Inherited] = []
+    taken: list[RunStart] = []
 
     class Differing(Run):
         plan = SimpleNamespace(first_step=3)
+
+        def __init__(self, start: RunStart) -> None:
+            taken.append(start)
+            super().__init__(start)
 
         def run(self, **settings: Any) -> Any:
             if len(taken) == 2:
                 raise ReplicasDiffer("rank 1 differs")
             return super().run(**settings)
 
-    def build(*arguments: Any, inherited: Inherited, **settings: Any) -> Run:
-        taken.append(inherited)
-        return Differing(inherited=inherited)
-
     def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
         return SimpleNamespace(job=job_of(2), state=kept, message="lost: rank 1 on n1", since=None)
 
-    for name, stub in {"heal": heal, "build_run": build, "Ownership": lambda config: MagicMock(owner=None)}.items():
-        monkeypatch.setattr(training_job, name, stub)
-    monkeypatch.setattr(TrainingJob, "_prepare", lambda self, *, is_dry_run: None)
-    TrainingJob(load_config(["--config", "quickstart"]), job_of(3), hooks=TrainingHooks(), is_quiet=True).train()
+    play(monkeypatch, heal=heal, run=Differing).train()
     assert [each.state for each in taken] == [None, {"step": 3}, {"step": 3}]
     assert [each.parts is not None for each in taken] == [False, True, False]
     assert [each.is_in_parts for each in taken] == [False, True, False]
@@ -189,9 +205,8 @@ def test_runs_after_losses_keep_the_model_and_no_hook_of_the_steps_that_did_not_
         options = ALL_HOOKS | {"run.directory": tmp_path / folder, "run.reproducible": is_reproducible}
         options |= {"run.audit_every_steps": 1} if is_reproducible else {}
         words = [*TINY_OPTIONS, *(f"--{key}={value}" for key, value in options.items())]
-        inherited = Inherited(stop=StopRequest(takes_signals=False), **taken)
         config = load_config(["--config", "quickstart", *words])
-        return build_run(config, job, owner=None, hooks=TrainingHooks(), is_quiet=True, inherited=inherited)
+        return TrainingRun(build_run(replace(start_of(config, job), **taken), is_quiet=True))
 
     config = load_config(["--config", "quickstart", *TINY_OPTIONS])
     with closing((job := join(config, ALONE)).communicator):
@@ -231,14 +246,15 @@ def test_first_rank_whose_claim_reached_no_other_claims_again(tmp_path: Path, mo
             raise PeerLostError("rank 1 on n1 was lost, which held the store")
         return number
 
-    monkeypatch.setattr(healing, "write_on_first", tell)
+    monkeypatch.setattr(ownership, "write_on_first", tell)
     control: Any = SimpleNamespace(rank=0, master=None)
-    with healing.Ownership(load_config(["--config", "quickstart", "--run.directory", f"{tmp_path}"])) as ownership:
-        ownership.take(control)
+    config = load_config(["--config", "quickstart", "--run.directory", f"{tmp_path}"])
+    with ownership.Ownership(config) as held:
+        held.take(control)
         with pytest.raises(PeerLostError):
-            ownership.take_over(control)
-        ownership.take_over(control)
-    assert ownership.number == 3
+            held.take_over(control)
+        held.take_over(control)
+    assert held.number == 3
 
 
 @pytest.mark.parametrize(("heals", "code", "is_lost"), [(True, LOST, False), (True, FAILED, True), (False, LOST, True)])
@@ -250,6 +266,6 @@ def test_job_that_heals_ends_well_without_a_rank_that_is_lost_after_the_run(
     job = job_of(2)
     job.communicator.endpoints = () if heals else None
     job.communicator.close = MagicMock(side_effect=error)
-    monkeypatch.setattr(TrainingJob, "train", lambda self: {"top1": 0.5})
+    monkeypatch.setattr(Training, "train", lambda self: {"top1": 0.5})
     with pytest.raises(PeerLostError) if is_lost else nullcontext():
-        assert run_training(load_config(["--config", "quickstart"]), job, hooks=TrainingHooks()) == {"top1": 0.5}
+        assert run_training(load_config(["--config", "quickstart"]), job) == {"top1": 0.5}

@@ -97,7 +97,8 @@ def make_saver(
 ) -> CheckpointSaver:
     settings = {"run.directory": folder, "run.compare_every_steps": 0, "run.checkpoint_timeout_seconds": limit}
     config = load_config(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())])
-    return CheckpointSaver(config, parts or make_parts(), owner=held, samples=None)
+    parts = parts or make_parts()
+    return CheckpointSaver(config, parts, parts.communicator, owner=held, samples=None)  # type: ignore[arg-type]
 
 
 def start(saver: CheckpointSaver, *, done: int) -> None:

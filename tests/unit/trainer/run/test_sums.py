@@ -131,7 +131,8 @@ def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
 
 def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    saver = CheckpointSaver(config, make_parts(), owner=None, samples=None)
+    parts = make_parts()
+    saver = CheckpointSaver(config, parts, parts.communicator, owner=None, samples=None)  # type: ignore[arg-type]
     saver.start(done=3, top1=None, evaluations=[], skipped={})
     saved = saver.collect(wait=True)
     assert saved is not None
@@ -144,7 +145,8 @@ def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
 
 def output_of(config: Any) -> RunOutput:
     log = MetricsLog(RunDir(Path(config.run.directory)))
-    return RunOutput(config, make_parts().communicator, plan=PLAN, env=ALONE, ask_to_stop=print, log=log)
+    communicator: Any = make_parts().communicator
+    return RunOutput(config, communicator, plan=PLAN, env=ALONE, ask_to_stop=print, log=log)
 
 
 def config_of(folder: Path, *options: str) -> Any:

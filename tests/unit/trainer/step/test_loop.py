@@ -134,7 +134,7 @@ def test_train_stops_after_the_step_under_way_whatever_is_due_then(done: int) ->
     """No report is due after the first step, and an evaluation after the second: it is left to the resumed run."""
     recorder = Recorder()
     plan = replace(PLAN, log_every_steps=100)
-    totals = train(plan, make_parts(stop=Stop(at=done)), recorder, iter(make_batches()))
+    totals = train(plan, make_parts(), recorder, iter(make_batches()), stop=Stop(at=done))
     assert (totals.stopped_by, totals.steps) == ("SIGINT", done)
     assert recorder.events == [("report", done), ("save", done, None)]
 
@@ -145,7 +145,7 @@ def test_train_reports_and_ends_at_a_boundary_at_which_a_rank_joins() -> None:
     stop.joining = Joining(since=0.0)
     plan = replace(PLAN, log_every_steps=100, eval_every_steps=1)
     with pytest.raises(Joining):
-        train(plan, make_parts(stop=stop), recorder, iter(make_batches()))
+        train(plan, make_parts(), recorder, iter(make_batches()), stop=stop)
     assert recorder.events == [("report", 1)]
 
 
@@ -160,7 +160,7 @@ def test_train_stops_between_the_batches_of_an_evaluation(eval_every: int, done:
 
     recorder = Recorder(evaluate_slowly)
     plan = replace(PLAN, log_every_steps=100, eval_every_steps=eval_every)
-    totals = train(plan, make_parts(stop=stop), recorder, iter(make_batches()))
+    totals = train(plan, make_parts(), recorder, iter(make_batches()), stop=stop)
     assert (totals.stopped_by, stop.num_passed) == ("SIGINT", done + 3)
     assert recorder.events == [("report", done), ("evaluate", done), ("save", done, None)]
 
@@ -177,7 +177,7 @@ def test_train_waits_at_its_end_for_what_it_saves(end: str, checkpoint_every: in
     recorder = Recorder()
     plan = replace(PLAN, eval_every_steps=4, checkpoint_every_steps=checkpoint_every)
     with pytest.raises(DataError, match="gone") if end == "lost input" else nullcontext():
-        train(plan, make_parts(stop=Stop(at=2 if end == "stop" else 99)), recorder, batches())
+        train(plan, make_parts(), recorder, batches(), stop=Stop(at=2 if end == "stop" else 99))
     last = 2 if end else 4
     saved = [done for kind, done, *_ in recorder.events if kind == "save"]
     assert saved == sorted({*range(checkpoint_every, last, checkpoint_every), last})
@@ -185,7 +185,7 @@ def test_train_waits_at_its_end_for_what_it_saves(end: str, checkpoint_every: in
 
 
 def test_train_stop_at_the_last_step_changes_nothing() -> None:
-    totals: Totals = train(PLAN, make_parts(stop=Stop(at=4)), Recorder(), iter(make_batches()))
+    totals: Totals = train(PLAN, make_parts(), Recorder(), iter(make_batches()), stop=Stop(at=4))
     assert totals.stopped_by is None
     assert totals.steps == 4
 
@@ -257,7 +257,7 @@ def test_evaluate_with_flip_takes_the_mean_over_the_image_and_its_mirror_image(
 def test_train_saves_the_evaluation_that_ends_it_and_it_is_the_last() -> None:
     recorder = Recorder()
     recorder.reason = "good enough"
-    totals = train(replace(PLAN, log_every_steps=9), make_parts(stop=Stop(at=3)), recorder, iter(make_batches()))
+    totals = train(replace(PLAN, log_every_steps=9), make_parts(), recorder, iter(make_batches()), stop=Stop(at=3))
     assert recorder.events == [("report", 2), ("evaluate", 2), ("save", 2, 0.02)]
     assert totals.stopped_by is None, "it was finished"
 

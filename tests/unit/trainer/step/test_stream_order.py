@@ -18,9 +18,9 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.observe.replicas import digest, replicas
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
-from bigbatch.trainer.step.replicas import digest, replicas
 
 RANK_SIZE = 4
 """Images of a rank and step."""

@@ -14,8 +14,8 @@ from thread_ranks import Meeting
 from torch import Tensor
 
 from bigbatch.errors import ReplicasDiffer
-from bigbatch.trainer.step import replicas as module
-from bigbatch.trainer.step.replicas import digest, replicas, require_same
+from bigbatch.trainer.observe import replicas as module
+from bigbatch.trainer.observe.replicas import digest, replicas, require_same
 
 
 def by_python(integers: Sequence[int]) -> int:

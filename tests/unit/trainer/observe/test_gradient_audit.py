@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import ACCUMULATION, PLAN, make_batches, make_parts, quickstart
+from small_run import ACCUMULATION, PLAN, make_batches, make_parts, observed, quickstart
 from torch import Tensor
 
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.input.base import BadImage, Batch
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, digests_of_images
-from bigbatch.trainer.run.gradient_audit import AuditChoice, GradientAudit, blame, choose_audit, recompute
+from bigbatch.trainer.observe.digests import BEFORE_SUM, MicrobatchDigests, digests_of_images
+from bigbatch.trainer.observe.gradient_audit import AuditChoice, GradientAudit, blame, choose_audit, recompute
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
 
@@ -101,7 +101,7 @@ def test_microbatch_computed_again_has_the_bits_of_the_step_and_leaves_all_as_it
         checked.append(len(expected))
 
     checked: list[int] = []
-    step.before_update = before_update
+    step.before_update = [before_update]
     of_step.start()
     step(0, InputStream(told()))
     assert checked == [ACCUMULATION * sum(1 for _ in parts.model.parameters())]
@@ -112,29 +112,26 @@ class Alone:
     """Four steps of a run of one rank; each even one is audited."""
 
     def __init__(self, parts: Parts, *, change: Callable[[list[Batch]], list[Batch]] = lambda batches: batches) -> None:
+        self.records = list[dict[str, object]]()
         config = quickstart("--run.audit_every_steps=2", "--run.reproducible=true")
-        self.audit = GradientAudit(config, PLAN, parts, read=lambda step, number: self.batches[number])
-        self.step, self.records = TrainStep(PLAN, parts), list[dict[str, object]]()
-        self.step.before_update = self.before_update
+        read, log = (lambda step, number: self.batches[number]), (lambda kind, record: self.records.append(record))
+        self.audit = GradientAudit(observed(config, PLAN, parts, read=read, log=log))
+        self.step = TrainStep(PLAN, parts)
+        self.step.before_update = [self.audit.before_update]
         self.batches = change(self.in_order(make_batches()))
-        self.is_audited = False
 
     def in_order(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches in the loader's order: the recomputed one follows those of its step."""
         found = []
         for step in range(PLAN.num_steps):
             own = batches[step * ACCUMULATION : (step + 1) * ACCUMULATION]
-            found += [*own, *(own[number] for number in self.audit.extra(step))]
+            found += [*own, *(own[number] for number in self.audit.extra_microbatches(step))]
         return found
 
-    def before_update(self) -> None:
-        if self.is_audited:
-            self.records.append(self.audit.check())
-
     def run(self, source: Iterator[Batch] | None = None) -> InputStream:
-        stream = InputStream(self.audit.watch(source or iter(self.batches)))
+        stream = InputStream(self.audit.start(source or iter(self.batches)))
         for step in range(PLAN.num_steps):
-            self.is_audited = self.audit.before_step(step)
+            self.audit.before_step(step)
             self.step(step, stream)
         return stream
 

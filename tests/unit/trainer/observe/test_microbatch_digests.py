@@ -6,7 +6,7 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.run.digests import (
+from bigbatch.trainer.observe.digests import (
     ACTIVATIONS,
     BEFORE_SUM,
     MicrobatchDigests,
@@ -14,7 +14,7 @@ from bigbatch.trainer.run.digests import (
     chosen_values,
     hex_digest,
 )
-from bigbatch.trainer.step.replicas import digest
+from bigbatch.trainer.observe.replicas import digest
 
 
 class Small(nn.Module):

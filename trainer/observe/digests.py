@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.observe.observer import Observed, Observer
+from bigbatch.trainer.observe.replicas import digest, replicas
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.replicas import digest, replicas
+from bigbatch.trainer.step.plan import Parts
 
 MODULUS = 1 << 64
 MIX = 0x9E3779B97F4A7C15 - MODULUS
@@ -45,7 +45,7 @@ def values_folder(values: Path, *, rank: int) -> Path:
     return values / f"rank-{rank}"
 
 
-class DigestRecorder:
+class DigestRecorder(Observer):
     """Records digests of a step every so many steps, for the first rank's log.
 
     Images and labels: one digest of the global batch as the loader yields it, in one order for any number of ranks, and
@@ -55,8 +55,10 @@ class DigestRecorder:
     Raises: ConfigError for a pattern that matches nothing.
     """
 
-    def __init__(self, config: Config, plan: Plan, parts: Parts) -> None:
-        self._plan, self._parts, self._every_steps = plan, parts, config.run.digest_every_steps
+    def __init__(self, observed: Observed) -> None:
+        config, parts, communicator = observed.config, observed.parts, observed.communicator
+        self._plan, self._parts, self._communicator, self._log = observed.plan, parts, communicator, observed.log
+        self._every_steps = config.run.digest_every_steps
         self._is_sharded, self._is_captured = config.optimizer.sharded, config.compute.cuda_graph
         self._images: list[Tensor] = []
         """Digests of the images (B) of each microbatch of this step."""
@@ -64,10 +66,10 @@ class DigestRecorder:
         chosen = chosen_layers(parts.model, config.run.digest_layers or ())
         self._kept = chosen_values(parts.model, chosen, config.run.digest_values or ())
         rundir = RunDir(Path(config.run.directory))
-        self._run, self._folder = rundir.path, values_folder(rundir.values, rank=parts.communicator.rank)
+        self._run, self._folder = rundir.path, values_folder(rundir.values, rank=communicator.rank)
         self.single = MicrobatchDigests(parts.model, layers=chosen, kept=self._kept)
 
-    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def start(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches unchanged, and digest those of recorded steps."""
         plan = self._plan
         for number, batch in enumerate(batches):
@@ -85,30 +87,39 @@ class DigestRecorder:
         return self._every_steps > 0 and done % self._every_steps == 0
 
     def before_step(self, step: int) -> None:
-        """Start to record if this step is recorded; record() ends it."""
+        """Start to record if this step is recorded; after_step() ends it."""
         if self._is_due(step + 1) and not self._is_captured:
             self.single.start()
 
-    def record(self, done: int) -> dict[str, Any] | None:
-        """Return the log record of the step that has just ended (empty on other ranks); None if it is not recorded.
+    def before_update(self) -> None:
+        self.single.stop()  # a microbatch that an audit recomputes belongs to no record
 
-        Collective. Raises: CheckpointError if kept values cannot be written, for example on a full disk.
+    def close(self) -> None:
+        self.single.stop()
+
+    def after_step(self, done: int) -> None:
+        """Log the record of the step that has just ended, if it is recorded.
+
+        Raises: CheckpointError if kept values cannot be written, for example on a full disk.
         """
-        if not self._is_due(done):
-            return None
-        parts = self._parts
+        if self._is_due(done) and (record := self._record(done)):
+            self._log("digests", record)
+
+    def _record(self, done: int) -> dict[str, Any]:
+        """Return the record on rank 0; empty on other ranks. Collective."""
+        parts, communicator = self._parts, self._communicator
         parts.precision.wait_for_weights()
         rows, images = self.single.take(), torch.cat(self._images).tolist()
         if self._kept:
             values: dict[str, Any] = dict(self.single.values)
-            if parts.communicator.rank == 0:  # equal on all ranks
+            if communicator.rank == 0:  # equal on all ranks
                 gradients = summed_gradients(parts, is_sharded=self._is_sharded)
                 values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
             save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
-        texts = parts.communicator.control.collect_text(
+        texts = communicator.control.collect_text(
             json.dumps([images, self._positions, rows]), what=f"collection of the digests of step {done}"
         )
-        if parts.communicator.rank != 0:
+        if communicator.rank != 0:
             return {}
         gathered = [json.loads(text) for text in texts]
         return {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from small_run import PLAN
 
+from bigbatch.trainer.observe.noise_recorder import NoiseRecorder
+from bigbatch.trainer.observe.noise_scale import FEWEST, KEPT, KIND, Moments, Share, running, student_quantile, unbiased
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.noise_recorder import NoiseRecorder
-from bigbatch.trainer.run.noise_scale import FEWEST, KEPT, KIND, Moments, Share, running, student_quantile, unbiased
 
 SMALL, LARGE = 4, 32
 
@@ -111,12 +111,18 @@ class Told:
         return self.text
 
 
-def make_recorder(*, every_steps: int = 1, first_step: int = 20) -> NoiseRecorder:
-    parts: Any = SimpleNamespace(communicator=SimpleNamespace(rank=0, world_size=1))
-    plan = replace(PLAN, first_step=first_step, num_steps=40)
-    batch = SimpleNamespace(microbatch_size=SMALL)
-    config: Any = SimpleNamespace(run=SimpleNamespace(noise_scale_every_steps=every_steps), batch=batch)
-    return NoiseRecorder(config, plan, parts)
+def make_recorder(
+    folder: Path = Path("none"), *, first_step: int = 20, rank: int = 0, control: Any = None
+) -> NoiseRecorder:
+    run = SimpleNamespace(noise_scale_every_steps=1, directory=folder, checkpoint_timeout_seconds=1.0)
+    found: Any = SimpleNamespace(
+        parts=SimpleNamespace(communicator=SimpleNamespace(rank=0, world_size=1)),
+        communicator=SimpleNamespace(rank=rank, control=control),
+        plan=replace(PLAN, first_step=first_step, num_steps=40),
+        config=SimpleNamespace(run=run, batch=SimpleNamespace(microbatch_size=SMALL)),
+        log=None,
+    )
+    return NoiseRecorder(found)
 
 
 def test_a_resumed_run_goes_on_with_what_it_measured_before(tmp_path: Path) -> None:
@@ -135,11 +141,10 @@ def test_a_resumed_run_goes_on_with_what_it_measured_before(tmp_path: Path) -> N
     rundir.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     control, found = Told(), []
     for rank in range(2):
-        recorder = make_recorder()
-        communicator: Any = SimpleNamespace(rank=rank, control=control)
         # another rank may not see the folder
-        recorder.restore(rundir if rank == 0 else RunDir(tmp_path / "none"), communicator, timeout_seconds=1.0)
-        found.append(recorder.figures())
+        recorder = make_recorder(tmp_path if rank == 0 else tmp_path / "none", rank=rank, control=control)
+        recorder.start(iter(()))
+        found.append(recorder.summary())
     expected = running(record for record in records if record["kind"] == KIND).noise_scale(
         global_batch_size=PLAN.global_batch_size
     )
@@ -147,10 +152,7 @@ def test_a_resumed_run_goes_on_with_what_it_measured_before(tmp_path: Path) -> N
     assert found == [expected.record()] * 2
 
 
-def test_without_measurements_there_are_no_figures(tmp_path: Path) -> None:
-    assert make_recorder(every_steps=0).figures() == {}
-    nothing: Any = None
-    for recorder in (make_recorder(every_steps=0), make_recorder(first_step=0)):
-        recorder.restore(RunDir(tmp_path), nothing, timeout_seconds=1.0)  # and no exchange
-    assert set(make_recorder().figures().values()) == {None}
-    assert make_recorder().take() == []
+def test_without_measurements_there_is_no_estimate() -> None:
+    recorder = make_recorder(first_step=0)
+    recorder.start(iter(()))  # and no exchange
+    assert set(recorder.figures(1).values()) == {None}

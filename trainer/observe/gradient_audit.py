@@ -12,9 +12,16 @@ import torch
 
 from bigbatch.comm.connection import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
-from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.run.digests import BEFORE_SUM, IMAGES, MicrobatchDigests, Row, digest_in_order, digests_of_images
+from bigbatch.trainer.observe.digests import (
+    BEFORE_SUM,
+    IMAGES,
+    MicrobatchDigests,
+    Row,
+    digest_in_order,
+    digests_of_images,
+)
+from bigbatch.trainer.observe.observer import Observed, Observer
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.seeding import seed_forward
 
@@ -90,17 +97,19 @@ def choose_audit(plan: Plan, *, step: int, num_ranks: int) -> AuditChoice:
     return AuditChoice(found, shift)
 
 
-class GradientAudit:
+class GradientAudit(Observer):
     """Audits gradients before their sum every run.audit_every_steps, and before each checkpoint and evaluation.
 
     All ranks audit in the same step: if only one did, the others would wait for it anyway. So the first audit finds a
-    device that always computes wrongly. read: (step, number of a microbatch) -> its batch; may end the run's reading.
+    device that always computes wrongly.
     """
 
-    def __init__(self, config: Config, plan: Plan, parts: Parts, *, read: Callable[[int, int], Batch]) -> None:
-        self._plan, self._parts, self._read = plan, parts, read
-        self._every_steps = config.run.audit_every_steps
-        self._step = plan.first_step
+    def __init__(self, observed: Observed) -> None:
+        plan, parts = observed.plan, observed.parts
+        assert observed.read is not None
+        self._plan, self._parts, self._read, self._log = plan, parts, observed.read, observed.log
+        self._communicator, self._every_steps = observed.communicator, observed.config.run.audit_every_steps
+        self._step, self._is_audited = plan.first_step, False
         self._batches: Iterator[Batch] = iter(())
         self._failure: DataError | None = None
         """Why the batch to recompute could not be read; watch() raises it in place of the run's next batch."""
@@ -115,20 +124,20 @@ class GradientAudit:
         done, plan = step + 1, self._plan
         return done % self._every_steps == 0 or plan.is_checkpoint(done) or plan.is_evaluation(done)
 
-    def extra(self, step: int) -> Sequence[int]:
+    def extra_microbatches(self, step: int) -> Sequence[int]:
         """Return the microbatch that this rank recomputes in a step, to be read after its own; empty if none."""
         if not self.is_due(step):
             return ()
         choice = self._choose(step)
-        return (choice.microbatches_P[choice.audited_by(self._parts.communicator.rank)],)
+        return (choice.microbatches_P[choice.audited_by(self._communicator.rank)],)
 
     def _choose(self, step: int) -> AuditChoice:
-        return choose_audit(self._plan, step=step, num_ranks=self._parts.communicator.world_size)
+        return choose_audit(self._plan, step=step, num_ranks=self._communicator.world_size)
 
-    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def start(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield this rank's own batches; register hooks for the audited microbatch of an audited step."""
         self._batches, plan = batches, self._plan
-        rank = self._parts.communicator.rank
+        rank = self._communicator.rank
         for step in range(plan.first_step, plan.num_steps):
             audited = self._choose(step).microbatches_P[rank] if self.is_due(step) else None
             for number in plan.microbatches:
@@ -148,10 +157,13 @@ class GradientAudit:
         """Remove the hooks."""
         self._single.stop()
 
-    def before_step(self, step: int) -> bool:
-        """Begin a step; return whether it is audited."""
-        self._step, self._images = step, None
-        return self.is_due(step)
+    def before_step(self, step: int) -> None:
+        self._step, self._images, self._is_audited = step, None, self.is_due(step)
+
+    def before_update(self) -> None:
+        """Audit the step, if it is due. Raises: ReplicasDiffer."""
+        if self._is_audited:
+            self._log("audit", self.check())
 
     def check(self) -> dict[str, Any]:
         """Compare the gradients of the audited step, between its sums and its update; return the log record.
@@ -159,7 +171,7 @@ class GradientAudit:
         Collective. Waits for the device. Raises: ReplicasDiffer naming the device, on all ranks alike.
         """
         started = time.perf_counter()
-        communicator, choice = self._parts.communicator, self._choose(self._step)
+        communicator, choice = self._communicator, self._choose(self._step)
         rank, num_ranks = communicator.rank, communicator.world_size
         rows = self._single.take()
         own = None if self._images is None else _digests_by_name(self._images.tolist(), rows)
@@ -190,7 +202,7 @@ class GradientAudit:
         self, odd: Sequence[int], choice: AuditChoice, *, own: NamedDigests | None, again: NamedDigests | None
     ) -> ReplicasDiffer:
         """Let third ranks recompute these ranks' microbatches; return an error naming the wrong ones. Collective."""
-        communicator = self._parts.communicator
+        communicator = self._communicator
         rank, host_of, uuid = communicator.rank, communicator.control.host_of, gpu_uuid(communicator.device)
         thirds = {}
         for each in odd:

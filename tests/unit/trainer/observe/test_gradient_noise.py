@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import ACCUMULATION, PLAN, Stop, make_batches
+from small_run import ACCUMULATION, PLAN, make_batches
 from torch import Tensor, nn
 
 from bigbatch.comm.connection import connect
@@ -22,9 +22,9 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.run.noise_scale import unbiased
+from bigbatch.trainer.observe.gradient_noise import GradientNoise, SquaredNorms
+from bigbatch.trainer.observe.noise_scale import unbiased
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
-from bigbatch.trainer.step.gradient_noise import GradientNoise, SquaredNorms
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -80,7 +80,6 @@ def make_parts(samples: Samples, *, precision: str = "fp32", grid: Grid | None =
         prepare=prepare,  # type: ignore[arg-type]
         normalize=lambda images: images,
         loss=loss,
-        stop=Stop(),  # type: ignore[arg-type]
     )
 
 

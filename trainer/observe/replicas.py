@@ -10,6 +10,7 @@ from torch import Tensor
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import find_odd_ranks
 from bigbatch.errors import ReplicasDiffer
+from bigbatch.trainer.observe.observer import Observed, Observer
 from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.step.plan import Parts
 
@@ -112,7 +113,21 @@ def require_same(communicator: Communicator, names: Iterable[str], digest_N: Ten
     )
 
 
-def compare(parts: Parts, *, done: int) -> None:
+class Comparison(Observer):
+    """Compares the replicas of all ranks every run.compare_every_steps, at the next report."""
+
+    def __init__(self, observed: Observed) -> None:
+        self._plan, self._parts, self._communicator = observed.plan, observed.parts, observed.communicator
+        self._last = observed.plan.first_step
+
+    def before_report(self, done: int) -> None:
+        """Raises: ReplicasDiffer, on all ranks alike."""
+        since, self._last, every = self._last, done, self._plan.compare_every_steps
+        if done // every > since // every:
+            compare(self._parts, self._communicator, done=done)
+
+
+def compare(parts: Parts, communicator: Communicator, *, done: int) -> None:
     """Compare all ranks' replicas now. Collective. Raises: ReplicasDiffer."""
     found = replicas(parts, done=done)
-    require_same(parts.communicator, found, digest(found.values()), done=done)
+    require_same(communicator, found, digest(found.values()), done=done)

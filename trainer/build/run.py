@@ -1,0 +1,140 @@
+"""Build one run of a job: where it starts, its parts with their state, and the loop of its steps."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.parts import load
+from bigbatch.trainer.build.input import Splits, make_splits, read_microbatch
+from bigbatch.trainer.build.optimizer import stated_settings
+from bigbatch.trainer.build.parts import make_parts, regroup_parts
+from bigbatch.trainer.build.plan import make_plan
+from bigbatch.trainer.build.score import make_score
+from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.evaluator import Evaluator, reason_to_end
+from bigbatch.trainer.loop import TrainingLoop
+from bigbatch.trainer.observe.observer import Observed, Observer, attach
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.run.owner import Owner
+from bigbatch.trainer.run.resume import ResumePoint, find_start, restore_, start_in_memory
+from bigbatch.trainer.run.saving import CheckpointSaver, copy_to_host
+from bigbatch.trainer.run_start import RunStart
+from bigbatch.trainer.step.stop_request import StopRequest
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run that is ready to train."""
+
+    communicator: Communicator
+    loop: TrainingLoop
+    splits: Splits
+    start: ResumePoint
+    placement: list[str]
+    """Lines for the log on this process and its data."""
+    is_healed: bool
+    """Whether the run continues from a state in memory."""
+    message: str
+    since: float | None
+    """As in RunStart."""
+
+
+def build_run(
+    begin: RunStart, *, owner: Owner | None = None, observers: Sequence[Observer] = (), is_quiet: bool = False
+) -> BuiltRun:
+    """Return a run that is ready to train. Collective. Raises: UserError.
+
+    owner: of the run folder, on rank 0. observers: added to those that the config asks for.
+    """
+    config, job = begin.config, begin.job
+    communicator = job.communicator
+    splits = begin.splits or make_splits(config, communicator, listed=begin.images)
+    train = splits.train
+    start, state = _find_start(begin, splits)
+    placement = job.describe_placement(config, splits, start)
+    plan = make_plan(config, communicator, num_samples=train.num_samples, first_step=start.step)
+    if reason_to_end(list(start.evaluations.values()), config.run):  # the run has ended already
+        plan = plan.without_steps()
+    score = make_score(config, communicator.device)  # before the model: an error in it ends the run early
+    make = (
+        partial(regroup_parts, begin.parts)
+        if begin.parts
+        else partial(make_parts, tuned=job.tuned, classes=train.classes, train=train, is_restored=bool(state))
+    )
+    parts = make(config, communicator, plan=plan, gradient_order=start.gradient_order)
+    with ExitStack() as failure:
+        failure.callback(parts.close)  # the next run may take over the model, without these hooks
+        stop = begin.stop or StopRequest(launcher=communicator.env.agent_pid)
+        if state:
+            path = start.path or Path("in memory")
+            restore_(parts, state, path=path, stated=stated_settings(config.optimizer))
+        elif begin.state is None:  # restored weights include their whitening
+            fit_whitening_(parts.model, train, config=config, communicator=communicator)
+        saver = CheckpointSaver(config, parts, communicator, owner=owner, samples=train.digest, classes=train.classes)
+        saver.compare(done=plan.first_step)
+        output = RunOutput(
+            config,
+            communicator,
+            plan=plan,
+            env=job.env,
+            ask_to_stop=stop.ask,
+            log=begin.log,
+            mode_record=job.mode_record,
+            is_quiet=is_quiet,
+        )
+        observed = Observed(
+            config=config,
+            plan=plan,
+            parts=parts,
+            communicator=communicator,
+            log=output.log,
+            say=output.say,
+            hint=output.hint,
+            read=partial(read_microbatch, config, train, plan),
+        )
+        found = attach(observed)
+        if job.env.notice_seconds is not None:
+            found.append(load("bigbatch.trainer.observe.notice.Notice")(observed, seconds=job.env.notice_seconds))
+        loop = TrainingLoop(
+            config,
+            plan,
+            parts,
+            evaluator=Evaluator(
+                config,
+                parts,
+                splits.val,
+                communicator=communicator,
+                leave_if_due=stop.leave_if_due,
+                score=score,
+                evaluations=start.evaluations,
+            ),
+            saver=saver,
+            output=output,
+            stop=stop,
+            observers=[*found, *observers],
+            skipped=dict(start.skipped),
+        )
+        if owner:  # the other ranks have taken part in collectives since they were told of it
+            owner.confirm()
+        failure.pop_all()
+    # begin is not kept: its state is as large as the model and its momentum
+    return BuiltRun(communicator, loop, splits, start, placement, begin.state is not None, begin.message, begin.since)
+
+
+def _find_start(begin: RunStart, splits: Splits) -> tuple[ResumePoint, dict[str, Any]]:
+    """Return where all ranks start, and the state to restore. Collective. Raises: CheckpointError."""
+    config, communicator, train = begin.config, begin.job.communicator, splits.train
+    if begin.state is None:
+        rundir, control = RunDir(Path(config.run.directory)), communicator.control
+        start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
+    else:
+        start = start_in_memory(begin.state, samples=train.digest, root=config.data.root)
+        # the optimizer uses the copy's tensors, and the run may go back to those of begin.state
+        state = {} if begin.is_in_parts else copy_to_host(begin.state)
+    communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
+    return start, state

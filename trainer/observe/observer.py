@@ -1,0 +1,101 @@
+"""Observers: parts that look at the steps, reports, evaluations and checkpoints of a run, if their key is set."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.parts import load
+from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.step.plan import Parts, Plan
+
+OBSERVERS = {
+    "comm.timeline_steps": "bigbatch.trainer.observe.timeline.TimelineRecorder",
+    "run.compare_every_steps": "bigbatch.trainer.observe.replicas.Comparison",
+    "run.reproducible": "bigbatch.trainer.observe.exact_sums.ExactSums",
+    "run.digest_every_steps": "bigbatch.trainer.observe.digests.DigestRecorder",
+    "run.noise_scale_every_steps": "bigbatch.trainer.observe.noise_recorder.NoiseRecorder",
+    "run.audit_every_steps": "bigbatch.trainer.observe.gradient_audit.GradientAudit",
+}
+"""Key of a config -> class, made with an Observed if the key is set. An audit comes after those that it interrupts."""
+
+CHECKS = ("run.compare_every_steps", "run.reproducible")
+"""Keys of observers that only end a run whose numbers are wrong; steps outside of a run have them, too."""
+OF_SEVERAL_RANKS = ("run.compare_every_steps",)
+"""Keys without effect on a job of one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What an observer may use of a run."""
+
+    config: Config
+    plan: Plan
+    parts: Parts
+    communicator: Communicator
+    say: Callable[[str], None]
+    """Prints a line on rank 0."""
+    log: Callable[[str, dict[str, Any]], None] = lambda kind, record: None
+    """(kind, record): writes a line of metrics.jsonl on rank 0."""
+    hint: Callable[..., None] = lambda text, step: None
+    """(text, step=): prints it, and writes it into metrics.jsonl."""
+    read: Callable[[int, int], Batch] | None = None
+    """(step, number of a microbatch) -> its batch; the run's own reading may end with it."""
+
+
+class Observer:
+    """Looks at a run. All ranks call all methods but close() in the same order; here they do nothing."""
+
+    def start(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return this rank's batches to train on. Called once, after the run folder is open."""
+        return batches
+
+    def extra_microbatches(self, step: int) -> Sequence[int]:
+        """Return the numbers of microbatches that this rank reads in a step after its own."""
+        return ()
+
+    def before_step(self, step: int) -> None:
+        """step: counted from 0."""
+
+    def before_update(self) -> None:
+        """Called between the sums of the gradients and the change of the weights."""
+
+    def after_step(self, done: int) -> None:
+        """Called without a synchronization: the device may still compute the weights."""
+
+    def before_report(self, done: int) -> None:
+        """Called before the figures of a report are summed over ranks."""
+
+    def figures(self, done: int) -> Mapping[str, Any]:
+        """Return figures to add to the record of a report."""
+        return {}
+
+    def at_report(self, record: dict[str, Any]) -> None:
+        """record: as in metrics.jsonl, which has it already."""
+
+    def at_evaluation(self, record: dict[str, Any], model: nn.Module) -> None:
+        """Called with the evaluated weights in the model."""
+
+    def at_checkpoint(self, path: Path, *, step: int, seconds: float) -> None:
+        """Called at the report after the checkpoint of that step is on disk; seconds: how long it took."""
+
+    def end(self) -> None:
+        """Called after the last step of a run that no error ended."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return figures to add to the summary."""
+        return {}
+
+    def close(self) -> None:
+        """Remove the hooks of a step that has not ended. Not collective."""
+
+
+def attach(observed: Observed, *, keys: Collection[str] = tuple(OBSERVERS)) -> list[Observer]:
+    """Return the observers that a config asks for. keys: those that may be attached."""
+    is_alone = observed.communicator.world_size == 1
+    chosen = [key for key in OBSERVERS if key in keys and lookup(observed.config, key)]
+    return [load(OBSERVERS[key])(observed) for key in chosen if not (is_alone and key in OF_SEVERAL_RANKS)]

@@ -1,0 +1,90 @@
+"""What a job does after an interruption of a run: run.heal names a recovery, which finds where the next run starts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from bigbatch.errors import PeerLostError, ReplicasDiffer
+from bigbatch.parts import load
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.ownership import Ownership
+from bigbatch.trainer.run_start import RunStart
+from bigbatch.trainer.step.stop_request import Joining
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.training import TrainingRun
+
+RECOVERIES = {
+    "restart": "bigbatch.trainer.recovery.Restart",
+    "in_place": "bigbatch.trainer.healing.InPlace",
+}
+"""Value of run.heal -> class, made with the ownership of the run folder."""
+Interruption = PeerLostError | ReplicasDiffer | Joining
+
+
+class Recovery(Protocol):
+    """Recovers a job from interruptions. All methods are collective over the ranks that are left."""
+
+    def enter(self, start: RunStart) -> RunStart | None:
+        """Join a running job, if this rank does; else return None."""
+
+    def wants_join(self, start: RunStart) -> Callable[[], object]:
+        """Return a function that returns a true value if other ranks want to join the run; called on a thread."""
+
+    def accept(self, error: Interruption, start: RunStart, run: "TrainingRun | None") -> RunStart:
+        """Return what recover() may use of the interrupted run, which is None if building it was interrupted.
+
+        Called while the error is handled, so it keeps no frames. Raises: the error if the job cannot recover.
+        """
+
+    def recover(self, start: RunStart) -> RunStart:
+        """Return where the next run starts, after accept(). Raises: UserError."""
+
+
+class Restart:
+    """Ends the job if a rank is lost: its launcher may start it again.
+
+    If the ranks' weights differ, the next run starts at the newest checkpoint on which they agreed, or at the start of
+    the interrupted run.
+    """
+
+    def __init__(self, ownership: Ownership) -> None:
+        self.back_at: int | None = None
+        """Step to which the job last went back because weights differed."""
+        self._difference = ""
+
+    def enter(self, start: RunStart) -> RunStart | None:
+        return None
+
+    def wants_join(self, start: RunStart) -> Callable[[], object]:
+        return lambda: False
+
+    def accept(self, error: Interruption, start: RunStart, run: "TrainingRun | None") -> RunStart:
+        """Raises: the error, unless the weights differ, and for the first time at this step."""
+        if run is None or not isinstance(error, ReplicasDiffer):
+            raise error
+        checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
+        newest = next((c for c in reversed(checkpoints) if c.is_agreed), None)
+        step = newest.step if newest else run.plan.first_step
+        if step == self.back_at:
+            raise ReplicasDiffer(f"{error}; this happened again after the run went back to step {step}")
+        self.back_at = step
+        start = replace(start, message=f"{error}; going back to step {step}", since=None, parts=None, is_in_parts=False)
+        return resuming(replace(start, state=None), str(newest.path)) if newest else start
+
+    def recover(self, start: RunStart) -> RunStart:
+        return start
+
+
+def resuming(start: RunStart, checkpoint: str) -> RunStart:
+    """Return the start with another run.resume."""
+    return replace(start, config=replace(start.config, run=replace(start.config.run, resume=checkpoint)))
+
+
+def make_recovery(config: Config, *, joins: bool, ownership: Ownership) -> Recovery:
+    """Return the recovery of a config. joins: this process joins a running job, which only a job in place takes in."""
+    recovery: Recovery = load(RECOVERIES["in_place" if joins else config.run.heal])(ownership)
+    return recovery
