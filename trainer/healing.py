@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from bigbatch.trainer.build.parts import can_keep_parts
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.joined_rank import JoinedRank
+from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.recovery import Interruption, Restart, resuming
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
@@ -28,9 +29,6 @@ from bigbatch.trainer.run.ownership import Ownership
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import Joining
 from bigbatch.words import count
-
-if TYPE_CHECKING:
-    from bigbatch.trainer.training import TrainingRun
 
 Connected = tuple[Communicator, dict[str, Any] | None]
 """A group that this rank has connected, and the state on which its ranks have agreed."""
@@ -56,21 +54,21 @@ class InPlace:
         self._facts = cache(partial(facts_of, start.config, start.images))
         return partial(find, start.config, start.job.communicator, self._facts)
 
-    def accept(self, error: Interruption, start: RunStart, run: "TrainingRun | None") -> RunStart:
+    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> RunStart:
         self._interruption = None
         if isinstance(error, ReplicasDiffer):
-            return self._restart.accept(error, start, run)
+            return self._restart.accept(error, start, loop)
         if isinstance(error, Joining):
             self._interruption = Joining(since=error.since)
-        elif not can_heal(start.job, error) or (run is None and start.state is None):
+        elif not can_heal(start.job, error) or (loop is None and start.state is None):
             raise error
         else:
             self._interruption = PeerLostError(*error.args)  # without frames
             self._interruption.lost_ranks = error.lost_ranks
-        if run is None:
+        if loop is None:
             return start
-        state = run.loop.copy_state()
-        parts = run.parts if can_keep_parts(start.config) else None
+        state = loop.copy_state()
+        parts = loop.parts if can_keep_parts(start.config) else None
         return replace(start, state=state, parts=parts, is_in_parts=parts is not None and state is not None)
 
     def recover(self, start: RunStart) -> RunStart:

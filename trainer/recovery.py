@@ -3,19 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.parts import load
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.ownership import Ownership
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import Joining
-
-if TYPE_CHECKING:
-    from bigbatch.trainer.training import TrainingRun
 
 RECOVERIES = {
     "restart": "bigbatch.trainer.recovery.Restart",
@@ -34,8 +32,8 @@ class Recovery(Protocol):
     def wants_join(self, start: RunStart) -> Callable[[], object]:
         """Return a function that returns a true value if other ranks want to join the run; called on a thread."""
 
-    def accept(self, error: Interruption, start: RunStart, run: "TrainingRun | None") -> RunStart:
-        """Return what recover() may use of the interrupted run, which is None if building it was interrupted.
+    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> RunStart:
+        """Return what recover() may use of the interrupted loop, which is None if building it was interrupted.
 
         Called while the error is handled, so it keeps no frames. Raises: the error if the job cannot recover.
         """
@@ -62,13 +60,13 @@ class Restart:
     def wants_join(self, start: RunStart) -> Callable[[], object]:
         return lambda: False
 
-    def accept(self, error: Interruption, start: RunStart, run: "TrainingRun | None") -> RunStart:
+    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> RunStart:
         """Raises: the error, unless the weights differ, and for the first time at this step."""
-        if run is None or not isinstance(error, ReplicasDiffer):
+        if loop is None or not isinstance(error, ReplicasDiffer):
             raise error
         checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
         newest = next((c for c in reversed(checkpoints) if c.is_agreed), None)
-        step = newest.step if newest else run.plan.first_step
+        step = newest.step if newest else loop.plan.first_step
         if step == self.back_at:
             raise ReplicasDiffer(f"{error}; this happened again after the run went back to step {step}")
         self.back_at = step

@@ -15,7 +15,7 @@ from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.input import step_requests, train_batches
 from bigbatch.trainer.build.job import fusion_sizes
-from bigbatch.trainer.build.run import build_run
+from bigbatch.trainer.build_run import build_run
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.options import parse_beside_keys

@@ -14,12 +14,12 @@ from bigbatch.exit_codes import LOST
 from bigbatch.files import as_json
 from bigbatch.trainer.build.images import num_train_samples
 from bigbatch.trainer.build.input import list_images, measure_input, train_batches
-from bigbatch.trainer.build.run import BuiltRun, build_run
 from bigbatch.trainer.build.staging import stage_data, using_staged
+from bigbatch.trainer.build_run import BuiltRun, build_run
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode
-from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
+from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.joined_rank import JoinedRank
 from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.observe.observer import Observer
@@ -73,7 +73,7 @@ class Training:
                     start = start.after(images=run.splits.images, stop=run.loop.stop)
                     return run.run(wants_join=recovery.wants_join(start))
                 except (PeerLostError, ReplicasDiffer, Joining) as error:
-                    start = recovery.accept(error, start, run)
+                    start = recovery.accept(error, start, run.loop if run else None)
                 except BaseException:
                     if run is None:  # loggers of a former run may be open
                         start.log.close()

@@ -23,8 +23,7 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous import regroup
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.trainer import joining
-from bigbatch.trainer.build import run as build_run
+from bigbatch.trainer import build_run, joining
 from bigbatch.trainer.run import ownership, saving
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.stop_request import StopRequest

@@ -32,6 +32,7 @@ ROOMS = (
     ("trainer.input.loaders", "trainer.init"),
     ("trainer.step",),
     ("trainer.run",),
+    ("trainer.loggers", "trainer.observe"),
     ("trainer.build",),
     ("trainer.memory", "trainer.inference", "trainer.mlperf", "trainer.preflight"),
     ("trainer.tune.range", "trainer.tune.precision"),
@@ -76,8 +77,8 @@ DOORS = {
     "onnx": ("bigbatch.trainer.inference.formats",),
     "onnxscript": ("bigbatch.trainer.inference.formats",),
     "onnxruntime": ("bigbatch.trainer.inference.formats",),
-    "wandb": ("bigbatch.trainer.run.loggers",),
-    "mlflow": ("bigbatch.trainer.run.loggers",),
+    "wandb": ("bigbatch.trainer.loggers.wandb",),
+    "mlflow": ("bigbatch.trainer.loggers.mlflow",),
     "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
 ENVIRONMENT_READERS = (

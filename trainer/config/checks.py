@@ -37,6 +37,12 @@ RESIDUAL_BLOCKS = {
     "resnet9": 2,
     "alexnet_bn": 0,
 }
+LOGGERS = {
+    "tensorboard": "bigbatch.trainer.loggers.tensorboard.TensorBoardRun",
+    "wandb": "bigbatch.trainer.loggers.wandb.WandbRun",
+    "mlflow": "bigbatch.trainer.loggers.mlflow.MlflowRun",
+}
+"""Loggers by name: classes of sessions, made with the run folder; a name with dots is a class of another package."""
 METRICS = {"top1": 1, "top5": 1, "loss": -1}
 """Metric of an evaluation -> sign of an improvement."""
 
@@ -195,6 +201,12 @@ def check_run(run: RunConfig, data: DataConfig) -> Iterator[str]:
         )
     for name in sorted({name for name in run.loggers if run.loggers.count(name) > 1}):
         yield f"run.loggers={list(run.loggers)} names {name} twice: name it once"
+    for name in run.loggers:
+        if name not in LOGGERS and not is_import_path(name):
+            yield (
+                f"run.loggers: {name} is not one of {', '.join(LOGGERS)}{or_nearest(name.lower(), LOGGERS)}, nor an "
+                "import path such as mypackage.loggers.Csv"
+            )
 
 
 def _num_evaluations(run: RunConfig) -> int:

@@ -117,7 +117,7 @@ def ambiguous(value: Any) -> Iterator[str]:
 
 
 def takes_text(kind: Any) -> bool:
-    return kind is str or str in get_args(kind)
+    return kind is str or (get_origin(kind) in (Union, UnionType) and str in get_args(kind))
 
 
 def describe(kind: Any) -> str:

@@ -97,9 +97,10 @@ class RunConfig:
     metrics: dict[str, Any] | None = None
     """Your own metrics: name and import path of a class or function that returns numbers for each image, such as
     {balanced: mypackage.metrics.Balanced}, or {name, options} if it takes arguments; null for none."""
-    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow. If one
-    fails or has no network, the run warns once and continues. [] for none."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow, or the
+    import path of a class of your own, such as mypackage.loggers.Csv. If one fails or has no network, the run warns
+    once and continues. [] for none."""
     target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None

@@ -44,6 +44,9 @@ def import_paths(config: Config) -> Iterator[tuple[str, str]]:
             yield key, name
     for _, name, _ in metric_entries(config.run.metrics):
         yield "run.metrics", name
+    for name in config.run.loggers:
+        if is_import_path(name):
+            yield "run.loggers", name
 
 
 def require_trusted(config: Config, of_runs: Mapping[str, Path]) -> None:

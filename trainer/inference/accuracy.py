@@ -13,11 +13,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import on_device
-from bigbatch.trainer.input.stream import gather_replaced
+from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES, gather_replaced
 from bigbatch.trainer.step.score import PerImage, Score, cross_entropies, to_grid
-
-BATCHES_BETWEEN_EXCHANGES = 8
-"""Batches between two exchanges: the longest wait of a rank after an input failure or a stop signal."""
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
+from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.observe.observer import Observed, Observer
 
 

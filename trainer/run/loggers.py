@@ -1,29 +1,29 @@
-"""Loggers for the numbers of metrics.jsonl: TensorBoard, Weights & Biases and MLflow. Only this module uses them."""
+"""Loggers for the numbers of metrics.jsonl, each on a thread: TensorBoard, Weights & Biases, MLflow, and your own."""
 
-import secrets
-import threading
-import time
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from queue import Queue
 from threading import Thread
 from typing import Any
 
-from bigbatch.errors import first_line
+from bigbatch.errors import ConfigError, first_line, or_nearest
 from bigbatch.numbers import is_number
-from bigbatch.trainer.config.file import flatten
-from bigbatch.trainer.config.kinds import flat_options
+from bigbatch.parts import load
+from bigbatch.trainer.config.checks import LOGGERS
+from bigbatch.trainer.config.dotted import import_owner, is_of_library
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.user_settings import mlflow_settings, wandb_settings
 
 CLOSE_SECONDS = 60.0
 """Limit of the wait for unsent data at the end of a run."""
 
 Say = Callable[[str], None]
+"""Prints a line."""
+Open = Callable[..., Any]
+"""(run folder, Say, stated=, from_step=) -> a session: an object with log(step, figures) and finish()."""
 
 
 class BackgroundLogger:
@@ -78,116 +78,6 @@ class BackgroundLogger:
             )
 
 
-REACH_SECONDS = 30.0
-"""How long wandb tries to reach its server before the run is logged offline."""
-
-
-class _WandbRun:
-    """A run of Weights & Biases, or records on disk for `wandb sync`; a resumed run continues it.
-
-    If the server cannot be reached, the figures are kept as with WANDB_MODE=offline, and a line is printed.
-    """
-
-    def __init__(self, rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> None:
-        try:
-            import wandb
-            from wandb import init  # a plain folder named wandb can be imported, too, but has no init
-        except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
-            raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
-        rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
-        arguments = {
-            "project": "bigbatch",
-            "name": rundir.path.name,
-            **wandb_settings(),
-            "id": _run_id(rundir, is_new=from_step == 0),
-            "resume": "allow",
-            "dir": str(rundir.path),
-            "config": dict(stated),
-        }
-        # quiet: otherwise it would ask for a key on the terminal and replace standard output
-        settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
-        wandb.setup(settings)
-        try:
-            run = init(**arguments, settings=settings)
-        except Exception as error:  # no network, no key, no answer
-            if arguments.get("mode") == "offline":
-                raise
-            tell(f"wandb cannot be reached ({first_line(error)}): the run continues, logged offline")
-            # a new id: wandb considers the other one in use
-            offline = {**arguments, "mode": "offline", "id": _run_id(rundir, is_new=True)}
-            run = init(**offline, settings=settings)
-        tell(f"wandb: {_where(run)}")
-        # our own step count: a resumed run repeats steps, and wandb's own count cannot go back
-        run.define_metric("*", step_metric="step")
-        self._run = run
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **figures})
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-def _where(run: Any) -> str:
-    if run.disabled:
-        return "disabled by WANDB_MODE: nothing is kept or sent"
-    return f"run {run.id} " + (
-        f"in {Path(run.dir).parent}, which `wandb sync` sends" if run.offline else f"at {run.url}"
-    )
-
-
-def _run_id(rundir: RunDir, *, is_new: bool) -> str:
-    """Return the run's id in wandb, which the run folder keeps."""
-    path = rundir.wandb_id
-    if not is_new and path.is_file() and (kept := path.read_text().strip()).isalnum():
-        return kept
-    rundir.write_text(path, f"{(run_id := secrets.token_hex(4))}\n")
-    return run_id
-
-
-MAX_PARAMS = 100
-"""MLflow's limit of parameters in one request."""
-
-
-class _MlflowRun:
-    """A run in MLflow, at MLFLOW_TRACKING_URI, else in RUN/mlflow; a resumed run continues it."""
-
-    def __init__(self, rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> None:
-        store = rundir.path / "mlflow"
-        settings = mlflow_settings(default_store=store)
-        if settings["tracking_uri"] == store.resolve().as_uri():
-            rundir.make_folder(store)
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-        except Exception as error:  # its dependencies may raise anything at import
-            raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[mlflow]'") from error
-        self._metric = Metric
-        self._client = client = MlflowClient(tracking_uri=settings["tracking_uri"])
-        name = settings["experiment_name"]
-        kept = rundir.mlflow_id.read_text().strip() if from_step and rundir.mlflow_id.is_file() else ""
-        if kept:
-            client.update_run(kept, status="RUNNING")
-        else:
-            found = client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else client.create_experiment(name)
-            kept = client.create_run(experiment, run_name=settings.get("run_name", rundir.path.name)).info.run_id
-            rundir.write_text(rundir.mlflow_id, f"{kept}\n")
-            params = [Param(key, str(value)) for key, value in flat_options(flatten(stated)).items()]
-            for first in range(0, len(params), MAX_PARAMS):
-                client.log_batch(kept, params=params[first : first + MAX_PARAMS])
-        self._run = kept
-        tell(f"mlflow: run {kept} of experiment {name} at {settings['tracking_uri']}")
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
-        metrics = [self._metric(name, float(value), now, step) for name, value in figures.items()]
-        self._client.log_batch(self._run, metrics=metrics)
-
-    def finish(self) -> None:
-        self._client.set_terminated(self._run)
-
-
 def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a record by name, metrics with the prefix metrics/; without step and time."""
     own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
@@ -195,43 +85,37 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in {**record, **own}.items() if is_number(value) and name not in others}
 
 
-class _TensorBoardRun:
-    """Event files; a resumed run removes the events of the steps that it repeats.
-
-    The import takes up to half a second. On the logger's thread no other rank waits for it after rank 0 is lost.
-    """
-
-    def __init__(self, rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        if not isinstance(threading.excepthook, _WithoutTensorBoard):
-            threading.excepthook = _WithoutTensorBoard(threading.excepthook)
-        rundir.make_folder(rundir.tensorboard)
-        self._events = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
-
-    def log(self, step: int, figures: dict[str, float]) -> None:
-        """Pass the figures to TensorBoard's own thread; a later call raises that thread's errors."""
-        for name, value in figures.items():
-            self._events.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        self._events.close()
+def find_loggers(config: Config) -> dict[str, Open]:
+    """Return how to open the session of each logger in run.loggers. Raises: ConfigError for one that does not fit."""
+    return {name: load(LOGGERS[name]) if name in LOGGERS else _find_own(name) for name in config.run.loggers}
 
 
-@dataclass(frozen=True)
-class _WithoutTensorBoard:
-    """Report a thread's exception, except TensorBoard's: its next call raises it, and the logger prints one line."""
+def _find_own(name: str) -> Open:
+    """Return how to open a logger of another package, by its import path."""
+    try:
+        module, own_name = import_owner(name)
+    except ValueError as error:
+        raise ConfigError(f"run.loggers: {error}") from error
+    found: Any = getattr(module, own_name, None)
+    if not inspect.isclass(found) or is_of_library(found, name=name):
+        classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
+        raise ConfigError(f"run.loggers: {name} is no class of your own{or_nearest(own_name, classes)}")
+    make: Callable[..., Any] = found
+    if missing := [each for each in ("log", "finish") if not callable(getattr(found, each, None))]:
+        raise ConfigError(
+            f"run.loggers: {name} has no method {' and no method '.join(missing)}: a logger has log(step, figures) and "
+            "finish()"
+        )
 
-    report: Callable[[threading.ExceptHookArgs], object]
+    def open_own(rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> Any:
+        return make(rundir.path, config=dict(stated), from_step=from_step)
 
-    def __call__(self, ended: threading.ExceptHookArgs) -> None:
-        if not type(ended.thread).__module__.startswith("tensorboard."):
-            self.report(ended)
-
-
-SESSIONS: dict[str, Callable[..., Any]] = {"tensorboard": _TensorBoardRun, "wandb": _WandbRun, "mlflow": _MlflowRun}
+    return open_own
 
 
-def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[BackgroundLogger]:
+def open_loggers(
+    found: Mapping[str, Open], config: Config, rundir: RunDir, *, from_step: int, say: Say
+) -> list[BackgroundLogger]:
+    """Open the loggers that find_loggers() has found, each on its own thread."""
     how = {"stated": asdict(config), "from_step": from_step}
-    return [BackgroundLogger(name, partial(SESSIONS[name], rundir, **how), say=say) for name in config.run.loggers]
+    return [BackgroundLogger(name, partial(open_, rundir, **how), say=say) for name, open_ in found.items()]

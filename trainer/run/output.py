@@ -24,7 +24,7 @@ from bigbatch.trainer.run.checkpoint import (
 )
 from bigbatch.trainer.run.cost import total_spent
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
-from bigbatch.trainer.run.loggers import open_loggers
+from bigbatch.trainer.run.loggers import find_loggers, open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, describe_evaluation, make_reporter, rows
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes
@@ -58,6 +58,7 @@ class RunOutput:
         self._config, self._plan, self._communicator = config, plan, communicator
         self._mode_record = mode_record
         self._ask_to_stop = ask_to_stop
+        self._loggers = find_loggers(config)  # on all ranks, which refuse alike
         self._rundir = RunDir(Path(config.run.directory))
         self._log = log
         self.log, self.close = log.write, log.close
@@ -99,7 +100,9 @@ class RunOutput:
                 rundir.summary.unlink(missing_ok=True)
         self._log.begin(from_step=self._plan.first_step)
         if not self._log.loggers:
-            self._log.loggers = open_loggers(config, rundir, from_step=self._plan.first_step, say=self.say)
+            self._log.loggers = open_loggers(
+                self._loggers, config, rundir, from_step=self._plan.first_step, say=self.say
+            )
         for logger in self._log.loggers:
             logger.say = self.say
         for path, why in damaged.items():

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bigbatch.errors import print_line, printable
 from bigbatch.numbers import is_number
-from bigbatch.trainer.observe.noise_scale import NOISE_SCALE_FIELDS, UNMEASURED, describe_noise_scale
+from bigbatch.trainer.run.noise_scale import NOISE_SCALE_FIELDS, UNMEASURED, describe_noise_scale
 from bigbatch.words import count
 
 

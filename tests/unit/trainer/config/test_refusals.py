@@ -75,7 +75,7 @@ def test_refusals_of_a_run_that_is_no_shorter_name_no_schedule() -> None:
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ("--run.loggers=[comet]", ("run.loggers", "comet", "'tensorboard', 'wandb', 'mlflow'")),
+        ("--run.loggers=[comet]", ("run.loggers", "comet", "tensorboard, wandb, mlflow")),
     ],
 )
 def test_loggers_that_say_nothing_are_refused(option: str, named: tuple[str, ...]) -> None:

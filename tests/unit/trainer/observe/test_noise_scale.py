@@ -12,8 +12,8 @@ import pytest
 from small_run import PLAN
 
 from bigbatch.trainer.observe.noise_recorder import NoiseRecorder
-from bigbatch.trainer.observe.noise_scale import FEWEST, KEPT, KIND, Moments, Share, running, student_quantile, unbiased
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.noise_scale import FEWEST, KEPT, KIND, Moments, Share, running, student_quantile, unbiased
 
 SMALL, LARGE = 4, 32
 

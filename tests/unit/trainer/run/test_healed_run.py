@@ -24,7 +24,7 @@ from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.exit_codes import FAILED, LOST
 from bigbatch.trainer import healing, training
 from bigbatch.trainer.build import parts as build_parts
-from bigbatch.trainer.build.run import build_run
+from bigbatch.trainer.build_run import build_run
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.healing import why_not_healing
@@ -57,9 +57,14 @@ class Run:
     """A run that loses a rank, and its successor, which records what asked it to stop."""
 
     def __init__(self, start: RunStart) -> None:
-        self._kept, self.parts = start.state, SimpleNamespace()
+        self._kept = start.state
         self.splits = SimpleNamespace(images=None)
-        self.loop = SimpleNamespace(copy_state=lambda: {"step": 3}, stop=start.stop or StopRequest())
+        self.loop = SimpleNamespace(
+            copy_state=lambda: {"step": 3},
+            stop=start.stop or StopRequest(),
+            parts=SimpleNamespace(),
+            plan=SimpleNamespace(first_step=3),
+        )
         done.append("made")
 
     def run(self, *, wants_join: Any) -> Any:
@@ -145,8 +150,6 @@ def test_run_that_goes_back_to_the_state_of_a_healing_does_not_take_over_parts_o
     taken: list[RunStart] = []
 
     class Differing(Run):
-        plan = SimpleNamespace(first_step=3)
-
         def __init__(self, start: RunStart) -> None:
             taken.append(start)
             super().__init__(start)

@@ -11,12 +11,19 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_training import TINY
 
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError
+from bigbatch.parts import load
+from bigbatch.trainer.config.checks import LOGGERS
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.run import loggers
+from bigbatch.trainer.in_python import train
+from bigbatch.trainer.loggers import wandb
+from bigbatch.trainer.run import loggers as background
 from bigbatch.trainer.run import output as output_module
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.loggers import SESSIONS, BackgroundLogger, open_loggers
+from bigbatch.trainer.run.loggers import BackgroundLogger, find_loggers, open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.output import RunOutput
 
@@ -37,7 +44,7 @@ class PlayedWandb(ModuleType):
         return settings
 
     def setup(self, settings: Mapping[str, object]) -> None:
-        assert settings == {"console": "off", "silent": True, "init_timeout": loggers.REACH_SECONDS}
+        assert settings == {"console": "off", "silent": True, "init_timeout": wandb.REACH_SECONDS}
 
     def init(self, **arguments: Any) -> Any:
         self.inits.append(arguments)
@@ -76,7 +83,7 @@ def open_logger(
     stated: Mapping[str, Any] = MappingProxyType({}),
     from_step: int = 0,
 ) -> BackgroundLogger:
-    return BackgroundLogger(name, partial(SESSIONS[name], rundir, stated=stated, from_step=from_step), say=say)
+    return BackgroundLogger(name, partial(load(LOGGERS[name]), rundir, stated=stated, from_step=from_step), say=say)
 
 
 def send(rundir: RunDir, *, name: str = "wandb", from_step: int = 0, **stated: Any) -> list[str]:
@@ -257,7 +264,7 @@ def test_loggers_wandb_that_fails_is_said_once(
 def test_loggers_wandb_that_hangs_holds_neither_steps_nor_the_end_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "CLOSE_SECONDS", 0.01)
     play(monkeypatch, PlayedWandb(log=lambda: time.sleep(0.5)))
     said = send(RunDir(tmp_path))
     assert naming_all(said[-1], "wandb failed", "0.01 s after the run's end")
@@ -281,7 +288,7 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
     rundir = RunDir(tmp_path / "run")
     log = MetricsLog(rundir)
     log.begin(from_step=0)
-    log.loggers = open_loggers(config, rundir, from_step=0, say=said.append)
+    log.loggers = open_loggers(find_loggers(config), config, rundir, from_step=0, say=said.append)
     for step in (1, 2):
         log.write("train", {"step": step, "loss": 2.0})
     log.close()
@@ -361,3 +368,60 @@ def test_loggers_without_mlflow_say_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     (told,) = send_to_mlflow(RunDir(tmp_path))
     assert naming_all(told, "run.loggers: mlflow failed", "pip install 'bigbatch[mlflow]'", "continues without it")
+
+
+OWN = """
+import json
+
+class Csv:
+    def __init__(self, folder, *, config, from_step):
+        self.file = open(folder / "own.csv", "w")
+        print(config["model"]["name"], from_step, file=self.file)
+
+    def log(self, step, figures):
+        print(step, *sorted(figures), file=self.file)
+
+    def finish(self):
+        self.file.close()
+
+class Silent:
+    def log(self, step, figures): ...
+
+def function(): ...
+"""
+
+
+def test_loggers_of_another_package_get_config_and_figures_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_loggers.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    settings = {**TINY, "run.directory": "run", "run.loggers": ["my_loggers.Csv"]}
+    train("quickstart", settings, quiet=True)
+    lines = (tmp_path / "run/own.csv").read_text().splitlines()
+    assert lines[0] == "resnet9 0"
+    assert any("train/loss" in line for line in lines)
+    assert any("eval/top1" in line for line in lines)
+    assert main(["train", "--config", "run", "--dry-run"]) == 1, "a run folder may come from others"
+    assert naming_all(capsys.readouterr().err, "run.loggers: my_loggers.Csv", "--trust-code")
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("my_loggers.Csw", "no class of your own; the nearest is Csv"),
+        ("my_loggers.function", "no class of your own"),
+        ("my_loggers.Silent", "no method finish"),
+        ("other_loggers.Csv", "No module named 'other_loggers'"),
+        ("torch.nn.Linear", "no class of your own"),
+    ],
+)
+def test_loggers_that_are_none_are_refused_at_the_start(
+    name: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_loggers.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["--config", "quickstart", f"--run.loggers=[{name}]"])
+    with pytest.raises(ConfigError) as refused:
+        find_loggers(config)
+    assert naming_all(str(refused.value), "run.loggers", named)
