@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.record import table
 from bigbatch.comm.algorithms.by_name import make_allreduce
-from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec
 from bigbatch.comm.rendezvous.pending import Pending, TensorSize
@@ -70,11 +70,11 @@ class CountingBackend:
         """Count it."""
         self.messages += 1
         self.message_bytes += tensor_N.nbytes
-        return Done()
+        return InFlight()
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
         """Do nothing: it is counted by the sender."""
-        return Done()
+        return InFlight()
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Count the sent message."""
@@ -90,7 +90,7 @@ class CountingBackend:
     ) -> InFlight:
         """Run it at once."""
         operation()
-        return Done()
+        return InFlight()
 
     def oldest(self) -> Pending | None:
         """Return None: no operation is ever under way."""

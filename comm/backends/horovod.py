@@ -12,8 +12,8 @@ from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.mpi import on_queue
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.pending import TensorSize
 from bigbatch.errors import CommError, first_line, tell
 
@@ -57,7 +57,7 @@ class HorovodBackend:
 
     name = "horovod"
 
-    def __init__(self, env: ProcessEnv, control: Control, *, device: torch.device) -> None:
+    def __init__(self, env: ProcessEnv, control: JobControl, *, device: torch.device, **_: object) -> None:
         self._hvd = import_horovod()
         device_types = ("cpu", "cuda") if sums_on_gpus() else ("cpu",)
         dtypes = (torch.float64, torch.float32, torch.float16, torch.int64)

@@ -10,7 +10,7 @@ from threading import Lock, Thread
 import torch
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.backends.base import InFlight, Started
+from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
 from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import CommError, PeerLostError
@@ -92,7 +92,7 @@ class ThreadQueue:
                     raise LateError(pending)
             future.result()
 
-        return Started(wait)
+        return InFlight(wait)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -235,7 +235,7 @@ class StreamQueue:
                 self._wait_on_host(pending, self.limit_seconds)
             torch.cuda.current_stream(device).wait_event(event)
 
-        return Started(wait)
+        return InFlight(wait)
 
     def _wait_on_host(self, pending: Pending, seconds: float) -> None:
         """Wait until the GPU has finished the operation, without a pause: it may be a short one that is timed."""

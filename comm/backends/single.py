@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import CommError
 
@@ -47,7 +47,7 @@ class SingleBackend:
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         receive.copy_(send)
-        return Done()
+        return InFlight()
 
     def submit(
         self,
@@ -63,7 +63,7 @@ class SingleBackend:
                 "connect() after init_process_group()"
             )
         operation()
-        return Done()
+        return InFlight()
 
     def oldest(self) -> Pending | None:
         return None

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue, behind_kernels
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
 from bigbatch.comm.rendezvous.pending import Pending, TensorSize
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -38,7 +38,7 @@ class TorchDistributedBackend:
     def __init__(
         self,
         env: ProcessEnv,
-        control: Control,
+        control: JobControl,
         *,
         library: str,
         device: torch.device,
@@ -178,7 +178,7 @@ class TorchDistributedBackend:
     def _batch(self, *hops: dist.P2POp) -> InFlight:
         # a tensor with fewer elements than ranks has empty parts, which both sides of a hop leave out
         some = [hop for hop in hops if hop.tensor.numel()]
-        return AllOf(tuple(dist.batch_isend_irecv(some)) if some else ())  # type: ignore[arg-type]
+        return InFlight(*(work.wait for work in dist.batch_isend_irecv(some))) if some else InFlight()
 
     def submit(
         self,

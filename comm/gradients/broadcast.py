@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import AllOf, require_type, size_of
+from bigbatch.comm.backends.base import InFlight, require_type, size_of
 from bigbatch.comm.ranks import Ranks
 from bigbatch.comm.rendezvous.late_ranks import name_ranks
 from bigbatch.errors import CommError
@@ -64,7 +64,7 @@ def send_object(value: Any, communicator: Ranks, *, source: int, to: Collection[
             for tensor in tensors if rank == source or rank in to else ():
                 flat_N = tensor.view(-1).view(torch.uint8)
                 if flat_N.numel() and rank == source:
-                    AllOf(tuple(backend.start_send(flat_N, to=each) for each in sorted(to))).wait()
+                    InFlight(*(backend.start_send(flat_N, to=each).wait for each in sorted(to))).wait()
                 elif flat_N.numel():
                     backend.start_receive(flat_N, source=source).wait()
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.backends.base import Done, InFlight, dtype_name, require_type
+from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
 from bigbatch.comm.gradients.broadcast import Start, require_same_start_
 from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
 from bigbatch.comm.gradients.exposed_time import ExposedTime
@@ -135,7 +135,7 @@ class GradientReducer:
         self._num_started = 0
         self._holds = False
         """Whether backward has begun this step, and sums may not have started."""
-        self._last: InFlight = Done()
+        self._last = InFlight()
         """The sum started last: a backend runs sums one after another, so all are done when it is."""
 
     @untraced

@@ -11,14 +11,14 @@ from played_nccl import PlayedNccl
 from bigbatch.cli import main
 from bigbatch.comm import connection
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 
 GPU = torch.device("cuda", 0)
 """What NCCL is told; its tensors are on the host."""
 
 
-def _connect(env: ProcessEnv, control: Control, backend: str, *, heals: bool, **options: Any) -> Any:
+def _connect(env: ProcessEnv, control: JobControl, backend: str, *, heals: bool, **options: Any) -> Any:
     over = TorchDistributedBackend(env, control, library=backend, device=GPU, heals=heals)
     over.capabilities = replace(over.capabilities, device_types=("cpu",))
     return over
