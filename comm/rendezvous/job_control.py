@@ -9,7 +9,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
 from bigbatch.comm.rendezvous.job_store import KeyValue
-from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
+from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS
 from bigbatch.comm.rendezvous.limits import (
     MAX_PEER_CHECKS_PER_SECOND,
     PEER_CHECK_SECONDS,
@@ -18,7 +18,7 @@ from bigbatch.comm.rendezvous.limits import (
 )
 from bigbatch.comm.rendezvous.meeting import open_store
 from bigbatch.errors import CommError
-from bigbatch.words import first_difference
+from bigbatch.words import first_difference, name_ranks
 
 HOST = "bigbatch/host"
 """Prefix of the keys with the host of each rank that has met."""

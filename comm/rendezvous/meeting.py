@@ -12,13 +12,14 @@ from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within, wait_until
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, StoreConnections, start_store
-from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
+from bigbatch.comm.rendezvous.late_ranks import reporting_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.limits import GRACE_SECONDS
 from bigbatch.comm.rendezvous.ports import BACKLOG, adopt
 from bigbatch.comm.rendezvous.secret import AuthenticationError
 from bigbatch.errors import CommError, first_line, tell
 from bigbatch.parts import load
+from bigbatch.words import name_ranks
 
 _TOKENS = "bigbatch/tokens"
 PROBE_SECONDS = 5.0

@@ -13,9 +13,10 @@ import bigbatch
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.gpus import require_own_gpus
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
+from bigbatch.comm.rendezvous.late_ranks import reporting_late
 from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import CommError
+from bigbatch.words import name_ranks
 
 UNKNOWN_RELEASE = "an older bigbatch"
 """Release of a rank that does not state one."""

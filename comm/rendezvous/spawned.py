@@ -7,9 +7,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.late_ranks import name_ranks
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import CommError
+from bigbatch.words import name_ranks
 
 
 def find_place(env: ProcessEnv, *, timeout_seconds: float) -> ProcessEnv:

@@ -343,9 +343,9 @@ def digest_of(run: Path) -> str:
 
 def source_commit() -> str:
     """Return the commit of the code that is tried; empty where there is none."""
-    from bigbatch.comm.tuning import conditions
+    from bigbatch.comm.tuning import commit
 
-    return conditions.source_commit() or ""
+    return commit.source_commit() or ""
 
 
 def shared_memory_of(keeper: int, node: int) -> str:
