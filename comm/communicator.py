@@ -18,7 +18,7 @@ from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import exit_code_of
@@ -26,6 +26,8 @@ from bigbatch.exit_codes import CRASHED
 from bigbatch.words import count
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from bigbatch.comm.algorithms.hybrid import HybridTable
     from bigbatch.comm.backends.host_staging import HostStaging
     from bigbatch.comm.backends.node_memory import NodeMemory
@@ -186,19 +188,12 @@ class Communicator:
         work = self.submit(recorded if timeline.is_active else operation, label=label, size=size)
         return work if self.staging is None else InFlight(work.wait, self.staging.join)
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         self.order.start_held()
-        if ranks is None:
-            self.order.note(label, size)
-        return self.backend.submit(operation, label=label, ranks=ranks, size=size)
+        if facts.get("ranks") is None:
+            self.order.note(facts["label"], facts.get("size"))
+        return self.backend.submit(operation, **facts)
 
     def _finish_all(self) -> None:
         """Wait until all ranks have ended the operations so far."""

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from bigbatch.comm.algorithms.wire import Wire
     from bigbatch.comm.backends.base import Backend, InFlight
     from bigbatch.comm.operation_order import OperationOrder
-    from bigbatch.comm.rendezvous.pending import TensorSize
+    from bigbatch.comm.rendezvous.pending import OperationFacts
     from bigbatch.comm.timeline import Timeline
 
 
@@ -64,14 +66,7 @@ class Ranks(Protocol):
         self, collective_: Callable[[Tensor], None], tensor_N: Tensor, *, label: str, algorithm: str, wire: "Wire"
     ) -> "InFlight": ...
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: "TensorSize | None" = None,
-    ) -> "InFlight": ...
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> "InFlight": ...
 
     def gather(self, value: Any) -> list[Any]: ...
 

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,14 @@ from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 COUNTED = ("native", "ring", "hierarchical", "sharded", "doubling")
 """Algorithms to count; hybrid uses one of them for each buffer, by its size."""
@@ -80,14 +83,7 @@ class CountingBackend:
         """Count the sent message."""
         return self.start_send(send, to=to)
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Run it at once."""
         operation()
         return InFlight()

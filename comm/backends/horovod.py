@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from bigbatch.comm.backends.operation_tags import OperationTags, require_same_op
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.errors import CommError, first_line, tell
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PAGE = "docs/compare.md#horovod-as-a-backend"
 HOW_TO_BUILD = f"{PAGE} says what a build needs, and comm.backend tcp or mpi needs none"
@@ -125,18 +128,11 @@ class HorovodBackend:
 
     start_send = start_receive = start_exchange = _refuse
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start the operation on a thread, while backward continues, after the GPU's work so far."""
         if self._gpu is not None:  # Horovod itself waits only for the stream of that thread
             operation = behind_kernels(operation, self._gpu)
-        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
+        return self._queue.submit(operation, **facts)
 
     def close(self) -> None:
         if self._queue.is_closed:

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from bigbatch.comm.backends.operation_tags import OperationTags, require_same_op
 from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world, scripts_mpi
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.errors import CommError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
@@ -114,17 +117,10 @@ class MpiBackend:
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         return InFlight(self.start_receive(receive, source=source).wait, self.start_send(send, to=to).wait)
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         if self._gpu is not None:
             operation = behind_kernels(operation, self._gpu)
-        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
+        return self._queue.submit(operation, **facts)
 
     def close(self) -> None:
         if self._queue.is_closed:

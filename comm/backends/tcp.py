@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,11 @@ from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TcpBackend:
@@ -142,15 +146,8 @@ class TcpBackend:
         """Return the bytes received from each rank, as the kernel counts them. Call it while nothing is under way."""
         return self._links.received_bytes()
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
-        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+        return self._queue.submit(operation, **facts)
 
     def close(self) -> None:
         if self._queue.is_closed:
