@@ -171,22 +171,24 @@ class Communicator:
         It uses the queue, copies and errors of start(). algorithm and wire name it in a trace.
         """
         _require_summable(self, tensor_N)
-        timeline = self.timeline
         if self.memory is not None and tensor_N.numel():
             operation = self.memory.operation(collective_, tensor_N, self.staging, finish=self._finish_all, label=label)
         else:
             operation = partial(collective_, tensor_N) if tensor_N.numel() else lambda: None
-        timeline.mark(label, row="buffers ready")
-
-        def recorded() -> None:
+        if self.timeline.is_active:
+            self.timeline.mark(label, row="buffers ready")
             facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
-            with timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts):
+            operation = self._recorded(operation, label, facts)
+        self.control.detector.begin()
+        work = self.submit(operation, label=label, size=size_of(tensor_N))
+        return work if self.staging is None else InFlight(work.wait, self.staging.join)
+
+    def _recorded(self, operation: Callable[[], None], label: str, facts: dict[str, Any]) -> Callable[[], None]:
+        def recorded() -> None:
+            with self.timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts):
                 operation()
 
-        self.control.detector.begin()
-        size = size_of(tensor_N)
-        work = self.submit(recorded if timeline.is_active else operation, label=label, size=size)
-        return work if self.staging is None else InFlight(work.wait, self.staging.join)
+        return recorded
 
     def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""

@@ -138,7 +138,7 @@ def connect(
 
     backend: "auto" is NCCL if every rank has a GPU, and tcp otherwise. tcp and mpi sum GPU tensors through pinned host
     memory (a CUDA-aware MPI on the GPU itself); gloo sums only CPU tensors.
-    algorithm: one of bigbatch.comm.algorithms.ALGORITHMS, or hybrid with its table. "auto" follows the table; without
+    algorithm: one of ALGORITHMS in comm/algorithms/by_name.py; hybrid with its table. "auto" follows the table; without
     a table it is native with NCCL, else hierarchical.
     group_size: splits hosts into smaller node groups.
     wire_dtype: "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide).

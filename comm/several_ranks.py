@@ -51,14 +51,17 @@ def join(
         endpoints = load("bigbatch.comm.rendezvous.regroup.exchange_endpoints")(env, control, interface=interface)
     heals = control.detector.heals = endpoints is not None
     if env.world_size == 1:  # the last one of a group that has lost ranks
-        transport: Backend = SingleBackend()
-        return Connection(env, control, transport, topology, endpoints=endpoints)
+        single = SingleBackend()
+        single.is_alone = False
+        return Connection(env, control, single, topology, endpoints=endpoints)
     watch = Watch(control, ends_job=backend == "nccl")
-    connect_ = load(TRANSPORTS[backend])
+    make_transport = load(TRANSPORTS[backend])
     # NCCL connects without a time limit: a rank that freezes after the meeting would block the others forever
     try:
         with watch.during(f"connection of {env.world_size} ranks by {backend}"):
-            transport = connect_(env, control, library=backend, device=device, interface=interface, heals=heals)
+            transport: Backend = make_transport(
+                env, control, library=backend, device=device, interface=interface, heals=heals
+            )
     except BaseException:
         watch.close()
         raise

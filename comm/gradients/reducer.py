@@ -157,7 +157,8 @@ class GradientReducer:
         if not self.is_active:
             self._written.start_over()
             return
-        self._communicator.timeline.mark(name)
+        if (timeline := self._communicator.timeline).is_active:
+            timeline.mark(name)
         self._written.note_backward(index, self.buffers)
         self._ready.add(name, index=index)
         self._holds = True
