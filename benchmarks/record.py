@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.tuning.conditions import cpu_name, source_commit
+from bigbatch.comm.tuning.commit import source_commit
+from bigbatch.comm.tuning.conditions import cpu_name
 from bigbatch.errors import UserError
 from bigbatch.files import write_whole
 from bigbatch.numbers import at_least as at_least

@@ -1,4 +1,9 @@
-"""Shares, counts and differences as people read them."""
+"""Shares, counts, ranks and differences as people read them."""
+
+from collections.abc import Sequence
+
+MAX_NAMED = 8
+"""Most ranks that one line names."""
 
 
 def percent(share: float) -> str:
@@ -9,6 +14,14 @@ def percent(share: float) -> str:
 def count(number: int, thing: str) -> str:
     """Write 2, 'rank' -> '2 ranks'; 2, 'class' -> '2 classes'."""
     return f"{number} {thing}{'' if number == 1 else 'es' if thing.endswith(('s', 'batch')) else 's'}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 3, 4, 5", or the first MAX_NAMED of many; "" for none."""
+    if not ranks:
+        return ""
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
 
 
 def first_difference(theirs: str, ours: str) -> str:

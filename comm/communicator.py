@@ -3,32 +3,37 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.by_name import ALGORITHMS, AllReduce, make_allreduce
-from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type, size_of
-from bigbatch.comm.backends.host_staging import HostStaging, Staged, via_memory
-from bigbatch.comm.backends.node_memory import NodeMemory
-from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.pending import TensorSize
-from bigbatch.comm.rendezvous.regroup import Endpoints
+from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import exit_code_of
 from bigbatch.exit_codes import CRASHED
 from bigbatch.words import count
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from bigbatch.comm.algorithms.hybrid import HybridTable
+    from bigbatch.comm.backends.host_staging import HostStaging
+    from bigbatch.comm.backends.node_memory import NodeMemory
+    from bigbatch.comm.backends.registered_memory import RegisteredMemory
+    from bigbatch.comm.rendezvous.regroup import Endpoints
+    from bigbatch.comm.rendezvous.watch import Watch
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
@@ -42,19 +47,19 @@ class Communicator:
     control: Control
     backend: Backend
     topology: Topology
-    memory: NodeMemory | None
+    memory: "NodeMemory | None"
     """Memory that the ranks of a node share, if the backend reads host tensors; else None."""
-    staging: HostStaging | None
+    staging: "HostStaging | None"
     """Host copies of GPU tensors, if the backend reads only host tensors; else None."""
     algorithm: str
     all_reduce_: AllReduce
     wire: Wire
-    table: HybridTable | None
+    table: "HybridTable | None"
     device: torch.device
     """Device of the tensors to sum."""
     timeline: Timeline
-    watch: Watch | None = None
-    registered: RegisteredMemory | None = None
+    watch: "Watch | None" = None
+    registered: "RegisteredMemory | None" = None
     """Memory of allocate() that NCCL sums without copies; else None."""
     buffers: str = "torch"
     """Argument of connect(); measured times are valid only for it."""
@@ -62,7 +67,7 @@ class Communicator:
     """Why the algorithm was chosen, if the config names none."""
     order: OperationOrder = field(default_factory=OperationOrder)
     """Order of this connection's operations, also of those through with_algorithm()."""
-    endpoints: Endpoints | None = None
+    endpoints: "Endpoints | None" = None
     """Where the ranks can form a new group after a rank is lost; None if they cannot."""
 
     @property
@@ -75,7 +80,9 @@ class Communicator:
 
     @property
     def connection(self) -> Connection:
-        return Connection(self.env, self.control, self.backend, self.watch, self.registered)
+        return Connection(
+            self.env, self.control, self.backend, self.topology, self.watch, self.registered, self.endpoints
+        )
 
     @property
     def transport_device(self) -> torch.device:
@@ -95,7 +102,12 @@ class Communicator:
         return tuple(name for name in ALGORITHMS if name != "hybrid")
 
     def with_algorithm(
-        self, algorithm: str, *, wire: Wire | None = None, table: HybridTable | None = None, table_from: str = "a table"
+        self,
+        algorithm: str,
+        *,
+        wire: Wire | None = None,
+        table: "HybridTable | None" = None,
+        table_from: str = "a table",
     ) -> "Communicator":
         """Return a communicator of the same ranks with another all-reduce or wire precision. Collective.
 
@@ -159,34 +171,31 @@ class Communicator:
         It uses the queue, copies and errors of start(). algorithm and wire name it in a trace.
         """
         _require_summable(self, tensor_N)
-        timeline = self.timeline
-        finish, memory, staging = self._finish_all, self.memory, self.staging
-        operation = via_memory(collective_, tensor_N, memory, staging, finish=finish, label=label)
-        timeline.mark(label, row="buffers ready")
-
-        def recorded() -> None:
+        if self.memory is not None and tensor_N.numel():
+            operation = self.memory.operation(collective_, tensor_N, self.staging, finish=self._finish_all, label=label)
+        else:
+            operation = partial(collective_, tensor_N) if tensor_N.numel() else lambda: None
+        if self.timeline.is_active:
+            self.timeline.mark(label, row="buffers ready")
             facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
-            with timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts):
+            operation = self._recorded(operation, label, facts)
+        self.control.detector.begin()
+        work = self.submit(operation, label=label, size=size_of(tensor_N))
+        return work if self.staging is None else InFlight(work.wait, self.staging.join)
+
+    def _recorded(self, operation: Callable[[], None], label: str, facts: dict[str, Any]) -> Callable[[], None]:
+        def recorded() -> None:
+            with self.timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts):
                 operation()
 
-        self.control.detector.begin()
-        size = size_of(tensor_N)
-        work = self.submit(recorded if timeline.is_active else operation, label=label, size=size)
-        return work if self.staging is None else Staged(work, self.staging)
+        return recorded
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         self.order.start_held()
-        if ranks is None:
-            self.order.note(label, size)
-        return self.backend.submit(operation, label=label, ranks=ranks, size=size)
+        if facts.get("ranks") is None:
+            self.order.note(facts["label"], facts.get("size"))
+        return self.backend.submit(operation, **facts)
 
     def _finish_all(self) -> None:
         """Wait until all ranks have ended the operations so far."""
@@ -253,7 +262,7 @@ class Communicator:
         )
 
 
-def _require_runnable(communicator: Communicator, algorithm: str, *, wire: Wire, table: HybridTable | None) -> None:
+def _require_runnable(communicator: Communicator, algorithm: str, *, wire: Wire, table: "HybridTable | None") -> None:
     """Raise ValueError if the backend does not support the algorithm or the wire dtype."""
     names = communicator.algorithms
     if wire.dtype is not None and wire.dtype not in communicator.backend.capabilities.dtypes:
@@ -286,7 +295,7 @@ def _require_summable(communicator: Communicator, tensor_N: Tensor) -> None:
 
 
 def _connect_algorithm(
-    communicator: Communicator, algorithm: str, *, wire: Wire, table: HybridTable | None, why: str
+    communicator: Communicator, algorithm: str, *, wire: Wire, table: "HybridTable | None", why: str
 ) -> Communicator:
     with communicator._watched(f"connection of the groups of algorithm {algorithm}"):
         all_reduce_ = make_allreduce(

@@ -3,39 +3,42 @@
 import re
 import sys
 import warnings
-from dataclasses import replace
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from bigbatch.comm.algorithms.hybrid import HybridTable
+from bigbatch.comm.algorithms.by_name import make_native
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, require_type
-from bigbatch.comm.backends.horovod import HorovodBackend, sums_on_gpus
-from bigbatch.comm.backends.host_staging import HostStaging
-from bigbatch.comm.backends.mpi import MpiBackend
-from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.backends.tcp import TcpBackend
-from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import close_at_exit
+from bigbatch.comm.lifetime import Connection, close_at_exit
 from bigbatch.comm.operation_order import OperationOrder
-from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
-from bigbatch.comm.rendezvous.exit_record import record_begin
-from bigbatch.comm.rendezvous.job_store import JobStore
-from bigbatch.comm.rendezvous.meeting import find_process_env
-from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
-from bigbatch.comm.rendezvous.regroup import Group, exchange_endpoints
-from bigbatch.comm.rendezvous.topology import Topology, make_topology
-from bigbatch.comm.rendezvous.watch import Watch
+from bigbatch.comm.rendezvous.alone import AloneControl
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.gpus import ON_CPU, too_few_gpus
+from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import CommError, PeerLostError, show_uncaught
+from bigbatch.parts import load
 
+if TYPE_CHECKING:
+    from bigbatch.comm.algorithms.hybrid import HybridTable
+    from bigbatch.comm.rendezvous.regroup import Group
+
+TRANSPORTS = {
+    "nccl": "bigbatch.comm.backends.torch_distributed.TorchDistributedBackend",
+    "gloo": "bigbatch.comm.backends.torch_distributed.TorchDistributedBackend",
+    "mpi": "bigbatch.comm.backends.mpi.MpiBackend",
+    "tcp": "bigbatch.comm.backends.tcp.TcpBackend",
+    "horovod": "bigbatch.comm.backends.horovod.HorovodBackend",
+}
+"""Backend of several ranks -> import path of its class. One process alone uses SingleBackend."""
+SEVERAL_RANKS = "bigbatch.comm.several_ranks.join"
 BUFFERS = ("torch", "registered", "symmetric")
-BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
+BACKENDS = ("auto", *TRANSPORTS)
 HEALING = ("tcp", "gloo", "nccl")
 """Backends that can abort operations without ending the process."""
 WARN_SECONDS = 10.0
@@ -56,13 +59,17 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     if env.keeps_to_cpu or backend == "gloo":
         return torch.device("cpu")
     num_gpus = _count_gpus()
-    if (backend != "nccl" and num_gpus == 0) or (backend == "horovod" and not sums_on_gpus()):
+    if (backend != "nccl" and num_gpus == 0) or (backend == "horovod" and not _horovod_sums_on_gpus()):
         return torch.device("cpu")
     if num_gpus < env.local_size and num_gpus != 1:
         raise too_few_gpus(env.local_size, num_gpus, host=env.host, is_one_host=env.is_one_host)
     device = torch.device("cuda", 0 if num_gpus == 1 else env.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _horovod_sums_on_gpus() -> bool:
+    return bool(load("bigbatch.comm.backends.horovod.sums_on_gpus")())
 
 
 def only_gpu(device: torch.device) -> str:
@@ -117,7 +124,7 @@ def connect(
     predivide: float = 1.0,
     reduce_dtype: str = "fp32",
     buffers: str = "torch",
-    table: HybridTable | None = None,
+    table: "HybridTable | None" = None,
     interface: str | None = None,
     timeout_seconds: float = 60.0,
     warn_seconds: float | None = None,
@@ -125,13 +132,13 @@ def connect(
     env: ProcessEnv | None = None,
     device: torch.device | None = None,
     heals: bool = False,
-    group: Group | None = None,
+    group: "Group | None" = None,
 ) -> Communicator:
     """Connect to the other ranks of this job, started by mpirun, srun, torchrun or no launcher. Collective.
 
     backend: "auto" is NCCL if every rank has a GPU, and tcp otherwise. tcp and mpi sum GPU tensors through pinned host
     memory (a CUDA-aware MPI on the GPU itself); gloo sums only CPU tensors.
-    algorithm: one of bigbatch.comm.algorithms.ALGORITHMS, or hybrid with its table. "auto" follows the table; without
+    algorithm: one of ALGORITHMS in comm/algorithms/by_name.py; hybrid with its table. "auto" follows the table; without
     a table it is native with NCCL, else hierarchical.
     group_size: splits hosts into smaller node groups.
     wire_dtype: "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide).
@@ -154,23 +161,49 @@ def connect(
     require_type(algorithm, str, what="algorithm", legal='a name, such as "ring"')
     if group_size is not None:
         require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
-    record_begin(env)
+    if env.stopped_file is not None:
+        load("bigbatch.comm.rendezvous.exit_record.record_begin")(env)
     backend, device, gpu = _choose(env, backend, device)
     _require_possible(backend, device, interface=interface, buffers=buffers)
     wire = make_wire(wire_dtype, predivide, reduce_dtype)
-    interface = env.interface or interface
-    control = group.control if group else Control(env, **limits, interface=interface)
-    control.library = backend
-    topology = make_topology([each.node for each in meet(env, control, gpu=gpu)], rank=env.rank, group_size=group_size)
-    endpoints = group.endpoints if group else None
-    can_heal = backend in HEALING and buffers == "torch" and isinstance(control.store, JobStore)
-    if heals and endpoints is None and can_heal:
-        endpoints = exchange_endpoints(env, control, interface=interface)
-    heals = control.detector.heals = endpoints is not None
-    watch = Watch(control, ends_job=backend == "nccl") if env.world_size > 1 else None
-    transport = _connect_watched(env, control, backend, watch, device=device, interface=interface, heals=heals)
-    met = _make_communicator(env, control, transport, topology, wire=wire, device=device)
-    return _choose_algorithm(replace(met, table=table, watch=watch, buffers=buffers, endpoints=endpoints), algorithm)
+    if env.world_size == 1 and group is None:
+        joined = _join_alone(env, group_size=group_size, limits=limits)
+    else:
+        joined = load(SEVERAL_RANKS)(
+            env,
+            backend,
+            device=device,
+            gpu=gpu,
+            group_size=group_size,
+            interface=env.interface or interface,
+            buffers=buffers,
+            heals=heals,
+            former=group,
+            limits=limits,
+        )
+    try:
+        made = _make_communicator(joined, wire=wire, table=table, device=device, buffers=buffers)
+        made = made.with_algorithm(algorithm)
+    except PeerLostError:  # the job ends
+        raise
+    except (ValueError, CommError):
+        joined.abandon()
+        raise
+    close_at_exit(joined)
+    return made
+
+
+def find_process_env(*, timeout_seconds: float) -> ProcessEnv:
+    """Return this process's place: in torch's process group if the script has made one, else in the launcher's job.
+
+    Collective if the group's rank and size differ from the launcher's.
+    Raises: CommError as find_place(); LaunchError as read_process_env().
+    """
+    has_group = dist.is_initialized()
+    env = read_process_env(has_group=has_group)
+    if has_group and (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
+        env = load("bigbatch.comm.rendezvous.spawned.find_place")(env, timeout_seconds=timeout_seconds)
+    return env
 
 
 def _limits(timeout_seconds: float, warn_seconds: float | None, meeting_seconds: float | None) -> dict[str, Any]:
@@ -206,7 +239,7 @@ def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple
 def _require_possible(backend: str, device: torch.device, *, interface: str | None, buffers: str) -> None:
     """Raise ValueError if the backend cannot sum on this device, or does not have a stated setting."""
     is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
-    if is_odd or ((backend, device.type) == ("horovod", "cuda") and not sums_on_gpus()):
+    if is_odd or ((backend, device.type) == ("horovod", "cuda") and not _horovod_sums_on_gpus()):
         raise ValueError(
             f"backend {backend!r} does not sum tensors on {device}: use nccl for GPUs, gloo for CPUs, or tcp or mpi "
             "for either; horovod sums on GPUs only if it was built with NCCL"
@@ -235,82 +268,41 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str 
     return Wire(WIRE_DTYPES[wire_dtype], predivide, in_fp32=reduce_dtype == "fp32")
 
 
+def _join_alone(env: ProcessEnv, *, group_size: int | None, limits: dict[str, Any]) -> Connection:
+    backend = SingleBackend()
+    backend.is_alone = env is ALONE
+    control = AloneControl(env, timeout_seconds=limits["timeout_seconds"], warn_seconds=limits["warn_seconds"])
+    return Connection(env, control, backend, make_topology([env.host], rank=0, group_size=group_size))
+
+
 def _make_communicator(
-    env: ProcessEnv, control: Control, transport: Backend, topology: Topology, *, wire: Wire, device: torch.device
+    joined: Connection, *, wire: Wire, table: "HybridTable | None", device: torch.device, buffers: str
 ) -> Communicator:
-    """Return a communicator without an algorithm."""
+    """Return a communicator that sums by the transport's own all-reduce, which needs no groups. Not collective."""
+    transport, control, topology = joined.backend, joined.control, joined.topology
     is_native = device.type in transport.capabilities.device_types
     shares_memory = transport.capabilities.has_messages and not (is_native and device.type == "cuda")
+    memory = staging = None
+    if shares_memory and (topology.world_size > 1 or not is_native):
+        memory = load("bigbatch.comm.backends.node_memory.NodeMemory")(topology, control)
+    if not is_native:
+        staging = load("bigbatch.comm.backends.host_staging.HostStaging")(device)
     return Communicator(
-        env=env,
+        env=joined.env,
         control=control,
         backend=transport,
         topology=topology,
-        memory=NodeMemory(topology, control) if shares_memory else None,
-        staging=None if is_native else HostStaging(device),
-        algorithm="",
-        all_reduce_=lambda tensor_N: None,
+        memory=memory,
+        staging=staging,
+        algorithm="native",
+        all_reduce_=make_native(backend=transport, wire=wire),
         wire=wire,
-        table=None,
+        table=table,
         device=device,
         timeline=Timeline(device),
+        watch=joined.watch,
+        registered=joined.registered,
+        buffers=buffers,
         order=OperationOrder(control.agree if transport.name == "nccl" else None),
+        endpoints=joined.endpoints,
     )
-
-
-def _choose_algorithm(met: Communicator, algorithm: str) -> Communicator:
-    """Return the open communicator with its algorithm. Releases the backend if the algorithm is refused."""
-    try:
-        if met.watch is not None and met.buffers != "torch":  # NCCL only
-            with met.watch.during("registration of a first buffer"):
-                is_symmetric = met.buffers == "symmetric"
-                registered = met.backend.register(met.device, is_symmetric=is_symmetric)  # type: ignore[attr-defined]
-            met = replace(met, registered=registered)
-        met = met.with_algorithm(algorithm)
-    except PeerLostError:  # the job ends
-        raise
-    except (ValueError, CommError):
-        met.connection.abandon()
-        raise
-    close_at_exit(met.connection)
-    return met
-
-
-def _connect_watched(
-    env: ProcessEnv,
-    control: Control,
-    backend: str,
-    watch: Watch | None,
-    *,
-    device: torch.device,
-    interface: str | None,
-    heals: bool,
-) -> Backend:
-    """Connect the backend under a watch.
-
-    NCCL connects without a time limit: a rank that freezes after the meeting would block the others forever.
-    """
-    if watch is None:
-        single = SingleBackend()
-        single.is_alone = env is ALONE
-        return single
-    try:
-        with watch.during(f"connection of {env.world_size} ranks by {backend}"):
-            transport = _connect(env, control, backend, device=device, interface=interface, heals=heals)
-    except BaseException:
-        watch.close()
-        raise
-    watch.follow(transport.oldest)
-    return transport
-
-
-def _connect(
-    env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None, heals: bool
-) -> Backend:
-    if backend == "tcp":
-        return TcpBackend(env, control, interface=interface)
-    if backend == "mpi":
-        return MpiBackend(env, control, device=device)
-    if backend == "horovod":
-        return HorovodBackend(env, control, device=device)
-    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface, heals=heals)

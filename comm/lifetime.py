@@ -5,16 +5,21 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bigbatch.comm.backends.base import Backend
-from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import has_request_under_way, wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
-from bigbatch.comm.rendezvous.watch import Watch
+from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CommError, PeerLostError, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
+
+if TYPE_CHECKING:
+    from bigbatch.comm.backends.registered_memory import RegisteredMemory
+    from bigbatch.comm.rendezvous.regroup import Endpoints
+    from bigbatch.comm.rendezvous.watch import Watch
 
 LAST_SECONDS = 3.0
 """After a failure, an ending process waits this long for operations that still run."""
@@ -32,8 +37,10 @@ class Connection:
     env: ProcessEnv
     control: Control
     backend: Backend
-    watch: Watch | None
-    registered: RegisteredMemory | None
+    topology: Topology
+    watch: "Watch | None" = None
+    registered: "RegisteredMemory | None" = None
+    endpoints: "Endpoints | None" = None
 
     def close(self) -> None:
         """Close the connection; see Communicator.close()."""

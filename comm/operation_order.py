@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from bigbatch.comm.backends.operation_tags import REMEDY
+from bigbatch.comm.backends.base import REMEDY
 from bigbatch.comm.rendezvous.pending import TensorSize
 from bigbatch.errors import PeerLostError, add_note
 

@@ -1,16 +1,19 @@
 """What summing gradients needs of the other ranks: the interface between comm.gradients and a connection."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, InFlight
-from bigbatch.comm.operation_order import OperationOrder
-from bigbatch.comm.rendezvous.pending import TensorSize
-from bigbatch.comm.timeline import Timeline
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from bigbatch.comm.algorithms.wire import Wire
+    from bigbatch.comm.backends.base import Backend, InFlight
+    from bigbatch.comm.operation_order import OperationOrder
+    from bigbatch.comm.rendezvous.pending import OperationFacts
+    from bigbatch.comm.timeline import Timeline
 
 
 @runtime_checkable
@@ -30,7 +33,7 @@ class Ranks(Protocol):
     def transport_device(self) -> torch.device: ...
 
     @property
-    def backend(self) -> Backend: ...
+    def backend(self) -> "Backend": ...
 
     @property
     def all_reduce_(self) -> Callable[[Tensor], None]: ...
@@ -39,15 +42,15 @@ class Ranks(Protocol):
     def algorithm(self) -> str: ...
 
     @property
-    def wire(self) -> Wire: ...
+    def wire(self) -> "Wire": ...
 
     @property
-    def order(self) -> OperationOrder: ...
+    def order(self) -> "OperationOrder": ...
 
     @property
-    def timeline(self) -> Timeline: ...
+    def timeline(self) -> "Timeline": ...
 
-    def with_algorithm(self, algorithm: str, *, wire: Wire | None = None) -> "Ranks": ...
+    def with_algorithm(self, algorithm: str, *, wire: "Wire | None" = None) -> "Ranks": ...
 
     def algorithm_for(self, tensor_N: Tensor) -> str: ...
 
@@ -57,22 +60,15 @@ class Ranks(Protocol):
 
     def release(self, tensor_N: Tensor) -> None: ...
 
-    def start(self, tensor_N: Tensor, *, label: str) -> InFlight: ...
+    def start(self, tensor_N: Tensor, *, label: str) -> "InFlight": ...
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor: ...
 
     def start_collective(
-        self, collective_: Callable[[Tensor], None], tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
-    ) -> InFlight: ...
+        self, collective_: Callable[[Tensor], None], tensor_N: Tensor, *, label: str, algorithm: str, wire: "Wire"
+    ) -> "InFlight": ...
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight: ...
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> "InFlight": ...
 
     def gather(self, value: Any) -> list[Any]: ...
 

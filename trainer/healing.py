@@ -12,6 +12,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING
 from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.lifetime import abort_connection
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
 from bigbatch.errors import ConfigError, PeerLostError, ReplicasDiffer
 from bigbatch.exit_codes import LOST
@@ -137,8 +138,10 @@ def can_regroup(error: PeerLostError) -> bool:
 
 def group_of(communicator: Communicator) -> Group:
     """Return the group of a communicator whose run heals in place."""
-    assert communicator.endpoints is not None
-    return Group(communicator.env, communicator.control, communicator.endpoints)
+    control, endpoints = communicator.control, communicator.endpoints
+    assert isinstance(control, JobControl)
+    assert endpoints is not None
+    return Group(communicator.env, control, endpoints)
 
 
 def heal(

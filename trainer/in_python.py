@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from bigbatch.comm.backends.base import require_type
+from bigbatch.comm.connection import find_process_env
 from bigbatch.comm.lifetime import open_connections
-from bigbatch.comm.rendezvous.meeting import find_process_env
 from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml

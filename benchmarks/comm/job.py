@@ -19,6 +19,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_end
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.errors import UserError
 
@@ -76,9 +77,11 @@ def join(*, interface: str | None) -> Job:
 
 def open_gloo(job: Job) -> None:
     """Make gloo's default process group of all ranks. Collective."""
+    control = job.communicator.control
+    assert isinstance(control, JobControl)
     dist.init_process_group(
         "gloo",
-        store=PrefixStore("benchmark/gloo", job.communicator.control.store.torch_store),
+        store=PrefixStore("benchmark/gloo", control.store.torch_store),
         rank=job.rank,
         world_size=job.communicator.world_size,
         timeout=timedelta(minutes=10),

@@ -12,21 +12,24 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.record import table
 from bigbatch.comm.algorithms.by_name import make_allreduce
-from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 COUNTED = ("native", "ring", "hierarchical", "sharded", "doubling")
 """Algorithms to count; hybrid uses one of them for each buffer, by its size."""
@@ -70,27 +73,20 @@ class CountingBackend:
         """Count it."""
         self.messages += 1
         self.message_bytes += tensor_N.nbytes
-        return Done()
+        return InFlight()
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
         """Do nothing: it is counted by the sender."""
-        return Done()
+        return InFlight()
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Count the sent message."""
         return self.start_send(send, to=to)
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Run it at once."""
         operation()
-        return Done()
+        return InFlight()
 
     def oldest(self) -> Pending | None:
         """Return None: no operation is ever under way."""

@@ -30,7 +30,7 @@ from benchmarks.gpu.suite.report import TARGETS, number
 from benchmarks.record import at_least, table
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import UserError, print_line
 from bigbatch.exit_codes import INTERRUPTED
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.twin.predict import contradictions, digest, table_text
 from benchmarks.twin.rows import Row, read_given
-from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import SimulationError, first_line, print_line, tell
 from bigbatch.launch.simulate.show import write
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.rows import Row, read_given, read_questions
-from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
 from bigbatch.launch.simulate.interval import FACTORS, RATE_SPREAD, Interval, Uncertainty, interval_of
 from bigbatch.launch.simulate.show import write

@@ -1,11 +1,19 @@
 """Choose the all-reduce algorithm of a job whose config names none."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.backends.base import Backend
 
 AUTO = "auto"
+
+
+class SizeTable(Protocol):
+    """Table of the algorithm for each size; see HybridTable."""
+
+    @property
+    def algorithms(self) -> tuple[str, ...]: ...
+
+    def choose(self, num_bytes: int) -> str: ...
 
 
 class Choice(NamedTuple):
@@ -15,7 +23,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose_algorithm(backend: Backend, *, table: HybridTable | None, table_from: str = "a table") -> Choice:
+def choose_algorithm(backend: Backend, *, table: SizeTable | None, table_from: str = "a table") -> Choice:
     """Choose by the table measured on this cluster; without a table, by measurements of other clusters. Pure.
 
     A table that names one algorithm for all sizes returns that one. table_from: origin of the table.

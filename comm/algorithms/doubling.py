@@ -1,13 +1,22 @@
 """Recursive doubling: the whole tensor in log2(n) hops, for tensors so short that hops count and bytes do not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms.ring import Announce, require_flat
+from bigbatch.comm.algorithms.hierarchical import hierarchical_allreduce_
+from bigbatch.comm.algorithms.ring import Announce, make_across, require_flat
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.rendezvous.topology import Topology
+
+
+def make_doubling(*, backend: Backend, topology: Topology, wire: Wire, **_: object) -> Callable[[Tensor], None]:
+    """Return the hierarchical all-reduce whose leaders sum by recursive doubling. Collective: it makes groups."""
+    node = backend.new_group(topology.groups)
+    across = make_across(doubling_allreduce_, topology.leaders, backend=backend, wire=wire)
+    return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across, wire=wire)
 
 
 def doubling_allreduce_(

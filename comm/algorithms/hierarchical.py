@@ -1,10 +1,53 @@
-"""Hierarchical all-reduces made of a transport's own collectives: for GPUs, which do not share host memory."""
+"""Hierarchical all-reduces; those of GPUs, which do not share host memory, use the transport's own collectives."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bigbatch.comm.algorithms.shared import Across
-from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.algorithms.by_name import AllReduce, native_allreduce_, summed_by_library
+from bigbatch.comm.algorithms.ring import Across, make_across, ring_allreduce_
+from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Backend, Group
+from bigbatch.comm.rendezvous.topology import Topology
+from bigbatch.parts import load
+
+if TYPE_CHECKING:
+    from bigbatch.comm.backends.node_memory import NodeMemory
+
+IN_SHARED_MEMORY = "bigbatch.comm.algorithms.shared.make_shared"
+
+
+def make_hierarchical(*, topology: Topology, **options: Any) -> AllReduce:
+    """Return the form with one leader per node; options: those of make_allreduce(). Collective."""
+    return _make("hierarchical", 1, topology=topology, **options)
+
+
+def make_sharded(*, topology: Topology, **options: Any) -> AllReduce:
+    """Return the form with one shard per rank of the smallest node. Collective."""
+    return _make("sharded", topology.smallest_node, topology=topology, **options)
+
+
+def _make(
+    name: str, count: int, *, backend: Backend, topology: Topology, memory: "NodeMemory | None", wire: Wire, **_: object
+) -> AllReduce:
+    """count: number of shards of each node."""
+    place = topology.node.index(topology.rank)
+    columns = [tuple(group[k] for group in topology.groups) for k in range(count)]
+    if name in summed_by_library(backend):
+        group = backend.new_group(columns)
+        sum_ = partial(native_allreduce_, backend=backend, wire=wire, staging=Staging(), group=group)
+        across: Across = lambda own_N, others, announce: sum_(own_N)  # noqa: E731
+    else:
+        ranks = columns[place] if place < count else (topology.rank,)
+        across = make_across(ring_allreduce_, ranks, backend=backend, wire=wire)
+    if memory is not None:
+        made: AllReduce = load(IN_SHARED_MEMORY)(count, across, backend=backend, topology=topology, memory=memory)
+        return made
+    node = backend.new_group(topology.groups)
+    if count == 1:
+        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across, wire=wire)
+    return lambda buffer_N: sharded_allreduce_(buffer_N, backend, node=node, num_shards=count, across=across, wire=wire)
 
 
 def hierarchical_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, across: Across, wire: Wire) -> None:

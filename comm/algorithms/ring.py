@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.wire import Staging, Wire
-from bigbatch.comm.backends.base import Backend, Done, InFlight
+from bigbatch.comm.backends.base import Backend, InFlight
+from bigbatch.comm.rendezvous.topology import Topology
 
 SEGMENT_BYTES = 512 * 1024
 """A part travels in segments of about this size, so that summing one overlaps with the transfer of the next."""
@@ -16,6 +17,25 @@ HOPS_AT_ONCE = 4
 
 Announce = Callable[[int], None]
 """(index of a part): called when that part of the tensor has its final value."""
+Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
+"""(own_N, others, announce): all-reduces one shard across nodes, in place: adds `others` (the shard's copies from the
+other ranks of this node) to own_N, and sums the result with the owners of the same shard on other nodes."""
+
+
+def make_across(all_reduce_: Callable[..., None], ranks: Sequence[int], *, backend: Backend, wire: Wire) -> Across:
+    """Return an all-reduce over some ranks, with its scratch memory."""
+    staging = Staging()
+
+    def across(own_N: Tensor, others: Sequence[Tensor], announce: Announce) -> None:
+        all_reduce_(own_N, backend, ranks, wire=wire, staging=staging, others=others, announce=announce)
+
+    return across
+
+
+def make_ring(*, backend: Backend, topology: Topology, wire: Wire, **_: object) -> Callable[[Tensor], None]:
+    """Return the ring over all ranks, host by host. Not collective."""
+    across = make_across(ring_allreduce_, topology.ring, backend=backend, wire=wire)
+    return lambda buffer_N: across(buffer_N, (), lambda part: None)
 
 
 def ring_order(num_ranks: int, place: int) -> tuple[int, ...]:
@@ -186,7 +206,7 @@ class _Ring:
 
     def _pass_on(self, hop: int, segment: int, outgoing_S: Tensor) -> InFlight:
         if hop == 2 * self.num_ranks - 2:  # all ranks have it
-            return Done()
+            return InFlight()
         part = self.part(hop + 1)
         sums = hop + 1 < self.num_ranks
         # a partial sum must not overwrite this rank's own values; a final value may arrive in place

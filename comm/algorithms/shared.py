@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms.ring import Announce, require_flat
-from bigbatch.comm.backends.base import ALL_DTYPES, AllOf, Backend, InFlight
+from bigbatch.comm.algorithms.ring import Across, require_flat, ring_order
+from bigbatch.comm.backends.base import ALL_DTYPES, Backend, InFlight
 from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CommError
 
 WHOLE_BYTES = 256 * 1024
@@ -17,10 +18,6 @@ WHOLE_BYTES = 256 * 1024
 _READY = struct.Struct("!qqqq")
 """Ready message: region, offset and bytes of the tensor, and the dtype by number."""
 _DTYPES = ALL_DTYPES
-
-Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
-"""(own_N, others, announce): all-reduces one shard across nodes, in place: adds `others` (the shard's copies from the
-other ranks of this node) to own_N, and sums the result with the owners of the same shard on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,15 @@ class ShardAssignment:
     count: int
     across: Across
     order: tuple[int, ...]
+
+
+def make_shared(
+    count: int, across: Across, *, backend: Backend, topology: Topology, memory: NodeMemory
+) -> Callable[[Tensor], None]:
+    """Return the hierarchical (count: 1) or sharded all-reduce of tensors in shared memory. Not collective."""
+    owners = ShardAssignment(count, across, ring_order(topology.num_nodes, topology.node_rank))
+    here = topology.node
+    return lambda buffer_N: shared_allreduce_(buffer_N, backend=backend, memory=memory, node=here, owners=owners)
 
 
 def shared_allreduce_(
@@ -86,7 +92,7 @@ class _SharedSum:
         if self._place < self._owners.count:
             # wait until all have read it: the next step writes into this memory
             self._receive(self._other_places(), 1)
-        AllOf(tuple(sent)).wait()
+        InFlight(*(each.wait for each in sent)).wait()
 
     def _sum_own_shard(self) -> list[InFlight]:
         # the message says that the sender's values are in place, and of which tensor they are
@@ -115,7 +121,7 @@ class _SharedSum:
             self._backend.start_receive(received_B, source=self._node[place])
             for received_B, place in zip(received, places, strict=True)
         ]
-        AllOf(tuple(works)).wait()
+        InFlight(*(work.wait for work in works)).wait()
         return [received_B.numpy().tobytes() for received_B in received]
 
     def _check(self, tensor_ids: Sequence[bytes]) -> None:

@@ -3,14 +3,22 @@
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending, TensorSize
 from bigbatch.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+REMEDY = (
+    "all ranks must start the same operations, with tensors of equal size, in the same order. If some ranks have no "
+    "gradients, call wait() or synchronize() before any other sum"
+)
+"""What to do about ranks that start different operations."""
 HALF = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)
 
@@ -53,11 +61,18 @@ class Capabilities:
     """Its own sums of half precision are made in fp32 and rounded once; else each addition rounds."""
 
 
-class InFlight(Protocol):
-    """An operation that has been started."""
+class InFlight:
+    """An operation that has been started: one function that waits for each of its parts; none if it is complete."""
+
+    __slots__ = ("_waits",)
+
+    def __init__(self, *waits: Callable[[], object]) -> None:
+        self._waits = waits
 
     def wait(self) -> None:
         """Return when later work on the device may use the result. Call it once. Raises: PeerLostError."""
+        for wait in self._waits:
+            wait()
 
 
 class Backend(Protocol):
@@ -104,14 +119,7 @@ class Backend(Protocol):
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Start one hop of a ring: sending to one rank while receiving from another."""
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start an operation made of collectives and messages; submitted operations run one after another.
 
         All ranks submit the same operations, in the same order. ranks: the participants, if not the whole world. On
@@ -143,29 +151,3 @@ class Restartable(Protocol):
 
         num_missed: number of operations that another rank has submitted and this one has not.
         """
-
-
-@dataclass(frozen=True)
-class Started:
-    """An operation under way, and the function that waits for its end."""
-
-    wait: Callable[[], None]
-
-
-class Done:
-    """An operation that was complete at once."""
-
-    def wait(self) -> None:
-        """Return at once: there is nothing to wait for."""
-
-
-@dataclass(frozen=True)
-class AllOf:
-    """Joins several operations into one."""
-
-    works: tuple[InFlight, ...]
-
-    def wait(self) -> None:
-        """Wait for each of them."""
-        for work in self.works:
-            work.wait()

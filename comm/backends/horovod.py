@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.mpi import on_queue
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.errors import CommError, first_line, tell
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PAGE = "docs/compare.md#horovod-as-a-backend"
 HOW_TO_BUILD = f"{PAGE} says what a build needs, and comm.backend tcp or mpi needs none"
@@ -57,7 +60,7 @@ class HorovodBackend:
 
     name = "horovod"
 
-    def __init__(self, env: ProcessEnv, control: Control, *, device: torch.device) -> None:
+    def __init__(self, env: ProcessEnv, control: JobControl, *, device: torch.device, **_: object) -> None:
         self._hvd = import_horovod()
         device_types = ("cpu", "cuda") if sums_on_gpus() else ("cpu",)
         dtypes = (torch.float64, torch.float32, torch.float16, torch.int64)
@@ -125,18 +128,11 @@ class HorovodBackend:
 
     start_send = start_receive = start_exchange = _refuse
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start the operation on a thread, while backward continues, after the GPU's work so far."""
         if self._gpu is not None:  # Horovod itself waits only for the stream of that thread
             operation = behind_kernels(operation, self._gpu)
-        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
+        return self._queue.submit(operation, **facts)
 
     def close(self) -> None:
         if self._queue.is_closed:

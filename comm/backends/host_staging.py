@@ -1,13 +1,7 @@
 """Copies of GPU tensors in host memory, for transports that cannot read GPU memory."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-from bigbatch.comm.backends.base import InFlight
-from bigbatch.comm.backends.node_memory import NodeMemory
 
 
 class HostStaging:
@@ -63,59 +57,3 @@ class HostStaging:
 def _allocation_of(host_N: Tensor) -> tuple[int, int]:
     """Return address and bytes of a tensor's allocation, which holds many tensors; CUDA registers it only once."""
     return host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
-
-
-@dataclass(frozen=True)
-class Staged:
-    """An operation on host copies; its last copies to the GPU may be under way when its thread is done."""
-
-    work: InFlight
-    staging: HostStaging
-
-    def wait(self) -> None:
-        """Wait for the thread on the host, and for the copies on the device."""
-        self.work.wait()
-        self.staging.join()
-
-
-def via_memory(
-    collective_: Callable[[Tensor], None],
-    tensor_N: Tensor,
-    memory: NodeMemory | None,
-    staging: HostStaging | None,
-    *,
-    finish: Callable[[], None],
-    label: str,
-) -> Callable[[], None]:
-    """Return what the backend runs: the collective on the tensor, or on shared memory with copies there and back.
-
-    finish: waits for all operations that were submitted. Collective; called seldom, because scratch memory doubles.
-    """
-    if not tensor_N.numel():
-        return lambda: None
-    if memory is None or memory.views(tensor_N) is not None:
-        return lambda: collective_(tensor_N)
-
-    def finish_and_unpin(outgrown_N: Tensor) -> None:
-        finish()
-        if staging is not None:
-            staging.unpin(outgrown_N)
-
-    scratch_N = memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=finish_and_unpin, what=label)
-    if staging is None:
-
-        def by_way_of_scratch() -> None:
-            scratch_N.copy_(tensor_N)
-            collective_(scratch_N)
-            tensor_N.copy_(scratch_N)
-
-        return by_way_of_scratch
-    staging.pin(scratch_N)
-    ready = staging.ready()  # recorded here, after the writes to the tensor; the other thread waits before it reads
-
-    def by_way_of_host() -> None:
-        staging.fetch(scratch_N, tensor_N, ready=ready)
-        collective_(scratch_N)
-        staging.copy_back(tensor_N, scratch_N)
-
-    return by_way_of_host

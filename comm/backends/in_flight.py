@@ -6,14 +6,18 @@ from concurrent import futures
 from dataclasses import replace
 from queue import SimpleQueue
 from threading import Lock, Thread
+from typing import TYPE_CHECKING
 
 import torch
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.backends.base import InFlight, Started
+from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError, PeerLostError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ABORT_SECONDS = 2.0
 """Time limit of the wait for an aborted operation to end."""
@@ -64,20 +68,13 @@ class ThreadQueue:
         self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Queue the operation; its failure is raised by wait(). Raises: CommError after close()."""
         if self.is_closed:
-            raise CommError(f"{label} cannot start: the communicator is closed")
+            raise CommError(f"{facts['label']} cannot start: the communicator is closed")
         future: futures.Future[None] = futures.Future()
         self.number += 1
-        pending = Pending(self.number, label, awake_seconds(), ranks, size)
+        pending = Pending(self.number, since=awake_seconds(), **facts)
         self._under_way.append(pending)
         self._jobs.put((future, operation, pending))
 
@@ -87,12 +84,12 @@ class ThreadQueue:
                 # an earlier operation may block this one
                 running = self.oldest()
                 waited = awake_seconds() - start
-                self._while_waiting(running.label if running else label, waited)
+                self._while_waiting((running or pending).label, waited)
                 if self.limit_seconds is not None and waited > self.limit_seconds:
                     raise LateError(pending)
             future.result()
 
-        return Started(wait)
+        return InFlight(wait)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -194,18 +191,11 @@ class StreamQueue:
         """Guards _enqueued, which the submitting thread and the watching threads all pop from."""
         self.is_closed = False
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
         self.number += 1
-        pending = Pending(self.number, label, awake_seconds(), ranks, size)
+        pending = Pending(self.number, since=awake_seconds(), **facts)
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay would repeat the capture's number
         if is_watched:
             with self._lock:
@@ -215,7 +205,7 @@ class StreamQueue:
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # if a script's current GPU is another one, leaving the stream alone would create a CUDA context there
-        with torch.cuda.device(device), torch.cuda.stream(self._stream), torch.profiler.record_function(label):
+        with torch.cuda.device(device), torch.cuda.stream(self._stream), torch.profiler.record_function(pending.label):
             try:
                 operation()
             except BaseException:
@@ -235,7 +225,7 @@ class StreamQueue:
                 self._wait_on_host(pending, self.limit_seconds)
             torch.cuda.current_stream(device).wait_event(event)
 
-        return Started(wait)
+        return InFlight(wait)
 
     def _wait_on_host(self, pending: Pending, seconds: float) -> None:
         """Wait until the GPU has finished the operation, without a pause: it may be a short one that is timed."""

@@ -11,8 +11,8 @@ from contextlib import suppress
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.operation_tags import TAG, OperationTags
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
 from bigbatch.comm.rendezvous.secret import (
     HELLO_BYTES,
@@ -170,7 +170,7 @@ class Links:
     """
 
     def __init__(
-        self, env: ProcessEnv, control: Control, *, interface: str | None, while_waiting: WhileWaiting
+        self, env: ProcessEnv, control: JobControl, *, interface: str | None, while_waiting: WhileWaiting
     ) -> None:
         self._control = control
         self._rank, self._world_size = env.rank, env.world_size

@@ -4,19 +4,22 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight, Started
+from bigbatch.comm.backends.base import HALF, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world, scripts_mpi
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.errors import CommError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
@@ -46,7 +49,7 @@ class MpiBackend:
 
     name = "mpi"
 
-    def __init__(self, env: ProcessEnv, control: Control, *, device: torch.device = HOST) -> None:
+    def __init__(self, env: ProcessEnv, control: JobControl, *, device: torch.device = HOST, **_: object) -> None:
         self._MPI = import_mpi()
         world = mpi_world(env)
         self.capabilities = Capabilities(("cpu", "cuda") if is_cuda_aware() else ("cpu",))
@@ -93,7 +96,7 @@ class MpiBackend:
         group.handle.Allgather(_bytes(shard_M), _bytes(tensor_N))
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        return Started(self.world.handle.Isend(_bytes(tensor_N), to).Wait)
+        return InFlight(self.world.handle.Isend(_bytes(tensor_N), to).Wait)
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
         data, num_bytes = _bytes(tensor_N), tensor_N.nbytes
@@ -109,22 +112,15 @@ class MpiBackend:
                     "sum the same tensors in the same order"
                 )
 
-        return Started(wait)
+        return InFlight(wait)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        return AllOf((self.start_receive(receive, source=source), self.start_send(send, to=to)))
+        return InFlight(self.start_receive(receive, source=source).wait, self.start_send(send, to=to).wait)
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         if self._gpu is not None:
             operation = behind_kernels(operation, self._gpu)
-        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
+        return self._queue.submit(operation, **facts)
 
     def close(self) -> None:
         if self._queue.is_closed:

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from torch import Tensor
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CommError
+
+if TYPE_CHECKING:
+    from bigbatch.comm.backends.host_staging import HostStaging
 
 SMALLEST_SCRATCH_BYTES = 1 << 20
 PAGE_BYTES = 4096
@@ -88,6 +93,47 @@ class NodeMemory:
             size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
             (self._scratch_N,) = self.allocate((size, torch.uint8), what=what)
         return self._scratch_N[:num_bytes].view(dtype)
+
+    def operation(
+        self,
+        collective_: Callable[[Tensor], None],
+        tensor_N: Tensor,
+        staging: "HostStaging | None",
+        *,
+        finish: Callable[[], None],
+        label: str,
+    ) -> Callable[[], None]:
+        """Return what the backend runs: the collective on the tensor, or on shared memory with copies there and back.
+
+        staging: copies tensors of a GPU. finish: waits for all operations that were submitted. Collective; called
+        seldom, because scratch memory doubles.
+        """
+        if self.views(tensor_N) is not None:
+            return partial(collective_, tensor_N)
+
+        def finish_and_unpin(outgrown_N: Tensor) -> None:
+            finish()
+            if staging is not None:
+                staging.unpin(outgrown_N)
+
+        scratch_N = self.scratch(tensor_N.numel(), tensor_N.dtype, finish=finish_and_unpin, what=label)
+        if staging is None:
+
+            def by_way_of_scratch() -> None:
+                scratch_N.copy_(tensor_N)
+                collective_(scratch_N)
+                tensor_N.copy_(scratch_N)
+
+            return by_way_of_scratch
+        staging.pin(scratch_N)
+        ready = staging.ready()  # recorded here, after the writes to the tensor; the other thread waits to read
+
+        def by_way_of_host() -> None:
+            staging.fetch(scratch_N, tensor_N, ready=ready)
+            collective_(scratch_N)
+            staging.copy_back(tensor_N, scratch_N)
+
+        return by_way_of_host
 
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
         """Return the corresponding tensor of every rank of the node group; None for a tensor in other memory."""

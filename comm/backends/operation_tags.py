@@ -5,7 +5,7 @@ from zlib import crc32
 
 import torch
 
-from bigbatch.comm.backends.base import ALL_DTYPES, Backend, dtype_name
+from bigbatch.comm.backends.base import ALL_DTYPES, REMEDY, Backend, dtype_name
 from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.errors import CommError
 
@@ -13,11 +13,6 @@ MAX_LABELS = 1000
 """Labels to remember: those that contain a step number never repeat."""
 TAG = struct.Struct("!LLQB")
 """An operation's number, a hash of its label, the number of elements of its tensor, and the dtype by number, from 1."""
-
-REMEDY = (
-    "all ranks must start the same operations, with tensors of equal size, in the same order. If some ranks have no "
-    "gradients, call wait() or synchronize() before any other sum"
-)
 
 Tag = tuple[int, ...]
 """The four numbers of TAG, the last two 0 if there is no single tensor."""

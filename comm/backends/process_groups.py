@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from bigbatch.comm.backends.base import Group
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, without_torch_watchdog
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.limits import VERDICT_SECONDS
 
 _own_defaults: set[Any] = set()
@@ -29,7 +29,7 @@ class ProcessGroups:
     must not mix with those of a script or DDP. Collective: every rank makes the same groups in the same order.
     """
 
-    def __init__(self, env: ProcessEnv, control: Control, *, gpu: torch.device | None) -> None:
+    def __init__(self, env: ProcessEnv, control: JobControl, *, gpu: torch.device | None) -> None:
         self._rank, self._everyone = env.rank, tuple(range(env.world_size))
         self._control, self._gpu, self._library = control, gpu, "gloo" if gpu is None else "nccl"
         # an error of torch's must come after bigbatch's

@@ -1,13 +1,17 @@
 """Transport of a job of one process: every tensor is its own sum."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SingleBackend:
@@ -47,23 +51,16 @@ class SingleBackend:
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         receive.copy_(send)
-        return Done()
+        return InFlight()
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         if not self.is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise CommError(
-                f"{label}: this connection has one rank, but torch's process group has {dist.get_world_size()}: call "
-                "connect() after init_process_group()"
+                f"{facts['label']}: this connection has one rank, but torch's process group has "
+                f"{dist.get_world_size()}: call connect() after init_process_group()"
             )
         operation()
-        return Done()
+        return InFlight()
 
     def oldest(self) -> Pending | None:
         return None

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight
+from bigbatch.comm.backends.base import HALF, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TcpBackend:
@@ -25,7 +29,7 @@ class TcpBackend:
     name = "tcp"
     capabilities = Capabilities(("cpu",))
 
-    def __init__(self, env: ProcessEnv, control: Control, *, interface: str | None = None) -> None:
+    def __init__(self, env: ProcessEnv, control: JobControl, *, interface: str | None = None, **_: object) -> None:
         self.rank = env.rank
         self.world_size = env.world_size
         self.world = Group(tuple(range(env.world_size)))
@@ -89,7 +93,7 @@ class TcpBackend:
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         if self.rank == root:
-            AllOf(tuple(self.start_send(tensor_N, to=rank) for rank in group.ranks if rank != root)).wait()
+            InFlight(*(self.start_send(tensor_N, to=rank).wait for rank in group.ranks if rank != root)).wait()
         else:
             self.start_receive(tensor_N, source=root).wait()
 
@@ -105,7 +109,7 @@ class TcpBackend:
 
     def _sum_part(self, sum_M: Tensor, parts: Sequence[Tensor], group: Group) -> None:
         others = [(rank, part) for rank, part in zip(group.ranks, parts, strict=True) if rank != self.rank]
-        sends = AllOf(tuple(self.start_send(part, to=rank) for rank, part in others))
+        sends = InFlight(*(self.start_send(part, to=rank).wait for rank, part in others))
         self._add_from(sum_M, [rank for rank, _ in others])
         sends.wait()
 
@@ -125,31 +129,25 @@ class TcpBackend:
 
     def _spread(self, parts: Sequence[Tensor], mine_M: Tensor, group: Group) -> None:
         others = [(rank, part) for rank, part in zip(group.ranks, parts, strict=True) if rank != self.rank]
-        sends = tuple(self.start_send(mine_M, to=rank) for rank, _ in others)
-        AllOf((*(self.start_receive(part, source=rank) for rank, part in others), *sends)).wait()
+        sends = [self.start_send(mine_M, to=rank) for rank, _ in others]
+        receives = [self.start_receive(part, source=rank) for rank, part in others]
+        InFlight(*(each.wait for each in (*receives, *sends))).wait()
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        return self._links.send(as_bytes(tensor_N), to=to)
+        return InFlight(self._links.send(as_bytes(tensor_N), to=to).wait)
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        return self._links.receive(as_bytes(tensor_N), source=source)
+        return InFlight(self._links.receive(as_bytes(tensor_N), source=source).wait)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
+        return InFlight(self.start_send(send, to=to).wait, self.start_receive(receive, source=source).wait)
 
     def received_bytes(self) -> dict[int, int]:
         """Return the bytes received from each rank, as the kernel counts them. Call it while nothing is under way."""
         return self._links.received_bytes()
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
-        return self._queue.submit(operation, label=label, ranks=ranks, size=size)
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+        return self._queue.submit(operation, **facts)
 
     def close(self) -> None:
         if self._queue.is_closed:

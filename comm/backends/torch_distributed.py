@@ -3,23 +3,27 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue, behind_kernels
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
-from bigbatch.comm.rendezvous.pending import Pending, TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError, PeerLostError, first_line
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -38,7 +42,7 @@ class TorchDistributedBackend:
     def __init__(
         self,
         env: ProcessEnv,
-        control: Control,
+        control: JobControl,
         *,
         library: str,
         device: torch.device,
@@ -178,24 +182,18 @@ class TorchDistributedBackend:
     def _batch(self, *hops: dist.P2POp) -> InFlight:
         # a tensor with fewer elements than ranks has empty parts, which both sides of a hop leave out
         some = [hop for hop in hops if hop.tensor.numel()]
-        return AllOf(tuple(dist.batch_isend_irecv(some)) if some else ())  # type: ignore[arg-type]
+        return InFlight(*(work.wait for work in dist.batch_isend_irecv(some))) if some else InFlight()
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start the operation during backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
         if self._stream is not None:
             operation = behind_kernels(operation, self._stream.device, stream=self._stream)
         start = awake_seconds()
         try:
-            return self._queue.submit(operation, label=label, ranks=ranks, size=size)
+            return self._queue.submit(operation, **facts)
         except dist.DistError as error:  # NCCL's operations are started here, on the calling thread
-            raise self._control.detector.make_error_and_stop_requests(label, awake_seconds() - start, error) from error
+            label, seconds = facts["label"], awake_seconds() - start
+            raise self._control.detector.make_error_and_stop_requests(label, seconds, error) from error
 
     def close(self) -> None:
         """Wait for all ranks, then destroy the groups, so that no rank closes a connection that another still uses.

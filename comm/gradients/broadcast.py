@@ -1,20 +1,16 @@
-"""Broadcast and send objects, check that ranks start with equal weights, and sum one tensor, for any training loop."""
+"""Broadcast and send objects, and sum one tensor, for any training loop."""
 
-import hashlib
 import io
 import pickle
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import AllOf, require_type, size_of
+from bigbatch.comm.backends.base import InFlight, require_type, size_of
 from bigbatch.comm.ranks import Ranks
-from bigbatch.comm.rendezvous.late_ranks import name_ranks
-from bigbatch.errors import CommError
 
 
 def broadcast_parameters(
@@ -64,7 +60,7 @@ def send_object(value: Any, communicator: Ranks, *, source: int, to: Collection[
             for tensor in tensors if rank == source or rank in to else ():
                 flat_N = tensor.view(-1).view(torch.uint8)
                 if flat_N.numel() and rank == source:
-                    AllOf(tuple(backend.start_send(flat_N, to=each) for each in sorted(to))).wait()
+                    InFlight(*(backend.start_send(flat_N, to=each).wait for each in sorted(to))).wait()
                 elif flat_N.numel():
                     backend.start_receive(flat_N, source=source).wait()
 
@@ -181,53 +177,3 @@ def _broadcast_(tensors: Sequence[Tensor], communicator: Ranks, root_rank: int, 
     for tensor, each in zip(tensors, dense, strict=True):
         if each.data_ptr() != tensor.data_ptr():
             tensor.copy_(each)
-
-
-Start = Literal["equal", "broadcast", "unchecked"]
-STARTS = get_args(Start)
-
-
-def require_same_start_(tensors: Mapping[str, Tensor], communicator: Ranks, *, weights: Start) -> None:
-    """Make all ranks start alike. equal: check for the same bits; broadcast: copy rank 0's, in place. Collective.
-
-    unchecked: do nothing. The check reads each tensor once, and exchanges one digest of all of them.
-    Raises: ValueError for an unknown choice; CommError naming the ranks that differ, and the first tensor.
-    """
-    if weights not in STARTS:
-        raise ValueError(f"weights={weights!r} is unknown; choose one of {', '.join(STARTS)}")
-    if weights == "unchecked" or communicator.world_size == 1:
-        return
-    if weights == "broadcast":
-        broadcast_parameters(tensors, communicator)
-        return
-    mine = {name: _digest(tensor) for name, tensor in tensors.items()}
-    found = communicator.gather_text(hashlib.sha256("".join(mine.values()).encode()).hexdigest())
-    reference, odd, names = find_odd_ranks(found, mine, communicator)
-    if odd:
-        raise CommError(
-            f"{name_ranks(odd)} {'have' if odd[1:] else 'has'} other weights than rank {reference}, first {names[0]}: "
-            'set the same seed on all ranks before the model is made, or weights="broadcast" to give them rank 0\'s'
-        )
-
-
-def find_odd_ranks(
-    hashes: Sequence[object], digests: Mapping[str, object], communicator: Ranks
-) -> tuple[int, list[int], list[str]]:
-    """Return a rank with the most frequent hash, the ranks with others, and the names that differ on the first of them.
-
-    hashes: of all ranks; of equally frequent ones that of the lowest rank counts. digests: this rank's, by name.
-    Collective if hashes differ.
-    """
-    common = Counter(hashes).most_common(1)[0][0]
-    reference, odd = hashes.index(common), [rank for rank, each in enumerate(hashes) if each != common]
-    if not odd:
-        return reference, [], []
-    is_asked = communicator.rank in (reference, odd[0])
-    of_ranks = communicator.gather([*digests.values()] if is_asked else None)
-    pairs = zip(digests, of_ranks[reference], of_ranks[odd[0]], strict=True)
-    return reference, odd, [name for name, one, other in pairs if one != other]
-
-
-def _digest(tensor: Tensor) -> str:
-    values_N = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(values_N.view(torch.uint8).numpy()).hexdigest()[:16]  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.host_staging import Staged
+from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.words import count
@@ -47,7 +47,7 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
 
         with exposed.measure([own_N]):
             work = communicator.submit(run, label=label, ranks=group.ranks)
-            (work if staging is None else Staged(work, staging)).wait()
+            (work if staging is None else InFlight(work.wait, staging.join)).wait()
         return all_RN
 
     return gather

@@ -3,23 +3,27 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.backends.base import Done, InFlight, dtype_name, require_type
-from bigbatch.comm.gradients.broadcast import Start, require_same_start_
-from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
+from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
+from bigbatch.comm.gradients.buffer_sums import PlainSums
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
-from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.readiness import Readiness
+from bigbatch.comm.gradients.same_start import Start, require_same_start_
 from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.comm.gradients.untraced import untraced
 from bigbatch.comm.gradients.written import WrittenVersions, versions
 from bigbatch.comm.ranks import Ranks
 from bigbatch.errors import CommError
+from bigbatch.parts import load
+
+if TYPE_CHECKING:
+    from bigbatch.comm.gradients.grid import Grid
+    from bigbatch.comm.gradients.grid_sums import GridSums
 
 REACHED_TWICE = (
     "call wait() after the last backward of a step, and set is_active = False on this reducer for all others, such as "
@@ -76,7 +80,7 @@ class GradientReducer:
         learn_order: bool = True,
         unused: Literal["zero", "error"] = "zero",
         scatter: bool = False,
-        grid: Grid | None = None,
+        grid: "Grid | None" = None,
         weights: Start = "equal",
         average: bool = False,
         exposed: ExposedTime | None = None,
@@ -85,7 +89,9 @@ class GradientReducer:
         self._communicator = communicator
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
-        self._sums = GridSums(grid, communicator, scatter=scatter) if grid else PlainSums(communicator, scatter=scatter)
+        self._sums: PlainSums | GridSums = PlainSums(communicator, scatter=scatter)
+        if grid:
+            self._sums = load("bigbatch.comm.gradients.grid_sums.GridSums")(grid, communicator, scatter=scatter)
         self._multiple = communicator.world_size * self._sums.align if scatter else 1  # a reduce-scatter: equal parts
         self._exactly = communicator
         if communicator.wire.dtype is not None:
@@ -135,7 +141,7 @@ class GradientReducer:
         self._num_started = 0
         self._holds = False
         """Whether backward has begun this step, and sums may not have started."""
-        self._last: InFlight = Done()
+        self._last = InFlight()
         """The sum started last: a backend runs sums one after another, so all are done when it is."""
 
     @untraced
@@ -151,7 +157,8 @@ class GradientReducer:
         if not self.is_active:
             self._written.start_over()
             return
-        self._communicator.timeline.mark(name)
+        if (timeline := self._communicator.timeline).is_active:
+            timeline.mark(name)
         self._written.note_backward(index, self.buffers)
         self._ready.add(name, index=index)
         self._holds = True
@@ -191,9 +198,9 @@ class GradientReducer:
         self._sums.counts_underflow = enabled
 
     @property
-    def grid_sums(self) -> GridSums:
+    def grid_sums(self) -> "GridSums":
         """Return the exact sums, with their counts; a term out of the grid's range makes a buffer infinite."""
-        assert isinstance(self._sums, GridSums), "only of a reducer with a grid"
+        assert not isinstance(self._sums, PlainSums), "only of a reducer with a grid"
         return self._sums
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:

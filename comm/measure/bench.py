@@ -182,7 +182,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if verify:
         if "hybrid" in arguments.algorithms.split(","):
             raise CommError("--algorithms hybrid is one of the others at each size: verify those by their names")
-        figures.choose_algorithms(arguments.algorithms, available=ALGORITHMS, where="with any backend")
+        figures.choose_algorithms(arguments.algorithms, available=tuple(ALGORITHMS), where="with any backend")
     return arguments
 
 

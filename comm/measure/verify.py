@@ -13,7 +13,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.figures import show_bytes
 from bigbatch.comm.measure.hangs import HungError, exchange, limited, sum_label
 from bigbatch.comm.measure.report import BenchReport, Columns
-from bigbatch.comm.rendezvous.late_ranks import name_ranks
+from bigbatch.words import name_ranks
 
 WORKING_COPIES = 12
 """Memory as a multiple of the tensor: the numbers, the tensor, twice as much for algorithms, and four of float64."""

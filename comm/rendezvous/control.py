@@ -1,200 +1,73 @@
-"""Control channel: rendezvous, exchange of short texts, and failure detection, separate from the data transport."""
+"""Control channel: exchange of short texts and failure detection, separate from the data transport. Its interface."""
 
-import json
-from contextlib import suppress
-from hashlib import sha256
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
-from bigbatch.comm.rendezvous.job_store import KeyValue
-from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
-from bigbatch.comm.rendezvous.limits import (
-    MAX_PEER_CHECKS_PER_SECOND,
-    PEER_CHECK_SECONDS,
-    POLL_SECONDS,
-    SILENCE_SECONDS,
-)
-from bigbatch.comm.rendezvous.meeting import open_store
-from bigbatch.errors import CommError
-from bigbatch.words import first_difference
-
-HOST = "bigbatch/host"
-"""Prefix of the keys with the host of each rank that has met."""
-PIECE_BYTES = 4 << 20
-"""torch's store ends a connection that sends more than 8 MB at once."""
-
-_connections = 0
-"""Number of Controls that this process has made: each has its own prefix for keys."""
+if TYPE_CHECKING:
+    from bigbatch.comm.rendezvous.failures import Verdict
 
 
-class Control:
-    """Exchanges short texts between the ranks through a key-value store, and finds lost ranks.
+class Store(Protocol):
+    """Keys and values that all ranks of a job read and write."""
 
-    Collective: every rank constructs its Controls in the same order. Independent of the backend, so it still works
-    when that fails. timeout_seconds: limit of every wait and of each request to the store. meeting_seconds (None: the
-    same): limit of the wait for all ranks to start; late ones are named after warn_seconds. joined: the store of a
-    group that has formed after a rank failure, and the rank that holds it.
-    Raises: CommError if the ranks cannot meet.
-    """
+    def set(self, key: str, value: str) -> None: ...
 
-    def __init__(
-        self,
-        env: ProcessEnv,
-        *,
-        timeout_seconds: float,
-        meeting_seconds: float | None = None,
-        warn_seconds: float = WARN_SECONDS,
-        interface: str | None = None,
-        joined: tuple[KeyValue, int] | None = None,
-    ) -> None:
-        global _connections
-        self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
-        self.timeout_seconds = timeout_seconds
-        self.meeting_seconds = timeout_seconds if meeting_seconds is None else meeting_seconds
-        self.warn_seconds = warn_seconds
-        self.library = "control"
-        """The transport, in errors."""
-        if joined is None:
-            # all ranks make theirs in the same order, so equal numbers mean the same one
-            _connections += 1
-            self.store, self.holder, met = open_store(
-                env,
-                f"bigbatch/{_connections}",
-                timeout_seconds=timeout_seconds,
-                meeting_seconds=self.meeting_seconds,
-                warn_seconds=warn_seconds,
-                interface=interface,
-            )
-        else:
-            self.store, self.holder, met = joined[0], f"rank {joined[1]}", env
-        self.master, self.secret = met.master, met.secret
-        self._texts = 0
-        self._hosts: dict[int, str] = {}
-        self.detector = FailureDetector(self)
-        # in a group formed after a failure the next operation reports a lost store: only then can another group form
-        with self.detector.explained("meeting of all ranks") if joined is None else suppress(RuntimeError):
-            self.store.set(f"{HOST}/{self.rank}", env.host)
+    def get(self, key: str) -> bytes: ...
 
-    def gather_text(
-        self, text: str, *, what: str = "comparison of a text over all ranks", timeout_seconds: float | None = None
-    ) -> list[str]:
-        """Gather a short text of every rank, in rank order, within timeout_seconds (None: the control's). Collective.
+    def check(self, keys: Sequence[str]) -> bool: ...
 
-        Rank 0 collects and publishes, so the cost is linear in ranks. Rank 0 returns last, since it may hold the store.
-        Raises: PeerLostError naming the missing ranks.
-        """
-        with self.detector.explained(what):
-            key, all_texts = self._collect(text, what=what, timeout_seconds=timeout_seconds)
-            if self.rank != 0:
-                all_texts = self._take(key, source=0, what=what, timeout_seconds=timeout_seconds).split("\0")
-                self.store.set(f"{key}/read/{self.rank}", "1")
-                return all_texts
-            self._put(key, "\0".join(all_texts))
-            for rank in range(1, self.world_size):
-                # rank 0 may hold the store, so it waits until all have read
-                self._await(f"{key}/read/{rank}", source=rank, what=what)
-            return all_texts
+    def add(self, key: str, count: int) -> int:
+        """Add count to a key's number, 0 if missing; return the sum."""
 
-    def gather(self, value: Any, **how: Any) -> list[Any]:
-        """Gather a JSON value of every rank; tuples become lists. how: options of gather_text. Collective."""
-        return [json.loads(text) for text in self.gather_text(json.dumps(value), **how)]
+    def append(self, key: str, value: str) -> None: ...
 
-    def agree(
-        self, what: str, text: str, *, remedy: str = "start all ranks from the same files with the same command"
-    ) -> None:
-        """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
-        # digests first: texts are long, and nearly always equal
-        digests = self.gather_text(sha256(text.encode()).hexdigest())
-        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if odd:
-            texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
-            raise CommError(
-                f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; {remedy}"
-            )
 
-    def collect_text(self, text: str, *, what: str) -> list[str]:
-        """Gather texts on rank 0, also long ones; other ranks get an empty list. Collective."""
-        with self.detector.explained(what):
-            return self._collect(text, what=what)[1]
+class Detector(Protocol):
+    """What a connection asks the failure detector, and tells it; see FailureDetector."""
 
-    def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
-        """Return rank 0's text on all ranks, which wait for it up to timeout_seconds. Collective.
+    has_failed: bool
+    heals: bool
 
-        Rank 0 does not wait: the next operation shows a lost rank sooner than a wait here.
-        Raises: PeerLostError.
-        """
-        with self.detector.explained(what):
-            key = self.next_key()
-            if self.rank != 0:
-                return self._take(key, source=0, what=what, timeout_seconds=timeout_seconds)
-            self._put(key, text)
-            return text
+    @property
+    def verdict(self) -> "Verdict | None": ...
 
-    def describe_late_ranks(self) -> str:
-        """On rank 0 return which ranks have not started; "" on other ranks, and if all have."""
-        ranks = range(self.world_size if self.rank == 0 else 0)
-        late = [rank for rank in ranks if not self.has_met(rank)]
-        limit = f"meeting_seconds={self.meeting_seconds:g}"
-        return f"rank 0 on {self.host} waits for {name_ranks(late)} to start ({limit})" if late else ""
+    def begin(self) -> None: ...
 
-    def next_key(self) -> str:
-        """Return the key of the next exchange, equal on all ranks."""
-        self._texts += 1
-        return f"bigbatch/text/{self._texts}"
+    def publish_departure(self) -> None: ...
 
-    def _collect(self, text: str, *, what: str, timeout_seconds: float | None = None) -> tuple[str, list[str]]:
-        """Return the key of this exchange, and the texts (rank 0)."""
-        key = self.next_key()
-        if self.rank != 0:
-            self._put(f"{key}/{self.rank}", text)
-            return key, []
-        texts = [text]
-        for rank in range(1, self.world_size):
-            texts.append(self._take(f"{key}/{rank}", source=rank, what=what, timeout_seconds=timeout_seconds))
-        return key, texts
+    def publish_success(self, *, within_seconds: float) -> None: ...
 
-    def _put(self, key: str, text: str) -> None:
-        """Write a text in pieces of PIECE_BYTES."""
-        data = text.encode()
-        pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-        for number, piece in enumerate(pieces):
-            self.store.set(f"{key}/piece/{number}", piece)
-        # last: a rank that waits for this key finds all pieces
-        self.store.set(key, str(len(pieces)))
+    def publish_crash(self, exit_code: int) -> None: ...
 
-    def _take(self, key: str, *, source: int, what: str, timeout_seconds: float | None = None) -> str:
-        """Wait for a rank's text and return it."""
-        self._await(key, source=source, what=what, timeout_seconds=timeout_seconds)
-        count = int(self.store.get(key))
-        return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
 
-    def read(self, key: str, *, what: str, source: int | None = None) -> str:
-        """Wait for a short value that another rank (source, if stated) writes, and return it. Raises: PeerLostError."""
-        with self.detector.explained(what):
-            self._await(key, what=what, source=source)
-            return str(self.store.get(key).decode())
+class Control(Protocol):
+    """Exchanges short texts between the ranks; see JobControl, and AloneControl for a job of one process."""
 
-    def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:
-        """Wait for a key; end if another rank reports a failure. source: rank that writes it, watched meanwhile."""
-        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        pause = min(PEER_CHECK_SECONDS, max(POLL_SECONDS, self.world_size / MAX_PEER_CHECKS_PER_SECOND))
-        start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
-        with self.detector.waiting():
-            while not store.wait_for(key, seconds=min(pause, max(0.0, limit - seconds))):
-                seconds = awake_seconds() - start
-                self.detector.check_peers(what, seconds)
-                # in this order: it may have written the key just before its end
-                if source is not None and source in self.detector.log.state.gone and not store.check([key]):
-                    raise RuntimeError(f"the process of {self.detector.log.name([source])} has ended")
-                if seconds > limit:
-                    raise late_error()
+    rank: int
+    world_size: int
+    host: str
+    timeout_seconds: float
+    warn_seconds: float
+    master: tuple[str, int] | None
 
-    def has_met(self, rank: int) -> bool:
-        return bool(self.store.check([f"{HOST}/{rank}"]))
+    @property
+    def store(self) -> Store: ...
 
-    def host_of(self, rank: int) -> str:
-        if rank not in self._hosts and self.has_met(rank):
-            self._hosts[rank] = self.store.get(f"{HOST}/{rank}").decode()
-        return self._hosts.get(rank, "a host that has not met")
+    @property
+    def detector(self) -> Detector: ...
+
+    def gather_text(self, text: str, *, what: str = ..., timeout_seconds: float | None = None) -> list[str]: ...
+
+    def gather(self, value: Any, **how: Any) -> list[Any]: ...
+
+    def agree(self, what: str, text: str, *, remedy: str = ...) -> None: ...
+
+    def collect_text(self, text: str, *, what: str) -> list[str]: ...
+
+    def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str: ...
+
+    def next_key(self) -> str: ...
+
+    def read(self, key: str, *, what: str, source: int | None = None) -> str: ...
+
+    def host_of(self, rank: int) -> str: ...

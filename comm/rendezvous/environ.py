@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.addresses import loopback
 from bigbatch.comm.rendezvous.launcher import (
     LAUNCHER_VARIABLES,
     RANK_VARIABLES,
@@ -22,8 +21,6 @@ from bigbatch.comm.rendezvous.launcher import (
     refuse_partial,
     refuse_unknown,
 )
-from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT, NUM_JOB_PORTS
-from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import LaunchError
 
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
@@ -197,6 +194,8 @@ def without_identity(environ: Mapping[str, str] = os.environ, *, keep: Collectio
 
 def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with a new secret for one job, unless the user has set one."""
+    from bigbatch.comm.rendezvous.secret import new_secret  # late: launchers call this, and ranks do not
+
     return {SECRET_VARIABLE: new_secret(), **environ}
 
 
@@ -304,6 +303,9 @@ def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -
         return address, port
     if launcher != "srun":
         return None
+    from bigbatch.comm.rendezvous.addresses import loopback  # late: only srun leaves the choice of a port to its ranks
+    from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT, NUM_JOB_PORTS
+
     job, step = number(variables, "SLURM_JOB_ID", launcher), number(variables, "SLURM_STEP_ID", launcher)
     restarts = number(variables, "SLURM_RESTART_COUNT", launcher) if "SLURM_RESTART_COUNT" in variables else 0
     port = FIRST_JOB_PORT + (job + SLURM_STEP_PORTS * step + SLURM_RESTART_PORTS * restarts) % NUM_JOB_PORTS

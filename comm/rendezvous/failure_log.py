@@ -12,7 +12,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.failures import JobState, after, answer, describe
 from bigbatch.comm.rendezvous.job_store import KeyValue
-from bigbatch.comm.rendezvous.late_ranks import name_ranks
+from bigbatch.words import name_ranks
 
 LOG = "bigbatch/failures"
 

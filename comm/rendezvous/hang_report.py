@@ -17,9 +17,9 @@ from torch._C import _distributed_c10d
 
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import answer_within
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import flight_prefix
 from bigbatch.comm.rendezvous.failure_detector import late_error
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.recording import Operation, late_for, read_recording
 from bigbatch.files import write_named
 
@@ -95,7 +95,7 @@ def compare(mine: Flight, others: Mapping[int, Mapping[str, int]]) -> str:
 class HangReport:
     """Prints the verdict before a process ends, and compares the ranks' flight records. Its time is bounded."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: JobControl) -> None:
         self._control, self._detector = control, control.detector
         self._has_dumped = self._has_published = False
 

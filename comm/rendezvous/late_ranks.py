@@ -1,13 +1,12 @@
 """Print which ranks the rendezvous waits for, before its time limit ends it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
 from bigbatch.awake import wait_awake
 from bigbatch.errors import tell
 
-MAX_NAMED = 8
 WARN_SECONDS = 20.0
 """Default of comm.warn_seconds: when the missing ranks are named for the first time."""
 
@@ -35,11 +34,3 @@ def reporting_late(seconds: float, describe: Callable[[], str]) -> Iterator[None
     finally:
         ended.set()
         watcher.join(timeout=1.0)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 3, 4, 5", or the first MAX_NAMED of many; "" for none."""
-    if not ranks:
-        return ""
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"

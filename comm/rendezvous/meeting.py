@@ -2,7 +2,6 @@
 
 import socket
 import uuid
-from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -11,15 +10,16 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within, wait_until
-from bigbatch.comm.rendezvous.by_mpi import meet_by_mpi
-from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, StoreConnections, start_store
-from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
+from bigbatch.comm.rendezvous.late_ranks import reporting_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.limits import GRACE_SECONDS
 from bigbatch.comm.rendezvous.ports import BACKLOG, adopt
-from bigbatch.comm.rendezvous.secret import AuthenticationError, new_secret
+from bigbatch.comm.rendezvous.secret import AuthenticationError
 from bigbatch.errors import CommError, first_line, tell
+from bigbatch.parts import load
+from bigbatch.words import name_ranks
 
 _TOKENS = "bigbatch/tokens"
 PROBE_SECONDS = 5.0
@@ -56,7 +56,9 @@ def open_store(
         met = env
         with reporting_late(warn_seconds, lambda: _describe_wait(met)):
             if env.master is None and env.launcher in MPI_LAUNCHERS:
-                met = meet_by_mpi(env, timeout_seconds=meeting_seconds, interface=interface)
+                met = load("bigbatch.comm.rendezvous.by_mpi.meet_by_mpi")(
+                    env, timeout_seconds=meeting_seconds, interface=interface
+                )
             connections = rendezvous(
                 met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds
             )
@@ -64,43 +66,6 @@ def open_store(
     connections, met = _met[env.master]
     # numbers: a rank that joins later connects under another number than its rank
     return JobStore(connections, prefix, seconds=timeout_seconds, numbers=range(env.world_size)), "rank 0", met
-
-
-def find_process_env(*, timeout_seconds: float) -> ProcessEnv:
-    """Return this process's place: in torch's process group if the script has made one, else in the launcher's job.
-
-    For scripts that torch.multiprocessing started, without a launcher's variables. Hosts, and the job's secret, are
-    exchanged through the group's store, so the call is collective then.
-    Raises: CommError if a launcher's variables contradict the group, or after timeout_seconds without the other ranks;
-    LaunchError as read_process_env().
-    """
-    env = read_process_env(has_group=dist.is_initialized())
-    if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) == (env.rank, env.world_size):
-        return env
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if env.launcher != "none":
-        raise CommError(
-            f"this process is rank {rank} of {size} in torch's process group, but rank {env.rank} of "
-            f"{env.world_size} for {env.launcher}: make the process group of all ranks before connect(), or none"
-        )
-    store = PrefixStore("bigbatch/spawned", dist.distributed_c10d._get_default_store())
-    if rank == 0 and not store.check(["secret"]):  # another connection may have begun with it
-        store.set("secret", env.secret.decode() or new_secret())
-    store.set(str(rank), env.host)
-    if not wait_until(lambda: store.check(["secret", *map(str, range(size))]), timeout_seconds):
-        late = name_ranks([each for each in range(size) if not store.check([str(each)])])
-        raise CommError(f"{late} of torch's process group did not call connect() within {timeout_seconds:g} s")
-    local = [each for each in range(size) if store.get(str(each)).decode() == env.host]
-    return replace(
-        env,
-        launcher="torch's process group",
-        names_launcher=False,
-        rank=rank,
-        world_size=size,
-        local_rank=local.index(rank),
-        local_size=len(local),
-        secret=store.get("secret"),
-    )
 
 
 def _describe_wait(env: ProcessEnv) -> str:

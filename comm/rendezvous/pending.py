@@ -1,6 +1,7 @@
 """An operation of this rank that is under way."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -8,6 +9,17 @@ from bigbatch.awake import awake_seconds
 
 TensorSize = tuple[int, torch.dtype]
 """Number of elements, and dtype."""
+
+
+class _Label(TypedDict):
+    label: str
+
+
+class OperationFacts(_Label, total=False):
+    """Options of submit(): fields of the same names of Pending."""
+
+    ranks: tuple[int, ...] | None
+    size: TensorSize | None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 import bigbatch
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.late_ranks import name_ranks, reporting_late
+from bigbatch.comm.rendezvous.gpus import require_own_gpus
+from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.rendezvous.late_ranks import reporting_late
 from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import CommError
-from bigbatch.words import count
+from bigbatch.words import name_ranks
 
 UNKNOWN_RELEASE = "an older bigbatch"
 """Release of a rank that does not state one."""
@@ -23,7 +24,6 @@ _REMEDY = (
     "start all ranks of a host by one launcher and give every node its own host name; to emulate several nodes on "
     "one host, name them by BIGBATCH_HOST"
 )
-ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def process_space() -> str:
         return f"process {os.getpid()}"
 
 
-def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]:
+def meet(env: ProcessEnv, control: JobControl, *, gpu: str = "") -> list[RankPlace]:
     """Gather where every rank runs, in rank order. Collective. gpu: UUID of the GPU, if this rank sees exactly one.
 
     Raises: CommError if ranks run different code, two processes have the same rank, or the ranks of a host contradict
@@ -83,7 +83,7 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
     return places
 
 
-def _claim_rank(env: ProcessEnv, control: Control) -> None:
+def _claim_rank(env: ProcessEnv, control: JobControl) -> None:
     """Claim this rank; a second process with the same rank is an error."""
     key = f"bigbatch/claim/{env.rank}"
     with control.detector.explained("meeting of all ranks"):
@@ -109,34 +109,6 @@ def require_consistent(places: Sequence[RankPlace]) -> None:
     problem = _contradiction(places, lambda place: place.host)
     if problem and _contradiction(places, lambda place: place.node):
         raise CommError(f"{problem}: {_REMEDY}")
-
-
-def require_own_gpus(seen: Sequence[tuple[str, str]]) -> None:
-    """Check that no two ranks share a GPU. seen: host of each rank, and UUID of its GPU; "" if it sees several or none.
-
-    Raises: CommError naming the host and the ranks.
-    """
-    firsts: dict[tuple[str, str], int] = {}
-    for rank, (host, gpu) in enumerate(seen):
-        if gpu and firsts.setdefault((host, gpu), rank) != rank:
-            gpus = [other for place, other in seen if place == host]
-            raise too_few_gpus(
-                len(gpus),
-                len(set(gpus)),
-                host=host,
-                is_one_host=len(gpus) == len(seen),
-                why=f" (rank {firsts[host, gpu]} and rank {rank} both have {gpu})",
-            )
-
-
-def too_few_gpus(num_ranks: int, num_gpus: int, *, host: str, is_one_host: bool, why: str = "") -> CommError:
-    """Return the error for a host with fewer GPUs than ranks."""
-    fewer = f" (--ranks {num_gpus})" if num_gpus and is_one_host else ""
-    return CommError(
-        f"{count(num_ranks, 'rank')} on {host} but {count(num_gpus, 'GPU')}{why}: start one rank per GPU{fewer}, let "
-        "each see all GPUs of its host or only its own (in Slurm --gpus-per-node, or --gpus-per-task), or "
-        f"{ON_CPU}"
-    )
 
 
 def _contradiction(places: Sequence[RankPlace], host_of: Callable[[RankPlace], str]) -> str | None:

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from bigbatch.awake import awake_seconds
 from bigbatch.boot import own_kernel, start_ticks
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, start_store
 from bigbatch.comm.rendezvous.secret import AuthenticationError
 from bigbatch.errors import CommError, PeerLostError
@@ -66,7 +66,7 @@ class Group:
     """A group of ranks: this process's rank in it, its control channel, and the endpoints to meet at if one is lost."""
 
     env: ProcessEnv
-    control: Control
+    control: JobControl
     endpoints: Endpoints
 
     @property
@@ -76,7 +76,7 @@ class Group:
         return self.control.store
 
 
-def exchange_endpoints(env: ProcessEnv, control: Control, *, interface: str | None) -> Endpoints:
+def exchange_endpoints(env: ProcessEnv, control: JobControl, *, interface: str | None) -> Endpoints:
     """Bind this rank's socket, and exchange the addresses. Collective, after all have met."""
     mine, bound = bind_endpoint(env, towards=control.master[0] if control.master else None, interface=interface)
     everyone = control.gather(asdict(mine), what="exchange of the addresses of later stores")
@@ -109,7 +109,7 @@ def _bind(address: str, port: int) -> socket.socket:
     return bound
 
 
-def holder_of(control: Control) -> int:
+def holder_of(control: JobControl) -> int:
     """Return the rank beside which the process of the store runs."""
     return int(control.holder.removeprefix("rank "))
 
@@ -162,7 +162,7 @@ def form_group(env: ProcessEnv, endpoints: Endpoints, store: JobStore, *, holder
     machine = endpoints.all[env.rank].machine
     here = [rank for rank, each in enumerate(endpoints.all) if each.machine == machine]
     env = replace(env, world_size=len(endpoints.all), local_rank=here.index(env.rank), local_size=len(here))
-    control = Control(env, timeout_seconds=store.seconds, warn_seconds=warn_seconds, joined=(store, holder))
+    control = JobControl(env, timeout_seconds=store.seconds, warn_seconds=warn_seconds, joined=(store, holder))
     return Group(env, control, endpoints)
 
 
@@ -247,7 +247,7 @@ def _members_store(connections: StoreConnections, group: Group) -> JobStore:
     return JobStore(connections, f"{group.store.prefix}>members", seconds=group.control.timeout_seconds)
 
 
-def _connect_to(endpoint: Endpoint, control: Control, *, rank: int) -> StoreConnections:
+def _connect_to(endpoint: Endpoint, control: JobControl, *, rank: int) -> StoreConnections:
     """Connect to the store at an endpoint, once it listens. Raises: OSError; AuthenticationError."""
     deadline = awake_seconds() + control.timeout_seconds
     while not endpoint.has_ended():

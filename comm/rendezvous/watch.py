@@ -5,15 +5,19 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
+from typing import TYPE_CHECKING
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.failures import Stall
-from bigbatch.comm.rendezvous.hang_report import HangReport
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.errors import tell
 from bigbatch.exit_codes import LOST
+from bigbatch.parts import load
+
+if TYPE_CHECKING:
+    from bigbatch.comm.rendezvous.hang_report import HangReport
 
 FIRST_UNQUEUED_NUMBER = -1_000_000
 """Number of the first operation outside of a queue; such numbers stay below those of a queue."""
@@ -34,7 +38,7 @@ class Watch:
 
     def __init__(
         self,
-        control: Control,
+        control: JobControl,
         oldest: Callable[[], Pending | None] = lambda: None,
         *,
         ends_job: bool = False,
@@ -52,7 +56,9 @@ class Watch:
         self._reported: set[int] = set()
         self._late_texts: dict[int, str] = {}
         """Operation number -> the printed line about its late ranks, for the time after the store is lost."""
-        self._report, self._ends_job = HangReport(control), ends_job
+        self._report: HangReport | None = (
+            load("bigbatch.comm.rendezvous.hang_report.HangReport")(control) if ends_job else None
+        )
         abort_seconds = 2 * limits.VERDICT_SECONDS if self._detector.heals else 0.0
         self._end_seconds = control.timeout_seconds + abort_seconds
         self._lost_at: float | None = None
@@ -122,6 +128,7 @@ class Watch:
         has_left = self._lost_at is not None and awake_seconds() - self._lost_at > limits.LEAVE_SECONDS
         if has_left or pending.seconds > self._end_seconds:
             seen = self._late_texts.get(pending.number, "")
+            assert self._report is not None, "only of a watch that ends the job"
             self._report.say(pending.label, pending.seconds, seen, cause=cause if has_left else "", by=self._say)
             # the main thread waits for the device and cannot be interrupted
             os._exit(self._log.state.exit_code or LOST)
@@ -131,7 +138,7 @@ class Watch:
         self._log.look(
             is_waiting=lambda: self._oldest() is not None or self._detector.is_waiting,
             is_watching=True,
-            before_answer=self._report.publish if self._ends_job else lambda: None,
+            before_answer=self._report.publish if self._report else lambda: None,
             wait=wait,
             within=self._warn_seconds,
         )

@@ -3,11 +3,9 @@
 import ctypes
 import os
 import platform
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,9 @@ import torch
 from bigbatch import __version__
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.tuning.tuned import ClusterFacts, make_cluster
-
-BUILT_FROM = Path(__file__).with_name("built_from.txt")
-"""File with the commit in a container image, which is built without git."""
+from bigbatch.comm.tuning.commit import source_commit
+from bigbatch.comm.tuning.tuned import ClusterFacts, Tuned, make_cluster, parse_tuned, read_text
+from bigbatch.errors import TunedError
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,25 @@ def gather_cluster(communicator: Communicator) -> ClusterFacts:
     )
 
 
+def gather_tuned(path: Path, communicator: Communicator) -> Tuned:
+    """Return the tuned file as rank 0 reads it, if it was made on this cluster. Collective.
+
+    Raises: TunedError, on all ranks alike.
+    """
+    text = problem = ""
+    if communicator.rank == 0:
+        try:
+            text = read_text(path)
+        except TunedError as error:
+            problem = str(error)
+    text, problem = communicator.gather([text, problem])[0]
+    if problem:
+        raise TunedError(problem)
+    tuned = parse_tuned(text, path=path)
+    tuned.require_cluster(gather_cluster(communicator), path=path)
+    return tuned
+
+
 def _settings(communicator: Communicator) -> dict[str, Any]:
     """Return the values of SETTINGS, as given to connect()."""
     wire = communicator.wire
@@ -119,18 +135,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def source_commit() -> str | None:
-    """Return the commit of this code's checkout, with '+' if it was changed; in a container image, that of its build.
-
-    None in any other installed wheel.
-    """
-    here = Path(__file__).resolve()
-    git = partial(subprocess.run, cwd=here.parent, input="", capture_output=True, text=True, check=True)
-    try:
-        git(["git", "ls-files", "--error-unmatch", here.name])  # a wheel in a .venv lies in another project's checkout
-        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-        return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
-    except (OSError, subprocess.CalledProcessError):
-        return (BUILT_FROM.read_text().strip() or None) if BUILT_FROM.exists() else None

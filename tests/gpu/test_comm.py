@@ -22,6 +22,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError
 from bigbatch.user_settings import visible_gpus
 
@@ -97,7 +98,7 @@ def test_buffers_registered_with_nccl_sum_as_others_do(is_symmetric: bool, nccl:
 
 def test_closed_connection_leaves_the_default_group_to_others() -> None:
     device = torch.device("cuda", 0)
-    control = connect(env=ALONE, device=device).control
+    control = JobControl(ALONE, timeout_seconds=60)
     first, second = (TorchDistributedBackend(ALONE, control, library="nccl", device=device) for _ in range(2))
     second.close()
     tensor_N = torch.arange(3.0, device=device)

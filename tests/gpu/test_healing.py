@@ -10,8 +10,8 @@ from forked_ranks import exit_codes
 
 from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.trainer.datasets.generated import write_dataset
 from tests.laws.jobs import TIMEOUT_SECONDS, ForkedJob, alone, assert_identical, final_state, forked, run, train_command
 from tests.parallel.test_healing import HEALING
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.gpu
 
 def test_nccl_is_aborted_while_the_gpu_works_and_connects_again() -> None:
     gpu = torch.device("cuda", 0)
-    rank = connect(env=ALONE, device=gpu)
+    control = JobControl(ALONE, timeout_seconds=60)
     for _ in range(3):
-        backend = TorchDistributedBackend(rank.env, rank.control, library="nccl", device=gpu, heals=True)
+        backend = TorchDistributedBackend(ALONE, control, library="nccl", device=gpu, heals=True)
         ones_N = torch.ones(1000, device=gpu)
         sum_ = partial(backend.all_reduce_, ones_N, backend.world)
         backend.submit(sum_, label="a sum").wait()
@@ -36,8 +36,8 @@ def test_nccl_is_aborted_while_the_gpu_works_and_connects_again() -> None:
 
 def test_late_sum_over_nccl_is_abandoned_and_the_next_one_is_right() -> None:
     gpu = torch.device("cuda", 0)
-    rank = connect(env=ALONE, device=gpu)
-    backend = TorchDistributedBackend(rank.env, rank.control, library="nccl", device=gpu)
+    control = JobControl(ALONE, timeout_seconds=60)
+    backend = TorchDistributedBackend(ALONE, control, library="nccl", device=gpu)
     backend.limit(0.2)
     work = backend.submit(lambda: torch.cuda._sleep(4_000_000_000), label="sum by hierarchical")
     with pytest.raises(LateError, match="hierarchical"):

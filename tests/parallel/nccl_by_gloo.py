@@ -11,15 +11,15 @@ from played_nccl import PlayedNccl
 from bigbatch.cli import main
 from bigbatch.comm import connection
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 
 GPU = torch.device("cuda", 0)
 """What NCCL is told; its tensors are on the host."""
 
 
-def _connect(env: ProcessEnv, control: Control, backend: str, *, heals: bool, **options: Any) -> Any:
-    over = TorchDistributedBackend(env, control, library=backend, device=GPU, heals=heals)
+def _connect(env: ProcessEnv, control: JobControl, *, library: str, heals: bool, **options: Any) -> Any:
+    over = TorchDistributedBackend(env, control, library=library, device=GPU, heals=heals)
     over.capabilities = replace(over.capabilities, device_types=("cpu",))
     return over
 
@@ -33,5 +33,5 @@ def bigbatch(*command: str) -> int:
     patch.setattr(torch.cuda, "device_count", lambda: 0)
     patch.setattr(connection, "backend_for", lambda device, backend: "nccl")
     patch.setattr(connection, "_require_possible", lambda *arguments, **options: None)
-    patch.setattr(connection, "_connect", _connect)
+    patch.setitem(connection.TRANSPORTS, "nccl", f"{__name__}._connect")
     return main(command)

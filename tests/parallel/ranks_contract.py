@@ -23,7 +23,7 @@ from recorded_graph import RecordedCapture
 from torch import Tensor
 
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import ALL_DTYPES, AllOf, Group, InFlight
+from bigbatch.comm.backends.base import ALL_DTYPES, Group, InFlight
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
@@ -255,7 +255,7 @@ def check_all_to_all(communicator: Communicator) -> None:
     sends = [backend.start_send(torch.full((100 * rank + other,), rank), to=other) for other in others]
     received = {other: torch.zeros(100 * other + rank, dtype=torch.int64) for other in others}
     receives = [backend.start_receive(received_N, source=other) for other, received_N in received.items()]
-    AllOf((*receives, *sends)).wait()
+    InFlight(*(each.wait for each in (*receives, *sends))).wait()
     for other, received_N in received.items():
         assert torch.equal(received_N, torch.full_like(received_N, other))
 

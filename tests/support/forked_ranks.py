@@ -27,7 +27,9 @@ PRELOAD = (
     "torchvision.models",
     "torch.utils.tensorboard",
     "nvidia.dali.plugin.pytorch",
+    "bigbatch.comm.several_ranks",
     "bigbatch.comm.backends.tcp",
+    "bigbatch.comm.algorithms.shared",
 )
 """Half of the work of a tiny job is to import these. A run's plot, which would be most of the rest, is not drawn.
 

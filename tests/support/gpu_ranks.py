@@ -9,13 +9,15 @@ from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError
 
 
 def over_nccl(alone: Communicator) -> Communicator:
     """One rank over a real NCCL group of its own, which connect() does without: everything but the wire."""
-    backend = TorchDistributedBackend(alone.env, alone.control, library="nccl", device=alone.device)
-    return replace(alone, backend=backend, memory=None).with_algorithm("native")
+    control = JobControl(alone.env, timeout_seconds=alone.control.timeout_seconds)
+    backend = TorchDistributedBackend(alone.env, control, library="nccl", device=alone.device)
+    return replace(alone, control=control, backend=backend).with_algorithm("native")
 
 
 def sum_over_tcp(algorithm: str, group_size: str) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,10 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.comm.rendezvous.pending import OperationFacts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def alone(
@@ -41,15 +45,8 @@ class RecordingBackend(SingleBackend):
         self.events: list[str] = []
         self.ranks: list[tuple[int, ...] | None] = []
 
-    def submit(
-        self,
-        operation: Callable[[], None],
-        *,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        size: TensorSize | None = None,
-    ) -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Submit as usual."""
-        self.events.append(label)
-        self.ranks.append(ranks)
-        return super().submit(operation, label=label, ranks=ranks, size=size)
+        self.events.append(facts["label"])
+        self.ranks.append(facts.get("ranks"))
+        return super().submit(operation, **facts)

@@ -6,9 +6,9 @@ from torch._C._distributed_c10d import HashStore
 from bigbatch.comm.rendezvous import pending as pending_module
 from bigbatch.comm.rendezvous import watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.comm.rendezvous.watch import Watch
 
@@ -19,7 +19,7 @@ class Rank:
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
         self.pending: Pending | None = None
-        self.control = Control(ALONE, timeout_seconds=60, warn_seconds=4)
+        self.control = JobControl(ALONE, timeout_seconds=60, warn_seconds=4)
         self.control.timeout_seconds = 8
         job = self.control
         job.rank, job.world_size, job.host = rank, world_size, f"node{rank}"

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from bigbatch.boot import own_kernel, start_ticks
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, start_store
 from bigbatch.comm.rendezvous.regroup import Endpoint, Endpoints, Group
 
@@ -40,7 +40,7 @@ def groups_of(
     groups = []
     for rank in range(num_ranks) if ranks is None else ranks:
         store = JobStore(connections, "job", seconds=60, numbers=range(num_ranks))
-        control = Control(env_of(rank, num_ranks), timeout_seconds=60, joined=(store, holder))
+        control = JobControl(env_of(rank, num_ranks), timeout_seconds=60, joined=(store, holder))
         groups.append(Group(env_of(rank, num_ranks), control, Endpoints(endpoints, sockets[rank])))
     return connections, groups
 

@@ -17,15 +17,15 @@ from torch.distributed import HashStore
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from bigbatch.comm.algorithms.wire import Staging, Wire
-from bigbatch.comm.backends.base import AllOf, Done, InFlight
+from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import make_topology
 
 
@@ -70,15 +70,15 @@ class PostBackend(SingleBackend):
         self._post.messages[self.rank, to] += 1
         self._post.num_bytes[self.rank, to] += tensor_N.nbytes
         self._post.box(self.rank, to).put(tensor_N.clone())
-        return Done()
+        return InFlight()
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
         """Taken out when waited for."""
-        return _Letter(tensor_N, self._post.box(source, self.rank))
+        return InFlight(_Letter(tensor_N, self._post.box(source, self.rank)).wait)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Both."""
-        return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
+        return InFlight(self.start_send(send, to=to).wait, self.start_receive(receive, source=source).wait)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_over_played_nccl(
 
     def one(rank: int) -> None:
         env = replace(ALONE, rank=rank, world_size=len(hosts), local_rank=rank, local_size=len(hosts))
-        control = Control(ALONE, timeout_seconds=300)
+        control = JobControl(ALONE, timeout_seconds=300)
         control.rank, control.world_size = rank, len(hosts)
         control.store = BoundedStore(store, seconds=300)
         control.store.set(f"bigbatch/host/{rank}", env.host)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.broadcast import Start
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
+from bigbatch.comm.gradients.same_start import Start
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bigbatch import __version__
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import ConfigError, DoctorError, print_line, print_lines, tell
 from bigbatch.exit_codes import FAILED, INTERRUPTED
 from bigbatch.files import as_json, require_nameable, write_named

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.broadcast import find_odd_ranks
+from bigbatch.comm.gradients.same_start import find_odd_ranks
 from bigbatch.errors import ReplicasDiffer
 from bigbatch.trainer.observe.observer import Observed, Observer
 from bigbatch.trainer.optim.matrices import MatrixOptimizer

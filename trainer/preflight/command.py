@@ -16,9 +16,9 @@ from rich.text import Text
 
 from bigbatch.comm.connection import choose_device, connect, gpu_uuid, only_gpu
 from bigbatch.comm.rendezvous.addresses import own_address
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.comm.rendezvous.places import require_own_gpus
+from bigbatch.comm.rendezvous.gpus import require_own_gpus
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError, print_line, printable, tell
 from bigbatch.exit_codes import UNFIT
 from bigbatch.files import as_json, write_named
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=env.interface, towards=towards)
-    control = Control(env, timeout_seconds=MEET_SECONDS, interface=env.interface)
+    control = JobControl(env, timeout_seconds=MEET_SECONDS, interface=env.interface)
     absent = absent_ranks(control)
     nodes: list[Node] = []
     if absent:
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def examine(
-    config: Config | None, env: ProcessEnv, control: Control, *, address: str
+    config: Config | None, env: ProcessEnv, control: JobControl, *, address: str
 ) -> tuple[list[Node], list[NodeFinding]]:
     """Return the nodes' facts, rates and findings, on rank 0. Collective. Raises: CommError for lost ranks."""
     device, num_gpus, complaint = _own_device(config, env)
@@ -171,7 +171,7 @@ def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | 
     return device, count if device.type == "cuda" else 0, None
 
 
-def _take_turns(control: Control, places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> Rates:
+def _take_turns(control: JobControl, places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> Rates:
     """Return the better of two measurements of this rank: short disturbances do not count, lasting ones do. Collective.
 
     Nodes of one machine share its cores, so they take turns; nodes of different machines measure at the same time.

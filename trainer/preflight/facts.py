@@ -17,7 +17,8 @@ from bigbatch import __version__
 from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.addresses import interface_of
 from bigbatch.comm.rendezvous.places import sources_digest
-from bigbatch.comm.tuning.conditions import nccl_version, source_commit
+from bigbatch.comm.tuning.commit import source_commit
+from bigbatch.comm.tuning.conditions import nccl_version
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.shards import DataRoot

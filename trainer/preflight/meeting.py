@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import step_hosts
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.trainer.preflight.findings import NodeFinding
 
 MEET_SECONDS = 12.0
@@ -35,7 +35,7 @@ class NodeAddress:
     """Why its ranks have no device."""
 
 
-def absent_ranks(control: Control) -> list[int]:
+def absent_ranks(control: JobControl) -> list[int]:
     """List the ranks that are absent at the time limit; equal on all present ranks. Collective over these."""
     missing = list(range(control.world_size))
     if control.rank == 0:
@@ -50,7 +50,7 @@ def absent_ranks(control: Control) -> list[int]:
     return list(json.loads(control.read(_ABSENT, what="meeting of every node")))
 
 
-def absence_findings(absent: Sequence[int], control: Control) -> list[NodeFinding]:
+def absence_findings(absent: Sequence[int], control: JobControl) -> list[NodeFinding]:
     """Return a finding on absent ranks, with their nodes if Slurm knows these; [] without absent ranks."""
     if not absent:
         return []
@@ -62,7 +62,7 @@ def absence_findings(absent: Sequence[int], control: Control) -> list[NodeFindin
     return [NodeFinding(f"no answer from {ranks}{where} within {MEET_SECONDS:g} s: {remedy}", hosts)]
 
 
-def wait_for_report(control: Control) -> None:
+def wait_for_report(control: JobControl) -> None:
     """Wait until rank 0 has reported absent ranks: a launcher ends all ranks when the first one exits."""
     if control.rank == 0:
         control.store.set(f"{_ABSENT}/told", "1")

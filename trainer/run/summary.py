@@ -12,7 +12,7 @@ from torch import nn
 from bigbatch import __version__
 from bigbatch.comm.algorithms.wire import rounding_note
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes

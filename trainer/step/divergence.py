@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bigbatch.comm.rendezvous.late_ranks import name_ranks
 from bigbatch.errors import TrainingDiverged
+from bigbatch.words import name_ranks
 
 MARGIN = 0.01
 """Share of a guess's loss by which a model that learned nothing of the images can still be below it: one that knows

@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu.suite.context import Size
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.build.parts import make_parts
@@ -107,8 +108,9 @@ class Job:
         config = load_config(["--config", "imagenet/resnet50_8k", *as_options(settings)])
         communicator, tuned = join_job(config, ALONE)
         if with_nccl:
-            nccl = TorchDistributedBackend(ALONE, communicator.control, library="nccl", device=communicator.device)
-            communicator = replace(communicator, backend=nccl, memory=None).with_algorithm("native")
+            control = JobControl(ALONE, timeout_seconds=communicator.control.timeout_seconds)
+            nccl = TorchDistributedBackend(ALONE, control, library="nccl", device=communicator.device)
+            communicator = replace(communicator, control=control, backend=nccl).with_algorithm("native")
         self.config, self.communicator = config, communicator
         self.train_split, self.eval_split = build_input.make_splits(config, communicator)
         self.plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)

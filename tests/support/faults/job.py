@@ -14,7 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, SECRET_VARIABLE
+from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE
+from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.files import write_whole
 from bigbatch.launch.emulate.plan import address

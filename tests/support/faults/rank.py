@@ -29,7 +29,9 @@ from faults.trial import KINDS, STEP, Trial
 PRELOAD = (
     "faults.rank",
     "bigbatch.trainer.train",
+    "bigbatch.comm.several_ranks",
     "bigbatch.comm.backends.tcp",
+    "bigbatch.comm.algorithms.shared",
     "torch._dynamo",
     "torch.utils.tensorboard",
     "torchvision",
@@ -226,7 +228,7 @@ def _watch(trial: Trial | None, place: Place) -> None:
     import torch.nn.functional as F
 
     from bigbatch.comm.communicator import Communicator
-    from bigbatch.comm.rendezvous.control import Control
+    from bigbatch.comm.rendezvous.job_control import JobControl
     from bigbatch.trainer.inference import accuracy
     from bigbatch.trainer.run import output
     from bigbatch.trainer.run.saving import CheckpointSaver
@@ -238,7 +240,7 @@ def _watch(trial: Trial | None, place: Place) -> None:
     output.plot_run = lambda *arguments, **options: None  # type: ignore[attr-defined]
     fault = Fault(trial, place)
     fault.reach("start")
-    fault.before(Control, "gather_text", "meeting")
+    fault.before(JobControl, "gather_text", "meeting")
     fault.before(Steps, "report", "report")
     fault.before(accuracy, "predict", "evaluation")
     fault.before(Communicator, "close", "close")
@@ -341,9 +343,9 @@ def digest_of(run: Path) -> str:
 
 def source_commit() -> str:
     """Return the commit of the code that is tried; empty where there is none."""
-    from bigbatch.comm.tuning import conditions
+    from bigbatch.comm.tuning import commit
 
-    return conditions.source_commit() or ""
+    return commit.source_commit() or ""
 
 
 def shared_memory_of(keeper: int, node: int) -> str:

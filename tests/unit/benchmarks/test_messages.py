@@ -18,8 +18,8 @@ from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.backends import torch_distributed
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 
 NODES, RANKS_PER_NODE = 256, 8
 WORLD_SIZE = NODES * RANKS_PER_NODE
@@ -60,7 +60,7 @@ class Asked:
         self.library = PlayedNccl(monkeypatch)
         local = rank % RANKS_PER_NODE
         env = ProcessEnv("torchrun", rank, WORLD_SIZE, local, RANKS_PER_NODE, "here", ("127.0.0.1", 0))
-        control = Control(ALONE, timeout_seconds=60)
+        control = JobControl(ALONE, timeout_seconds=60)
         gpu = torch.device("cuda", local)
         self.backend = TorchDistributedBackend(env, control, library="nccl", device=gpu)
         self.messages = self.message_bytes = self.collectives = 0

@@ -24,6 +24,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.connection import choose_device, connect, only_gpu, with_index
 from bigbatch.comm.lifetime import abort_connection, open_connections
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.errors import CommError
 from bigbatch.trainer.machine.gpu_driver import find_gpu, read_clock
@@ -314,7 +315,7 @@ def test_agree_names_the_odd_rank_and_the_first_difference(
     theirs: str, difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([["digest", "another"], ["a: 1\nseed: 1", theirs]])
-    two = connect(env=ALONE, device=CPU)
+    two = replace(connect(env=ALONE, device=CPU), control=JobControl(ALONE, timeout_seconds=60))
     monkeypatch.setattr(two.control, "gather_text", lambda text: next(answers))
     with pytest.raises(CommError, match=naming("rank 1", "rank 0", "the config", difference)):
         two.agree("the config", "a: 1\nseed: 1")

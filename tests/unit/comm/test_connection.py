@@ -19,22 +19,23 @@ from played_gpus import PlayedGpus
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
-from bigbatch.comm import communicator, connection, lifetime
+from bigbatch.comm import communicator, connection, lifetime, several_ranks
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
-from bigbatch.comm.backends import links, torch_distributed
+from bigbatch.comm.backends import links, tcp, torch_distributed
 from bigbatch.comm.backends.base import Capabilities
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import bounded_store, hang_report, meeting, watch
+from bigbatch.comm.rendezvous import bounded_store, by_mpi, hang_report, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.failures import Verdict
+from bigbatch.comm.rendezvous.gpus import require_own_gpus
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.pending import Pending
-from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
+from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent
 from bigbatch.errors import CommError, PeerLostError
 from bigbatch.exit_codes import LOST
 
@@ -106,14 +107,14 @@ def test_places_on_played_hosts_are_not_the_launchers() -> None:
 
 
 def test_meet_tells_ranks_where_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = Control(ALONE, timeout_seconds=60)
+    met = JobControl(ALONE, timeout_seconds=60)
     assert [(place.rank, place.host) for place in meet(ALONE, met)] == [(0, "here")]
 
     def gather_text(text: str, *, what: str, timeout_seconds: float) -> list[str]:
         other = {**json.loads(text), "rank": 1}
         return [text, json.dumps(other)]
 
-    met = Control(ALONE, timeout_seconds=60)
+    met = JobControl(ALONE, timeout_seconds=60)
     monkeypatch.setattr(met, "gather_text", gather_text)
     with pytest.raises(CommError, match=naming("rank 0", "rank 1", "local rank 0", "here")):
         meet(TWO, met)
@@ -124,7 +125,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another bigbatch may describe its place by other words, or say nothing of its release."""
-    met = Control(ALONE, timeout_seconds=60)
+    met = JobControl(ALONE, timeout_seconds=60)
     other = json.dumps({"host": "n1", "release": "bigbatch 0.2.0 (sources 1234abcd), torch 2.14.1", "place": 7})
     monkeypatch.setattr(met, "gather_text", lambda text, **_: [text, other])
     expected = (
@@ -133,7 +134,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
     )
     with pytest.raises(CommError, match=expected):
         meet(TWO, met)
-    untold = Control(ALONE, timeout_seconds=60)
+    untold = JobControl(ALONE, timeout_seconds=60)
     monkeypatch.setattr(untold, "gather_text", lambda text, **_: [text, json.dumps({"host": "n1", "rank": 1})])
     with pytest.raises(CommError, match=naming("n1", "older bigbatch", "here: bigbatch")):
         meet(TWO, untold)
@@ -141,7 +142,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
 
 @pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "its own")])
 def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> None:
-    met = Control(ALONE, timeout_seconds=60)
+    met = JobControl(ALONE, timeout_seconds=60)
     meet(ALONE, met)
     again = replace(ALONE, launcher=launcher, host="n7")
     with pytest.raises(CommError, match=naming("rank 0", "here", "n7", variable)):
@@ -152,13 +153,13 @@ def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> 
 
 
 def test_control_knows_where_the_ranks_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Control(TWO, timeout_seconds=60).master == TWO.master
+    assert JobControl(TWO, timeout_seconds=60).master == TWO.master
     with listen("127.0.0.1", 0) as free:
         found = free.getsockname()[:2]
-    by_mpi = replace(TWO, launcher="openmpi", master=None)
-    monkeypatch.setattr(meeting, "meet_by_mpi", lambda env, **_: replace(env, master=found, secret=b"drawn"))
+    env = replace(TWO, launcher="openmpi", master=None)
+    monkeypatch.setattr(by_mpi, "meet_by_mpi", lambda env, **_: replace(env, master=found, secret=b"drawn"))
     for _ in range(2):  # the second connection of this process meets nowhere else
-        met = Control(by_mpi, timeout_seconds=60)
+        met = JobControl(env, timeout_seconds=60)
         assert (met.master, met.secret) == (found, b"drawn")
 
 
@@ -174,7 +175,7 @@ def test_links_lead_to_where_the_ranks_met(
 
     monkeypatch.setattr(links, "own_address", own_address)
     env = replace(TWO, launcher="openmpi", master=None, local_size=local_size)
-    met = Control(TWO, timeout_seconds=60)
+    met = JobControl(TWO, timeout_seconds=60)
     met.master = "10.0.0.9", 1  # as MPI told
     links.Links(env, met, interface=None, while_waiting=lambda seconds: None).close()
     assert asked == [{"is_one_host": local_size == 2, "interface": None, "towards": towards}]
@@ -208,7 +209,7 @@ def test_interface_of_the_launcher_goes_before_the_configs(backend: str, monkeyp
         asked.append(interface)
         raise CommError("enough")
 
-    monkeypatch.setattr(connection, "Control", refuse)
+    monkeypatch.setattr(several_ranks, "JobControl", refuse)
     stated = None if backend == "mpi" else "eth0"
     for env in (replace(TWO, interface="ib0"), TWO):
         with pytest.raises(CommError, match="enough"):
@@ -282,7 +283,7 @@ def test_gpu_that_two_ranks_of_a_host_share_is_refused(seen: list[str], named: t
 
 
 def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = Control(ALONE, timeout_seconds=60)
+    met = JobControl(ALONE, timeout_seconds=60)
     second = {"rank": 1, "local_rank": 1}
     monkeypatch.setattr(met, "gather_text", lambda text, **_: [text, json.dumps({**json.loads(text), **second})])
     with pytest.raises(CommError, match=naming("rank 0", "rank 1", "GPU-7")):
@@ -347,7 +348,7 @@ def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch
 
 
 def test_tcp_backend_abandoned_listens_no_more() -> None:
-    met = Control(TWO, timeout_seconds=60)
+    met = JobControl(TWO, timeout_seconds=60)
     met.store.set("bigbatch/host/1", "node1")
     backend = TcpBackend(TWO, met)
     address, port, _ = met.store.get("bigbatch/tcp/0").decode().split()
@@ -359,7 +360,7 @@ def test_tcp_backend_abandoned_listens_no_more() -> None:
 
 def test_process_group_abandoned_makes_room_for_another() -> None:
     for _ in range(2):
-        met = Control(ALONE, timeout_seconds=60)
+        met = JobControl(ALONE, timeout_seconds=60)
         met.store = BoundedStore(HashStore(), seconds=60)
         TorchDistributedBackend(ALONE, met, library="gloo", device=CPU).abandon()
         assert not torch.distributed.is_initialized()
@@ -383,11 +384,11 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
         given_up.wait(timeout=60)
         raise RuntimeError("the process would be gone")
 
-    def meet_both(env: ProcessEnv, met: Control, *, gpu: str) -> list[RankPlace]:
+    def meet_both(env: ProcessEnv, met: JobControl, *, gpu: str) -> list[RankPlace]:
         met.store.set("bigbatch/host/1", "node1")
         return PLACES_OF_TWO
 
-    monkeypatch.setattr(connection, "meet", meet_both)
+    monkeypatch.setattr(several_ranks, "meet", meet_both)
     monkeypatch.setattr(watch.os, "_exit", end_process)
     monkeypatch.setattr(hang_report, "dump_flight", str)  # of what other tests did
     monkeypatch.setattr(torch.distributed, "init_process_group", wait_for_ever)
@@ -413,8 +414,8 @@ def test_single_rank_refuses_a_process_group_made_after_it(monkeypatch: pytest.M
 
 
 def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: PLACES_OF_TWO)
-    monkeypatch.setattr(connection, "_connect", MagicMock(side_effect=CommError("no")))
+    monkeypatch.setattr(several_ranks, "meet", lambda env, met, gpu: PLACES_OF_TWO)
+    monkeypatch.setattr(tcp, "TcpBackend", MagicMock(side_effect=CommError("no")))
     with pytest.raises(CommError):
         connect(backend="tcp", env=TWO, device=CPU, timeout_seconds=1)
     assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-watch" and thread.is_alive()]
@@ -435,8 +436,8 @@ def test_settings_of_nccl_reach_it_and_what_it_has_not_is_refused_by_all(monkeyp
         register=register,
         name="nccl",
     )
-    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: PLACES_OF_TWO)
-    monkeypatch.setattr(connection, "_connect", lambda *_, **__: transport)
+    monkeypatch.setattr(several_ranks, "meet", lambda env, met, gpu: PLACES_OF_TWO)
+    monkeypatch.setattr(torch_distributed, "TorchDistributedBackend", lambda *_, **__: transport)
     gpu = torch.device("cuda", 0)
     with pytest.raises(CommError, match=re.escape("comm.buffers")):
         connect(backend="nccl", env=TWO, device=gpu, timeout_seconds=1, buffers="symmetric")

@@ -23,9 +23,9 @@ from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import addresses, by_mpi, meeting
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.failure_log import LOG
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.errors import CommError, PeerLostError
 
@@ -119,7 +119,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
         raise RuntimeError("connection closed")
 
     met = half_a_job(TWO, 1.0)
-    backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=60), library="gloo", device=CPU)
+    backend = TorchDistributedBackend(ALONE, JobControl(ALONE, timeout_seconds=60), library="gloo", device=CPU)
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
         backend._queue._explain = met.detector.make_error_and_stop_requests  # type: ignore[union-attr]

@@ -16,8 +16,8 @@ from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
 from bigbatch.comm.backends import horovod
 from bigbatch.comm.backends.horovod import PAGE, HorovodBackend, import_horovod
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError
 
 
@@ -50,7 +50,7 @@ def test_horovod_built_without_torch_or_mpi_is_refused(monkeypatch: pytest.Monke
 
 CPU = torch.device("cpu")
 ENV = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
-CONTROL = cast(Control, SimpleNamespace())
+CONTROL = cast(JobControl, SimpleNamespace())
 
 
 def test_horovod_without_nccl_refuses_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def backend_over(hvd: FakeHorovod, monkeypatch: pytest.MonkeyPatch, *, device: t
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
     monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
     detector = SimpleNamespace(make_error_and_stop_requests=None, raise_if_failed=lambda label, seconds: None)
-    control = cast(Control, SimpleNamespace(detector=detector))
+    control = cast(JobControl, SimpleNamespace(detector=detector))
     return HorovodBackend(ENV, control, device=device)
 
 

@@ -24,8 +24,8 @@ from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import PeerLostError
 
 GPU = torch.device("cuda", 2)
@@ -40,7 +40,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedNccl]:
 
 
 def backend_of(library: str, *, rank: int = 0, world_size: int = 4, **settings: Any) -> TorchDistributedBackend:
-    met = Control(ALONE, timeout_seconds=5)
+    met = JobControl(ALONE, timeout_seconds=5)
     met.store = BoundedStore(HashStore(), seconds=5)
     env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 0))
     return TorchDistributedBackend(

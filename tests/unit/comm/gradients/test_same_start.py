@@ -11,7 +11,7 @@ from thread_ranks import Meeting
 from torch import Tensor
 
 from bigbatch.comm.gradients import broadcast
-from bigbatch.comm.gradients.broadcast import require_same_start_
+from bigbatch.comm.gradients.same_start import require_same_start_
 from bigbatch.errors import CommError
 
 

@@ -20,7 +20,7 @@ from bigbatch.cli import main
 from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Capabilities, Done, Group
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.measure import bench as command
 from bigbatch.comm.measure import figures as bench
 from bigbatch.comm.measure import timing
@@ -311,13 +311,13 @@ def test_measure_links_counts_as_many_operations_on_every_rank(monkeypatch: pyte
             label: str,
             ranks: tuple[int, ...],
             kept: list[tuple[int, ...]] = operations,
-        ) -> Done:
+        ) -> InFlight:
             kept.append(ranks)
             operation()
-            return Done()
+            return InFlight()
 
         capabilities = SimpleNamespace(has_messages=True)
-        backend = SimpleNamespace(capabilities=capabilities, submit=submit, start_exchange=lambda **_: Done())
+        backend = SimpleNamespace(capabilities=capabilities, submit=submit, start_exchange=lambda **_: InFlight())
         cpu = torch.device("cpu")
         topology = make_topology(hosts, rank=rank)
         one = SimpleNamespace(backend=backend, topology=topology, rank=rank, device=cpu, transport_device=cpu)

@@ -16,7 +16,7 @@ from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
 from bigbatch.comm.measure.sizes import SumTimes, find_disturbance, make_table, measure_sums, sizes_up_to
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError
 from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.config.file import load_config
@@ -129,7 +129,7 @@ def play(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[str, int], float
 
     monkeypatch.setattr(Communicator, "sum_", sum_)
     for name in ("gather_text", "collect_text"):
-        monkeypatch.setattr(Control, name, after_words(getattr(Control, name)))
+        monkeypatch.setattr(JobControl, name, after_words(getattr(JobControl, name)))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 

@@ -17,11 +17,11 @@ from lost_stores import StoppedStore
 from silent_ranks import half_a_job, hurry_count
 from torch.distributed import HashStore, TCPStore
 
-from bigbatch.comm.rendezvous import control, limits, meeting
+from bigbatch.comm.rendezvous import job_control, limits, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerError
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import meet
@@ -49,7 +49,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(job_control, "PEER_CHECK_SECONDS", 0.1)
     job = half_a_job(rank_of_two(), 60)
     assert isinstance(job.store, JobStore)
     check_peers, waited = job.detector.check_peers, []
@@ -68,7 +68,7 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
 
 
 def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "PEER_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(job_control, "PEER_CHECK_SECONDS", 0.05)
     job = half_a_job(rank_of_two(), 60)
 
     tail = JobStore.tail
@@ -120,7 +120,7 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
 
 
 @pytest.fixture
-def job_of_stopped() -> Iterator[Control]:
+def job_of_stopped() -> Iterator[JobControl]:
     """Rank 1, whose store's holder is stopped."""
     job, store = half_a_job(rank_of_two(), 60), StoppedStore()
     job.rank, job.store = 1, BoundedStore(store, seconds=0.1)
@@ -137,14 +137,14 @@ def job_of_stopped() -> Iterator[Control]:
     ],
 )
 def test_rendezvous_that_is_stopped_is_named_by_who_waits_for_its_answer(
-    ask: Callable[[Control, str], object], job_of_stopped: Control
+    ask: Callable[[JobControl, str], object], job_of_stopped: JobControl
 ) -> None:
     with pytest.raises(PeerLostError, match=naming("rank 1: comparison", "key-value store, which runs beside rank 0")):
         ask(job_of_stopped, "comparison")
 
 
 def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
-    job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
+    job_of_stopped: JobControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gloo's connection asks the store itself, and its own limit needs the store's answer."""
     job, store = job_of_stopped, job_of_stopped.store.torch_store
@@ -156,7 +156,7 @@ def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
 
 
 def test_rank_that_fails_leaves_though_the_rendezvous_is_stopped(
-    job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
+    job_of_stopped: JobControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(NoAnswerError):  # abort() has no other rank to tell
         job_of_stopped.detector.publish_crash()
@@ -222,7 +222,7 @@ def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_start(
 def test_control_of_a_second_connection_shares_the_rendezvous_but_no_keys() -> None:
     first = half_a_job(rank_of_two(), 5.0)
     # the port would be in use, were it opened again
-    second = Control(rank_of_two(), timeout_seconds=60)
+    second = JobControl(rank_of_two(), timeout_seconds=60)
     first.store.set("key", "1")
     assert not second.store.check(["key"])
 
@@ -231,7 +231,7 @@ def test_control_uses_the_store_of_a_default_process_group() -> None:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         env = ProcessEnv("none", 0, 2, 0, 2, "here", None)  # no master: nowhere else to meet
-        met = Control(env, timeout_seconds=60)
+        met = JobControl(env, timeout_seconds=60)
         met.timeout_seconds = 0.2
         with pytest.raises(PeerLostError, match=naming("rank 0", "rank 1")):
             met.gather_text("x")
@@ -319,7 +319,7 @@ def test_rank_that_finds_no_first_one_says_for_whom_it_waits(capfd: pytest.Captu
         port = taken.getsockname()[1]
     late = replace(rank_of_two(port=port), rank=1)
     with pytest.raises(CommError, match=naming("rank 1", "check that rank 0 runs", "meeting_seconds=0.4")):
-        Control(late, timeout_seconds=60, meeting_seconds=0.4, warn_seconds=0.05)
+        JobControl(late, timeout_seconds=60, meeting_seconds=0.4, warn_seconds=0.05)
     said = f"bigbatch: rank 1 on here waits for rank 0, which has opened no rendezvous at 127.0.0.1:{port}\n"
     assert capfd.readouterr().err.startswith(said)
 

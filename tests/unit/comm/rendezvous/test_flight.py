@@ -90,12 +90,12 @@ import torch
 import torch.distributed as dist
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.environ import ALONE, enable_flight_recorder
 from bigbatch.comm.rendezvous.hang_report import dump_flight, read_flight
 
 enable_flight_recorder()
-met = Control(ALONE, timeout_seconds=5)
+met = JobControl(ALONE, timeout_seconds=5)
 met.store = BoundedStore(dist.HashStore(), seconds=5)
 backend = TorchDistributedBackend(ALONE, met, library="gloo", device=torch.device("cpu"))
 for _ in range(3):

@@ -27,9 +27,9 @@ from bigbatch.comm.backends.in_flight import StreamQueue
 from bigbatch.comm.rendezvous import hang_report, limits, watch
 from bigbatch.comm.rendezvous import pending as pending_module
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.failure_log import LOG
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.exit_codes import FAILED, LOST
@@ -68,7 +68,7 @@ def naming_lost(text: str) -> list[str]:
 def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, late = ranks(2)
+    first, late = ranks(2, ends_job=True)
     first.waits(3, seconds=5)
     late.waits(2, seconds=0.1)
     look(first, late)
@@ -123,7 +123,7 @@ def test_watch_thread_ends_the_job_by_itself_when_the_store_is_gone(
     monkeypatch.setattr(watch.os, "_exit", ended.put)
     monkeypatch.setattr(limits, "EXPLAIN_SECONDS", 0.2)
     monkeypatch.setattr(limits, "LINGER_SECONDS", 0.0)
-    job = Control(ALONE, timeout_seconds=60, warn_seconds=0.04)
+    job = JobControl(ALONE, timeout_seconds=60, warn_seconds=0.04)
     job.timeout_seconds = 0.2
     lost = StoppedStore() if hangs else GoneStore()
     job.store = BoundedStore(lost, seconds=8)
@@ -139,13 +139,13 @@ def test_watch_thread_ends_the_job_by_itself_when_the_store_is_gone(
 HANGS_IN_C = """
 import ctypes, signal, time
 from bigbatch.comm.rendezvous import hang_report, limits, watch
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.environ import ALONE
 
 signal.signal(signal.SIGALRM, lambda *_: None)  # which no longer runs
 limits.VERDICT_SECONDS = 0.2
 hang_report.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
-job = Control(ALONE, timeout_seconds=60, warn_seconds=0.04)
+job = JobControl(ALONE, timeout_seconds=60, warn_seconds=0.04)
 job.timeout_seconds = 0.1
 pending = watch.Pending(1, "buffer 1", watch.awake_seconds())
 watch.Watch(job, lambda: pending, ends_job=True)
@@ -163,7 +163,7 @@ def test_watch_ends_the_job_where_the_flight_recorder_hangs() -> None:
 
 def test_watch_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
     said: list[str] = []
-    job = Control(ALONE, timeout_seconds=60, warn_seconds=0.04)
+    job = JobControl(ALONE, timeout_seconds=60, warn_seconds=0.04)
     job.store = BoundedStore(GoneStore(), seconds=8)
     watched = Watch(job, lambda: None, ends_job=True, say=said.append)
     time.sleep(0.1)
@@ -182,7 +182,7 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
         queue.submit(lambda: None, label="captured, not run")
     assert queue.oldest() is None
     queue.submit(lambda: None, label="the sums of a replayed step")
-    (rank, _) = ranks(2)
+    (rank, _) = ranks(2, ends_job=True)
     rank.watch._oldest = queue.oldest
     rank.control.store = BoundedStore(GoneStore(), seconds=8)
     for module in (watch, pending_module):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bigbatch.comm.tuning import conditions
+from bigbatch.comm.tuning import commit, conditions
 
 
 def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,18 +15,18 @@ def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
         subprocess.run([*git, *words], check=True)
-    installed = tmp_path / "conditions.py"
+    installed = tmp_path / "commit.py"
     installed.write_text("")
-    monkeypatch.setattr(conditions, "__file__", str(installed))
-    monkeypatch.setattr(conditions, "BUILT_FROM", tmp_path / "built_from.txt")
-    assert conditions.source_commit() is None
-    conditions.BUILT_FROM.write_text("0123456789ab\n")
-    assert conditions.source_commit() == "0123456789ab"
-    for words in (["add", "conditions.py"], ["commit", "-q", "-m", "ours"]):
+    monkeypatch.setattr(commit, "__file__", str(installed))
+    monkeypatch.setattr(commit, "BUILT_FROM", tmp_path / "built_from.txt")
+    assert commit.source_commit() is None
+    commit.BUILT_FROM.write_text("0123456789ab\n")
+    assert commit.source_commit() == "0123456789ab"
+    for words in (["add", "commit.py"], ["commit", "-q", "-m", "ours"]):
         subprocess.run([*git, *words], check=True)
-    assert len(conditions.source_commit()) == 12
+    assert len(commit.source_commit()) == 12
     installed.write_text("changed")
-    assert conditions.source_commit().endswith("+")
+    assert commit.source_commit().endswith("+")
 
 
 def test_nccl_is_the_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

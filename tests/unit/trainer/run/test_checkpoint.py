@@ -20,7 +20,7 @@ from error_texts import naming
 from silent_ranks import hurry_count
 from thread_controls import on_ranks
 
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CheckpointError, UserError
 from bigbatch.trainer.run import checkpoint as module
 from bigbatch.trainer.run.checkpoint import (
@@ -282,7 +282,7 @@ def ranks_that_write(write: Callable[[Event], None], *, limit: float, sum_second
     """
     ended = Event()
 
-    def run(control: Control) -> str:
+    def run(control: JobControl) -> str:
         control.timeout_seconds = sum_seconds
         try:
             write_on_first(lambda: write(ended), control, what="checkpoint of step 3", timeout_seconds=limit)

@@ -11,7 +11,7 @@ import torch
 from error_texts import naming
 from thread_controls import alone, on_ranks
 
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
@@ -129,7 +129,7 @@ def test_resume_goes_back_for_damage_alone(spoil: str, tmp_path: Path) -> None:
 def starts_of_ranks(folders: Sequence[Path]) -> list[ResumePoint]:
     """What ranks with these run folders start from."""
 
-    def find(control: Control) -> ResumePoint:
+    def find(control: JobControl) -> ResumePoint:
         folder = folders[control.rank]
         config = load_config(["--config", "quickstart", "--run.directory", str(folder)])
         return find_start(config, RunDir(folder), samples=None, control=control)[0]

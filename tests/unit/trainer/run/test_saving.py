@@ -18,7 +18,7 @@ from thread_controls import on_ranks
 from torch import nn
 
 from bigbatch import exit_codes
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
 from bigbatch.trainer.build.optimizer import make_native
@@ -136,7 +136,7 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
     """What a job returns on each of two ranks, which are threads; or the words of the CheckpointError that ends it."""
     parts = make_parts()
 
-    def run(control: Control) -> Any:
+    def run(control: JobControl) -> Any:
         rank = control.rank
         communicator: Any = SimpleNamespace(
             rank=rank,

@@ -1,0 +1,36 @@
+"""Errors for ranks that share GPUs."""
+
+from collections.abc import Sequence
+
+from bigbatch.errors import CommError
+from bigbatch.words import count
+
+ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
+
+
+def require_own_gpus(seen: Sequence[tuple[str, str]]) -> None:
+    """Check that no two ranks share a GPU. seen: host of each rank, and UUID of its GPU; "" if it sees several or none.
+
+    Raises: CommError naming the host and the ranks.
+    """
+    firsts: dict[tuple[str, str], int] = {}
+    for rank, (host, gpu) in enumerate(seen):
+        if gpu and firsts.setdefault((host, gpu), rank) != rank:
+            gpus = [other for place, other in seen if place == host]
+            raise too_few_gpus(
+                len(gpus),
+                len(set(gpus)),
+                host=host,
+                is_one_host=len(gpus) == len(seen),
+                why=f" (rank {firsts[host, gpu]} and rank {rank} both have {gpu})",
+            )
+
+
+def too_few_gpus(num_ranks: int, num_gpus: int, *, host: str, is_one_host: bool, why: str = "") -> CommError:
+    """Return the error for a host with fewer GPUs than ranks."""
+    fewer = f" (--ranks {num_gpus})" if num_gpus and is_one_host else ""
+    return CommError(
+        f"{count(num_ranks, 'rank')} on {host} but {count(num_gpus, 'GPU')}{why}: start one rank per GPU{fewer}, let "
+        "each see all GPUs of its host or only its own (in Slurm --gpus-per-node, or --gpus-per-task), or "
+        f"{ON_CPU}"
+    )
