@@ -333,7 +333,7 @@ class OnlyBelow24(nn.Module):
 
 def test_training_size_that_a_model_refuses_ends_the_run_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not epochs later, when the run comes to it. Sizes that it takes leave statistics and draws alone."""
-    monkeypatch.setattr(build_model_file, "_build_model", lambda config, norm: OnlyBelow24(norm))
+    monkeypatch.setattr(build_model_file, "build_classifier", lambda config, norm: OnlyBelow24(norm))
     plain = parts_of(quickstart())
     draw = torch.random.get_rng_state()
     parts = parts_of(quickstart("channels_last=false", sizes="[[0, 8], [1, 16]]"))

@@ -14,12 +14,12 @@ from PIL import Image
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients import group_gather
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import job as build_job
-from bigbatch.trainer.build import model as build_model
 from bigbatch.trainer.build import parts as build_parts
 from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import make_model
@@ -336,7 +336,7 @@ def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
 def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
     made: list[dict[str, object]] = []
-    monkeypatch.setattr(build_model, "make_group_gather", lambda communicator, **facts: made.append(facts))
+    monkeypatch.setattr(group_gather, "make_group_gather", lambda communicator, **facts: made.append(facts))
     config = quickstart("batch.global_batch_size=256", "batch.microbatch_size=64", "batch.bn_span=128")
     four = SimpleNamespace(world_size=4, device=torch.device("cpu"))
     exposed = ExposedTime()

@@ -16,6 +16,7 @@ from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
+from bigbatch.parts import load
 from bigbatch.trainer.build.plan import make_schedule_of
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
@@ -208,7 +209,7 @@ def test_config_models_are_those_that_are_built():
 
 
 def test_resnets_are_those_that_are_built_as_such():
-    built = [name for name, make in MODELS.items() if getattr(make, "func", None) is ResNet]
+    built = [name for name, path in MODELS.items() if getattr(load(path), "func", None) is ResNet]
     assert built == list(config_sections.RESNETS)
 
 
@@ -217,7 +218,7 @@ def test_smallest_image_is_the_smallest_that_the_model_takes(name):
     smallest = SMALLEST_IMAGE.get(name, 1)
     make_config({"model.name": name, "data.image_size": smallest})
     with torch.device("meta"), torch.no_grad():  # shapes alone
-        model = MODELS[name](num_classes=3).eval()
+        model = load(MODELS[name])(num_classes=3).eval()
         model(torch.zeros(1, 3, smallest, smallest))
         if smallest == 1:
             return
