@@ -5,6 +5,7 @@ He et al. 2015 (arXiv 1512.03385); v1.5 strides in the 3x3 convolution of a bott
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from bigbatch.trainer.models.max_pool import MaxPool3x3
 from bigbatch.trainer.models.norm import NormFactory
-from bigbatch.trainer.models.regions import Region
 from bigbatch.trainer.models.stem_conv import StemConv2d
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.models.regions import Region
 
 
 class BlurConv2d(nn.Conv2d):
@@ -159,7 +162,7 @@ class ResNet(nn.Module):
     def residual_blocks(self) -> list[nn.Module]:
         return [block for number in range(1, 5) for block in getattr(self, f"layer{number}")]
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> "list[Region]":
         return [(self, "stem"), *((block, "forward") for block in self.residual_blocks()), (self, "head")]
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.trainer.models.norm import NormFactory
-from bigbatch.trainer.models.regions import Region
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.models.regions import Region
 
 ActivationFactory = Callable[[], nn.Module]
 
@@ -82,7 +85,7 @@ class ResNet9(nn.Module):
     def residual_blocks(self) -> list[nn.Module]:
         return [self.layer1[1], self.layer3[1]]
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> "list[Region]":
         blocks = (self.prep, *self.layer1, self.layer2, *self.layer3)
         return [*((block, "forward") for block in blocks), (self, "head")]
 
