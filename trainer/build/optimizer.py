@@ -42,9 +42,9 @@ def make_optimizer(
     except ValueError as error:
         raise ConfigError(f"optimizer.{error}") from error
     if is_foreign(settings.name):
-        from bigbatch.trainer.optim.imported import make_imported
+        from bigbatch.trainer.optim.imported import make_imported_optimizer
 
-        return make_imported(settings, groups, lr=lr)
+        return make_imported_optimizer(settings, groups, lr=lr)
     return make_native(settings, groups, lr=lr)
 
 

@@ -1,16 +1,20 @@
-"""Optimizers of other packages, by import path."""
+"""Optimizers and schedules of other packages, by import path."""
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.dotted import import_owner
+from bigbatch.errors import ConfigError, or_nearest
+from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.foreign import has_modes, use_training_weights
 
 
-def make_imported(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> torch.optim.Optimizer:
+def make_imported_optimizer(
+    settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float
+) -> torch.optim.Optimizer:
     """Make the optimizer whose import path is settings.name. Raises: ConfigError."""
     try:
         make = _find(settings.name)
@@ -51,3 +55,43 @@ def _find(name: str) -> type[torch.optim.Optimizer]:
 
 def _is_optimizer(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def make_imported_schedule(
+    name: str, *, options: Mapping[str, Any], base_lr: float, warmup_steps: int, total_steps: int
+) -> Callable[[int], float]:
+    """Return the learning rate by step, from 0, of the schedule with that import path; tested at every step.
+
+    Its function is called with the keyword arguments base_lr, warmup_steps, total_steps and options, and returns a
+    function of the step. Steps after the last take its value. Raises: ConfigError.
+    """
+    key = f"schedule.name={name}"
+    try:
+        module, own_name = import_owner(name)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    make = getattr(module, own_name, None)
+    if not callable(make):
+        callables = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ConfigError(f"{key}: {module.__name__} has no such class or function{or_nearest(own_name, callables)}")
+    if is_of_library(make, name=name):
+        raise ConfigError(
+            f"{key}: bigbatch's schedules have short names, and those of torch and timm step an optimizer: write a "
+            "function in your own package, and name that"
+        )
+    try:
+        schedule = make(base_lr=base_lr, warmup_steps=warmup_steps, total_steps=total_steps, **options)
+    except Exception as error:  # foreign code may raise anything
+        raise ConfigError(
+            f"{key} does not take base_lr, warmup_steps, total_steps and the options {dict(options)}: {as_line(error)}"
+        ) from error
+    if not callable(schedule):
+        raise ConfigError(f"{key} returns a {type(schedule).__name__}: return a function of the step")
+    for step in range(total_steps):
+        try:
+            rate = schedule(step)
+        except Exception as error:  # foreign code may raise anything
+            raise ConfigError(f"{key} fails at step {step}: {as_line(error)}") from error
+        if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
+            raise ConfigError(f"{key} gives {rate!r} at step {step}: return a finite number of at least 0")
+    return lambda step: float(schedule(min(step, total_steps - 1)))

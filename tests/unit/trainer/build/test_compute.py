@@ -34,11 +34,10 @@ from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine import host
-from bigbatch.trainer.models import MODELS, build_model
+from bigbatch.trainer.models import MODELS, build_model, regions
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, NormFactory, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
 from bigbatch.trainer.models.spread_norm import RankGroup
-from bigbatch.trainer.step import execution
 from bigbatch.trainer.step.precision import to_half_
 from bigbatch.trainer.step.statistics import StepStatistics
 from tests.unit.trainer.models.test_spread_norm import Replay
@@ -276,7 +275,7 @@ def broken(graph: object, inputs: object) -> Callable[..., Any]:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_compiled, "compile_regions_", partial(compile_regions_, backend=broken))
-    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
+    monkeypatch.setattr(regions, "set_compile_cache", lambda torchs_own: None)
 
 
 @pytest.mark.long
@@ -384,7 +383,7 @@ def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     each region in evaluation."""
     counter = CompileCounter()
     monkeypatch.setattr(build_compiled, "compile_regions_", partial(compile_regions_, backend=counter))
-    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
+    monkeypatch.setattr(regions, "set_compile_cache", lambda torchs_own: None)
     states = []
     for words in ((), ("compile=default",)):
         parts = parts_of(quickstart(*words))
