@@ -26,6 +26,9 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     Blocks of the same shape share their code. In place; modules, names and state_dict stay as they are. The first call
     with each shape compiles. A model without regions() is one region.
     """
+    prepare_: Callable[[], None] | None = getattr(model, "prepare_compile_", None)
+    if prepare_ is not None:
+        prepare_()
     # blocks share one forward, which is compiled for every shape of a block, in training and in evaluation, at each
     # image size: hence the limit. Code for dynamic shapes would be slower.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16

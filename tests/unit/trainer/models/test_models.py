@@ -185,3 +185,15 @@ def test_build_model_passes_classes_and_norm(name: str) -> None:
     assert set(norms) == {GhostBatchNorm2d}
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert linear[-1].out_features == 7
+
+
+def test_resnet_takes_layers_for_compiled_training_without_a_change_of_weights() -> None:
+    model: Any = load(MODELS["resnet18"])(num_classes=3).train()
+    images_BCHW, names, weights = torch.randn(2, 3, 64, 64), list(model.state_dict()), list(model.parameters())
+    expected, drawn = model(images_BCHW), torch.random.get_rng_state()
+    model.prepare_compile_()
+    assert (type(model.conv1).__name__, type(model.maxpool).__name__) == ("StemConv2d", "MaxPool3x3")
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert list(model.state_dict()) == names
+    assert all(mine is before for mine, before in zip(model.parameters(), weights, strict=True))
+    assert torch.equal(model(images_BCHW), expected)
