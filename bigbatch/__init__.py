@@ -20,6 +20,7 @@ _HOMES = {
     "all_reduce": "bigbatch.comm.gradients.broadcast",
     "broadcast_parameters": "bigbatch.comm.gradients.broadcast",
     "connect": "bigbatch.comm.connection",
+    "load_model": "bigbatch.trainer.inference.plain_model",
     "train": "bigbatch.trainer.in_python",
     "TrainingHooks": "bigbatch.trainer.observe.hooks",
 }
@@ -39,6 +40,7 @@ __all__ = [
     "broadcast_parameters",
     "connect",
     "ddp_comm_hook",
+    "load_model",
     "param_groups",
     "train",
 ]
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.gradients.reducer import GradientReducer
     from bigbatch.trainer.in_python import train
+    from bigbatch.trainer.inference.plain_model import load_model
     from bigbatch.trainer.observe.hooks import TrainingHooks
     from bigbatch.trainer.optim.lamb import LAMB
     from bigbatch.trainer.optim.lars import LARS

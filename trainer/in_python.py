@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.connection import find_process_env
 from bigbatch.comm.lifetime import open_connections
 from bigbatch.errors import ConfigError, exit_code_of
+from bigbatch.trainer.config.dotted import import_path_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
@@ -35,7 +37,8 @@ def train(
     """Train, as `bigbatch train` does; return the content of summary.json. Collective.
 
     config: a YAML file, a packaged experiment such as quickstart, or a run folder. overrides: values by dotted key,
-    such as {"run.epochs": 2}. hooks are called on every rank; quiet prints nothing; trust_code is --trust-code.
+    such as {"run.epochs": 2}; classes and functions stand for their import paths. hooks are called on every rank;
+    quiet prints nothing; trust_code is --trust-code.
     A job of one process may call it repeatedly. A stop signal, such as Ctrl-C, saves a checkpoint and then raises
     SystemExit with the command's exit code 130; the same call continues from there. A second Ctrl-C interrupts.
     Raises: bigbatch.errors.UserError with a message that says what to do; its subclass ConfigError outside of the main
@@ -74,11 +77,23 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, str | Path):
         return str(value)
     try:
-        return as_yaml(value)
+        plain = _with_import_paths(value)
+        return plain if isinstance(plain, str) else as_yaml(plain)
+    except ValueError as error:
+        raise ConfigError(f"{key}={value!r}: {error}") from error
     except TypeError as error:
         raise ConfigError(
             f"{key}={value!r} is of type {type(value).__name__}: give text, a number, None, or lists and dicts of these"
         ) from error
+
+
+def _with_import_paths(value: Any) -> Any:
+    """Return value with the import paths of classes and functions in their places. Raises: ValueError."""
+    if isinstance(value, Mapping):
+        return {key: _with_import_paths(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_import_paths(each) for each in value]
+    return import_path_of(value) if isinstance(value, type | FunctionType) else value
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.suite.job import AS_TORCH_STARTS
 from benchmarks.record import conditions, ratios, spread, table, write_record
 from bigbatch.comm.tuning.conditions import device_name
+from bigbatch.parts import load
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
@@ -109,7 +110,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_models(options: argparse.Namespace) -> dict[bool, nn.Module]:
     """Make ours, and theirs (the key is Form.theirs) with the same weights; norms are not the identity."""
     torch.manual_seed(0)
-    ours = MODELS[options.model](num_classes=1000).eval()
+    ours = load(MODELS[options.model])(num_classes=1000).eval()
     for module in ours.modules():
         if isinstance(module, nn.BatchNorm2d):
             assert module.running_mean is not None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bigbatch.cli import main
+from bigbatch.parts import load
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.folding import WARMUP_BATCHES, compile_, for_inference, forward_rate
 from bigbatch.trainer.models import MODELS
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 def test_half_and_compiled_logits_are_those_of_fp32_on_the_cpu(dtype: torch.dtype, is_compiled: bool) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = MODELS["resnet18"](num_classes=10).eval()
+    model = load(MODELS["resnet18"])(num_classes=10).eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.5, 1.0)
@@ -57,7 +58,7 @@ def test_rate_waits_for_the_device() -> None:
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_dataset(tmp_path / "shapes", train_per_class=1, val_per_class=2)
     torch.manual_seed(0)
-    model = MODELS["resnet9"](width=4).eval()
+    model = load(MODELS["resnet9"])(width=4).eval()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     keys = ["--model.options.width=4", f"--data.root={tmp_path / 'shapes'}", "--data.loader=torchvision"]
     start = ["--config", "quickstart", "--weights", str(tmp_path / "weights.pt"), *keys]

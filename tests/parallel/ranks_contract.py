@@ -30,7 +30,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import CommError
-from bigbatch.trainer.step.execution import CudaCapture
+from bigbatch.trainer.step.cuda_graph import CudaCapture
 
 PLAYED_NCCL = "nccl-by-gloo"
 

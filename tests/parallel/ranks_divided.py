@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
-from bigbatch.trainer.step import divided_work
-from bigbatch.trainer.step.divided_work import DividedWork
+from bigbatch.trainer.optim import divided_work
+from bigbatch.trainer.optim.divided_work import DividedWork
 
 
 def check_divided_update(communicator: Communicator) -> None:

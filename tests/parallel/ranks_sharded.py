@@ -24,14 +24,14 @@ from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError, PeerLostError, ReplicasDiffer
 from bigbatch.trainer.build.optimizer import make_native
 from bigbatch.trainer.observe.replicas import compare
+from bigbatch.trainer.optim import divided_work
+from bigbatch.trainer.optim.divided_work import DividedWork
 from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
-from bigbatch.trainer.step import divided_work
-from bigbatch.trainer.step.divided_work import DividedWork
 from bigbatch.trainer.step.ema import no_average
 from bigbatch.trainer.step.loss_scale import Scaling
-from bigbatch.trainer.step.precision import Precision, shard_update
-from bigbatch.trainer.step.sharded import ShardedWeights
+from bigbatch.trainer.step.precision import Precision
+from bigbatch.trainer.step.sharded import ShardedWeights, shard_update
 
 ADAPTIVE = {"betas": (0.9, 0.99), "eps": 1e-6}
 HEAVY = {"nesterov": True}

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
 
-from bigbatch.trainer.step.execution import Cut
+from bigbatch.trainer.step.cuda_graph import Cut
 
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 

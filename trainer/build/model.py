@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.exposed_time import ExposedTime
-from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost
@@ -20,11 +18,7 @@ from bigbatch.trainer.config.dotted import as_line
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.foreign import make_foreign, require_logits_
-from bigbatch.trainer.models.initialization import initialize_
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory, freeze_
-from bigbatch.trainer.models.spread_norm import RankGroup
-from bigbatch.trainer.run.weights import LoadedWeights, load_weights_
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory
 
 DEVICE_NAMES = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
 """Names in a RuntimeError of torch by which a device or its driver has failed, not the model: it may not recur."""
@@ -41,6 +35,9 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     group, num_ranks = None, ranks_per_ghost(config.batch)
     if num_ranks > 1:
+        from bigbatch.comm.gradients.group_gather import make_group_gather
+        from bigbatch.trainer.models.spread_norm import RankGroup
+
         exposed, what = exposed or ExposedTime(), "batch-norm statistics"
         gather = make_group_gather(communicator, group_size=num_ranks, exposed=exposed, what=what)
         group = RankGroup(num_ranks, gather)
@@ -48,30 +45,30 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
         GhostBatchNorm2d, bn_span=config.batch.bn_span, ghosts_per_step=ghosts_per_microbatch(config.batch), group=group
     )
     # drawn on the CPU: its generator gives the same weights on every device
-    model = _build_model(config, norm)
-    initialize_(model, config.model.init, linear_std=config.model.linear_std)
+    model = build_classifier(config, norm)
+    if config.model.init is not None or config.model.linear_std is not None:
+        from bigbatch.trainer.models.initialization import initialize_
+
+        initialize_(model, config.model.init, linear_std=config.model.linear_std)
     if is_foreign_model(config.model.name):
+        from bigbatch.trainer.models.foreign import require_logits_
+
         require_logits_(model, name=config.model.name, num_classes=config.data.num_classes)
     if config.compute.compile is None:  # set_up_compute_ tries a compiled model, and reports its failure
         explain_refusal_(model, name=config.model.name)
-    freeze_(model, config.model.frozen or ())
+    if config.model.frozen or not any(parameter.requires_grad for parameter in model.parameters()):
+        from bigbatch.trainer.models.frozen import freeze_
+
+        freeze_(model, config.model.frozen or ())  # raises ConfigError if nothing is left to train
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
 
 
-@torch.no_grad()  # weights that a layer computes, as weight_norm does, would have a history, and could not be copied
-def make_plain_model(config: Config, *, weights: Path) -> tuple[nn.Module, LoadedWeights]:
-    """Make the classifier with those weights, for evaluation: in fp32, on the CPU, with torch's own batch norm.
-
-    Raises: CheckpointError.
-    """
-    model = _build_model(config, nn.BatchNorm2d)
-    loaded = load_weights_(model, weights, config=config)
-    return model.eval(), loaded
-
-
-def _build_model(config: Config, norm: NormFactory) -> nn.Module:
+def build_classifier(config: Config, norm: NormFactory) -> nn.Module:
+    """Build the classifier of a config in fp32, on the CPU, with norm's layers as batch norms. Raises: ConfigError."""
     model = config.model
     if is_foreign_model(model.name):
+        from bigbatch.trainer.models.foreign import make_foreign
+
         return make_foreign(model.name, num_classes=config.data.num_classes, norm=norm, options=model.options or {})
     options = dict(model.options or {})
     if "whitening_eps" in options:

@@ -6,16 +6,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.exposed_time import ExposedTime
-from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
 from bigbatch.comm.gradients.same_start import Start
-from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_
@@ -28,18 +27,16 @@ from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
-from bigbatch.trainer.models.foreign import refuse_own_state
 from bigbatch.trainer.models.norm import MicrobatchStatistics, flatten_running_statistics
-from bigbatch.trainer.optim.matrices import MatrixOptimizer
-from bigbatch.trainer.run.class_names import require_same_names
-from bigbatch.trainer.run.weights import digest, load_weights_
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
-from bigbatch.trainer.step.divided_work import DividedWork
 from bigbatch.trainer.step.ema import MovingAverage, no_average
-from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.precision import Precision, shard_update
-from bigbatch.trainer.step.statistics import GridStatistics, StepStatistics
+from bigbatch.trainer.step.precision import Precision
+from bigbatch.trainer.step.statistics import StepStatistics
+
+if TYPE_CHECKING:
+    from bigbatch.comm.gradients.grid import Grid
+    from bigbatch.comm.tuning.tuned import Tuned
 
 
 def make_parts(
@@ -47,7 +44,7 @@ def make_parts(
     communicator: Communicator,
     *,
     plan: Plan,
-    tuned: Tuned | None,
+    tuned: "Tuned | None",
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
     train: build_input.Split | None = None,
@@ -72,7 +69,8 @@ def make_parts(
     statistics = _make_statistics(model, plan, is_on_grid=grid is not None)
     normalize = build_input.make_normalize(config, communicator)
     logits = partial(logits_of_noise, model, normalize=normalize, forward=precision.forward)
-    require_sizes(config, model, logits=logits)
+    if config.data.train_sizes:
+        require_sizes(config, model, logits=logits)
     notes += set_up_compute_(config, model, communicator, logits=logits)
     accumulation = _make_accumulation(model, plan, grid)  # before the reducer, whose hooks run after its hooks
     reducer = _make_reducer(
@@ -162,6 +160,9 @@ def _load_weights_(
     stated = config.model
     if stated.weights is None:
         return []
+    from bigbatch.trainer.run.class_names import require_same_names
+    from bigbatch.trainer.run.weights import digest, load_weights_
+
     taken = load_weights_(
         model, Path(stated.weights), config=config, new_head=stated.new_head, partial=stated.partial_weights
     )
@@ -181,10 +182,12 @@ def _load_weights_(
     return notes
 
 
-def _make_grid(config: Config, plan: Plan) -> Grid | None:
+def _make_grid(config: Config, plan: Plan) -> "Grid | None":
     """Return the grid of run.reproducible, with room for a step's microbatches and its loss scale, or None."""
     if not config.run.reproducible:
         return None
+    from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
+
     scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
     return Grid(plan.division.num_microbatches, fraction_bits=FRACTION_BITS - scale_bits)
 
@@ -194,7 +197,11 @@ def _make_statistics(model: nn.Module, plan: Plan, *, is_on_grid: bool) -> StepS
 
     Raises: ConfigError for a grid and a model with other state.
     """
-    kind = GridStatistics if is_on_grid else StepStatistics
+    kind = StepStatistics
+    if is_on_grid:
+        from bigbatch.trainer.step.reproducible import GridStatistics, refuse_own_state
+
+        kind = GridStatistics
     statistics = kind(flatten_running_statistics(model), microbatches=plan.division.num_microbatches)
     MicrobatchStatistics(model, statistics.running_N, take=statistics.take_, unseen=statistics.unseen)
     if is_on_grid:
@@ -202,7 +209,7 @@ def _make_statistics(model: nn.Module, plan: Plan, *, is_on_grid: bool) -> StepS
     return statistics
 
 
-def _make_accumulation(model: nn.Module, plan: Plan, grid: Grid | None) -> WideAccumulation:
+def _make_accumulation(model: nn.Module, plan: Plan, grid: "Grid | None") -> WideAccumulation:
     adds_up = plan.division.most > 1 and not grid  # a grid adds microbatches exactly
     return WideAccumulation(half_parameters(model) if adds_up else [])
 
@@ -212,9 +219,9 @@ def _make_reducer(
     model: nn.Module,
     communicator: Communicator,
     *,
-    grid: Grid | None,
+    grid: "Grid | None",
     exposed: ExposedTime,
-    tuned: Tuned | None,
+    tuned: "Tuned | None",
     gradient_order: str | None,
     weights: Start,
 ) -> GradientReducer:
@@ -252,11 +259,15 @@ def _make_optimizer(
     # submodules that they do not call, as MultiheadAttention does
     may_wait = config.compute.compile is None and not config.compute.cuda_graph
     behind_forward = may_wait and not is_foreign_model(config.model.name)
+    from bigbatch.trainer.step.sharded import shard_update
+
     return shard_update(model, precision, reducer, communicator, make_optimizer=make, behind_forward=behind_forward)
 
 
 def _divide_work_(optimizer: torch.optim.Optimizer, communicator: Communicator, config: Config) -> None:
-    if isinstance(optimizer, MatrixOptimizer):
+    if hasattr(optimizer, "divide"):  # an optimizer of whole matrices
+        from bigbatch.trainer.optim.divided_work import DividedWork
+
         optimizer.divide = DividedWork(communicator, one_by_one=config.run.reproducible)
 
 
@@ -264,6 +275,8 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
     settings = config.optimizer
     scaling = None
     if settings.loss_scale is not None:
+        from bigbatch.trainer.step.loss_scale import Scaling
+
         scaling = Scaling(initial=settings.loss_scale, growth_steps=settings.loss_scale_growth_steps)
     try:
         return Precision(model, name=settings.precision, device=device, scaling=scaling, clip_norm=settings.clip_norm)

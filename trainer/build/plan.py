@@ -2,13 +2,24 @@
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
+from bigbatch.parts import load
 from bigbatch.trainer.build.images import count_steps_per_epoch
 from bigbatch.trainer.config.batch import divide_batch, ghosts_per_microbatch
+from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.optim.schedule import SCHEDULES, Schedule, mirrored_momentum
+from bigbatch.trainer.optim.schedule import Schedule, mirrored_momentum
 from bigbatch.trainer.step.divergence import GuessWatch
 from bigbatch.trainer.step.plan import Plan
+
+SCHEDULES = {
+    "polynomial": "bigbatch.trainer.optim.schedule.polynomial",
+    "cosine": "bigbatch.trainer.optim.schedule.cosine",
+    "step": "bigbatch.trainer.optim.schedule.step_decay",
+    "one_cycle": "bigbatch.trainer.optim.schedule.one_cycle",
+    "cyclic": "bigbatch.trainer.optim.schedule.cyclic",
+}
+"""Name of a schedule -> import path of the function that makes it."""
 
 
 def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
@@ -45,6 +56,16 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
     milestones, cycle_epochs = options.get("milestone_epochs"), options.get("cycle_epochs")
     # not plan.num_steps, which is smaller if evaluations have ended the run
     epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
+    if is_import_path(schedule.name):
+        from bigbatch.trainer.optim.imported import make_imported_schedule
+
+        return make_imported_schedule(
+            schedule.name,
+            options=options,
+            base_lr=schedule.base_lr,
+            warmup_steps=round(schedule.warmup_epochs * steps),
+            total_steps=round(epochs * steps),
+        )
     optional = {
         "end_lr": schedule.end_lr,
         "power": options.get("power"),
@@ -56,8 +77,9 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
         "warmup_steps": None if schedule.name == "cyclic" else round(schedule.warmup_epochs * steps),
     }
     try:
-        make = SCHEDULES[schedule.name]
-        return make(base_lr=schedule.base_lr, **{name: each for name, each in optional.items() if each is not None})
+        given = {name: each for name, each in optional.items() if each is not None}
+        made: Schedule = load(SCHEDULES[schedule.name])(base_lr=schedule.base_lr, **given)
+        return made
     except ValueError as error:
         raise ConfigError(f"schedule: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,19 +10,19 @@ from torch import nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import broadcast_parameters
-from bigbatch.trainer.build.input import Split
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
-from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.loaders.resident import ResidentLoader
-from bigbatch.trainer.models.whitening import PATCH, PatchWhitening, patch_sums, whitening_filters
+from bigbatch.trainer.input.base import Batch, Loader
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.build.input import Split
 
 NUM_IMAGES = 10_000
 """Number of images, as Page took; evenly spaced over the training set, which may be sorted by class."""
 
 
 @torch.no_grad()
-def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicator: Communicator) -> None:
+def fit_whitening_(model: nn.Module, split: "Split", *, config: Config, communicator: Communicator) -> None:
     """Set the weights of the whitening convolution, if the model has one, in place, to the same bits on all ranks.
 
     Weights that model.weights gave stay as they are. Collective. Raises: DataError.
@@ -29,6 +30,8 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
     eps = (config.model.options or {}).get("whitening_eps")
     if eps is None or config.model.weights is not None:
         return
+    from bigbatch.trainer.models.whitening import PATCH, PatchWhitening, patch_sums, whitening_filters
+
     sums = torch.zeros(PATCH + 1, PATCH + 1, dtype=torch.float64, device=communicator.device)
     for batch in _batches(split, config=config, communicator=communicator):
         # without padding samples, which would count the last image again
@@ -41,7 +44,7 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
             layer.weight.copy_(filters)
 
 
-def _batches(split: Split, *, config: Config, communicator: Communicator) -> Iterator[Batch]:
+def _batches(split: "Split", *, config: Config, communicator: Communicator) -> Iterator[Batch]:
     """Yield this rank's share: whole images with loader resident (its crops are padded), else crops of epoch 0."""
     chosen_N = np.linspace(0, split.num_samples - 1, min(NUM_IMAGES, split.num_samples)).round().astype(np.int64)
     requests = imagenet.eval_requests(
@@ -50,5 +53,6 @@ def _batches(split: Split, *, config: Config, communicator: Communicator) -> Ite
         rank=communicator.rank,
         world_size=communicator.world_size,
     )
-    loader = split.loader.uncropped() if isinstance(split.loader, ResidentLoader) else split.loader
+    uncropped = getattr(split.loader, "uncropped", None)
+    loader: Loader = uncropped() if uncropped else split.loader
     return loader.load(replace(request, indices_B=chosen_N[request.indices_B]) for request in requests)

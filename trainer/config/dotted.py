@@ -28,7 +28,8 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
     package = module_name.partition(".")[0]
     here = work_folder()
     try:
-        is_unknown = package not in LIBRARIES and here not in sys.path and find_spec(package) is None
+        is_known = package in LIBRARIES or package in sys.modules or here in sys.path
+        is_unknown = not is_known and find_spec(package) is None
         if is_unknown and PathFinder.find_spec(package, [here]) is not None:
             sys.path.append(here)  # at the end: it cannot replace an installed package
         return import_module(module_name), own_name
@@ -44,6 +45,14 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
         ) from error
     except Exception as error:  # foreign code may raise anything
         raise ValueError(f"importing {module_name} fails: {as_line(error)}") from error
+
+
+def import_path_of(value: object) -> str:
+    """Return the import path of a class or function, such as __main__.Net in a notebook. Raises: ValueError."""
+    module, name = str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))
+    if not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not value:
+        raise ValueError("it has no import path: define it at the top level of a module, a script or a notebook")
+    return f"{module}.{name}"
 
 
 def is_of_library(found: object, *, name: str) -> bool:

@@ -6,8 +6,25 @@ import shlex
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.kinds import check_options
-from bigbatch.trainer.config.sections import ComputeConfig, OptimizerConfig, ScheduleConfig
+from bigbatch.trainer.config.sections import SCHEDULES, ComputeConfig, OptimizerConfig, ScheduleConfig
+
+STATED_ELSEWHERE = {
+    "base_lr": "schedule.base_lr",
+    "warmup_steps": "schedule.warmup_epochs",
+    "total_steps": "schedule.decay_epochs",
+}
+"""Arguments of a schedule by import path -> the keys of the config that give them."""
+
+
+def check_schedule_name(name: str) -> Iterator[str]:
+    """Yield an error for a name that is neither one of SCHEDULES nor an import path. Imports nothing."""
+    if name not in SCHEDULES and not is_import_path(name):
+        yield (
+            f"schedule.name={name} must be one of {', '.join(map(repr, SCHEDULES))}, or the import path of a function, "
+            "such as mypackage.schedules.restarts"
+        )
 
 
 def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
@@ -77,7 +94,12 @@ def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute
 
 def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
     warmup, options = schedule.warmup_epochs, schedule.options or {}
-    if refusals := list(check_options("schedule", schedule.name, options)):
+    if is_import_path(schedule.name):
+        stated = [argument for argument in STATED_ELSEWHERE if argument in options]
+        refusals = [f"schedule.options must not state {each}: set {STATED_ELSEWHERE[each]} instead" for each in stated]
+    else:
+        refusals = list(check_options("schedule", schedule.name, options))
+    if refusals:
         yield from refusals
         return
     if schedule.name == "step" and options.get("milestone_epochs") is None:

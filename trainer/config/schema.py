@@ -14,7 +14,7 @@ from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, re
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, check_ranges, nest_options, with_default_options
 from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG, closest_key
 from bigbatch.trainer.config.refusals import Refusals
-from bigbatch.trainer.config.schedule import check_momentum, check_schedule
+from bigbatch.trainer.config.schedule import check_momentum, check_schedule, check_schedule_name
 from bigbatch.trainer.config.sections import (
     AugmentConfig,
     BatchConfig,
@@ -179,6 +179,8 @@ def _check_value(name: str, value: Any) -> Iterator[str]:
         yield from optimizer.check_optimizer_name(value)
     if name == "model.name":
         yield from checks.check_model_name(value)
+    if name == "schedule.name":
+        yield from check_schedule_name(value)
 
 
 def _check_together(config: Config) -> Iterator[str]:

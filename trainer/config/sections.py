@@ -322,6 +322,7 @@ class OptimizerConfig:
     """Double the loss scale after this many steps without overflow, halve it at each overflow; null: static."""
 
 
+SCHEDULES = ("polynomial", "cosine", "step", "one_cycle", "cyclic")
 WITH_END_LR = ("polynomial", "cosine", "one_cycle", "cyclic")
 
 
@@ -329,8 +330,9 @@ WITH_END_LR = ("polynomial", "cosine", "one_cycle", "cyclic")
 class ScheduleConfig:
     """Learning rate as a pure function of the step, with a linear warm-up from 0."""
 
-    name: Literal["polynomial", "cosine", "step", "one_cycle", "cyclic"] = "polynomial"
-    """Form of the decay after the warm-up; cyclic: repeated cycles of rise and fall, without a decay."""
+    name: str = "polynomial"
+    """Form of the decay after the warm-up: polynomial, cosine, step, one_cycle, cyclic (repeated cycles of rise and
+    fall, without a decay), or a function by its import path, such as mypackage.schedules.restarts."""
     base_lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate at the end of the warm-up; with cyclic, in the middle of the first cycle."""
     range_test: Annotated[str | None, PATH] = None
@@ -344,8 +346,8 @@ class ScheduleConfig:
     end_lr: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", WITH_END_LR)] = 0.0
     """Learning rate at the last step; with cyclic, at the end of each cycle; null for step."""
     options: dict[str, Any] | None = None
-    """Settings of polynomial, step and cyclic, such as {power: 1.0}, or one at a time: --schedule.options.power 1.0.
-    null for none."""
+    """Settings of polynomial, step and cyclic, or arguments of a function from another package, such as {power: 1.0},
+    or one at a time: --schedule.options.power 1.0. null for none."""
     low_momentum: Annotated[float | None, POSITIVE, BELOW_ONE] = None
     """Momentum at learning rate base_lr. It rises to optimizer.momentum as the rate falls to 0 (with cyclic: to
     end_lr). For lars, sgd, muon and shampoo. null: the momentum stays at optimizer.momentum."""

@@ -38,7 +38,11 @@ def is_of_run(path: Path) -> bool:
 
 def import_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of an experiment that states an import path, and the path."""
-    named = {"model.name": config.model.name, "optimizer.name": config.optimizer.name}
+    named = {
+        "model.name": config.model.name,
+        "optimizer.name": config.optimizer.name,
+        "schedule.name": config.schedule.name,
+    }
     for key, name in {**named, "optimizer.loss": config.optimizer.loss}.items():
         if is_import_path(name):
             yield key, name

@@ -24,11 +24,10 @@ from bigbatch.trainer.doctor.modes import Mode, Modes, Trial, disagreement
 from bigbatch.trainer.machine.host import set_up_process
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.largest_batch import free_memory, run_steps
-from bigbatch.trainer.step.execution import WARM_UP_STEPS
+from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
-from bigbatch.trainer.step.masters import grads_of
 from bigbatch.trainer.step.plan import Parts
-from bigbatch.trainer.step.precision import set_tf32
+from bigbatch.trainer.step.precision import grads_of, set_tf32
 
 COMMAND = "mode"
 """Subcommand of `bigbatch doctor` that runs in the separate process."""

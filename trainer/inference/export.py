@@ -12,11 +12,11 @@ from bigbatch import __version__
 from bigbatch.errors import ExportError, UserError, find_os_error, print_line, write_failure
 from bigbatch.files import as_json, replacing, write_whole
 from bigbatch.paths import as_path
-from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import fold_norms, num_norms
 from bigbatch.trainer.inference.formats import FORMATS, INPUT, OUTPUT, Classify, require_format
+from bigbatch.trainer.inference.plain_model import make_plain_model
 
 TRACED_BATCH, COMPARED_BATCH = 2, 3
 """Batch sizes for tracing and comparison; they differ, which proves that the file takes any batch size."""

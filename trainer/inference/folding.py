@@ -11,7 +11,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from bigbatch.errors import ComputeError
 from bigbatch.trainer.machine.host import seconds_of
 from bigbatch.trainer.models.initialization import has_own_weights
-from bigbatch.trainer.step.execution import compile_failure
+from bigbatch.trainer.models.regions import compile_failure
 from bigbatch.trainer.step.precision import to_half_
 
 WARMUP_BATCHES = 2

@@ -17,11 +17,12 @@ from bigbatch.files import as_json
 from bigbatch.numbers import whole
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
-from bigbatch.trainer.build.model import explain_refusal_, make_plain_model
+from bigbatch.trainer.build.model import explain_refusal_
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import accuracy as evaluation
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import for_inference
+from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
 

@@ -19,7 +19,7 @@ from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import return_freed_memory, wait_for
 from bigbatch.trainer.machine.memory import is_out_of_memory
-from bigbatch.trainer.step.execution import WARM_UP_STEPS
+from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts
 

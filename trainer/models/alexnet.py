@@ -1,9 +1,13 @@
 """AlexNet with batch norm, for 224 x 224 images: the second network of Jia et al. 2018."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from bigbatch.trainer.models.norm import NormFactory
-from bigbatch.trainer.models.regions import Region
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.models.regions import Region
 
 
 def conv_norm_relu(
@@ -72,7 +76,7 @@ class AlexNetBN(nn.Module):
     def residual_blocks(self) -> list[nn.Module]:
         return []
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> "list[Region]":
         return [(self.features, "forward"), (self, "head")]
 
 

@@ -151,31 +151,3 @@ def require_logits_(model: nn.Module, *, name: str, num_classes: int) -> None:
             )
 
     first = model.register_forward_hook(check)
-
-
-def refuse_own_state(model: nn.Module) -> None:
-    """Make the first training forward of model raise ConfigError that names a buffer, if it changes one.
-
-    Each rank's forwards would change it by their own microbatches: spectral norm's vectors, centers, counters.
-    """
-    before: dict[str, Tensor] = {}
-
-    def remember(model: nn.Module, _inputs: object) -> None:
-        if model.training:
-            before.update({name: buffer.clone() for name, buffer in model.named_buffers()})
-
-    def compare(model: nn.Module, _inputs: object, _logits: object) -> None:
-        if not model.training:
-            return
-        for handle in handles:
-            handle.remove()
-        changed = [name for name, buffer in model.named_buffers() if not buffer.equal(before[name])]
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise ConfigError(
-                f"run.reproducible=True cannot keep {changed[0]}{more}, which the model changes in its forward, on "
-                "each rank by its own microbatches: set it to false, or take a model without"
-            )
-
-    # compare runs before the present hooks, one of which changes a norm's statistics
-    handles = (model.register_forward_pre_hook(remember), model.register_forward_hook(compare, prepend=True))

@@ -1,8 +1,7 @@
-"""Ghost batch norm, whose running statistics do not depend on ranks and microbatches; freezing of weights."""
+"""Ghost batch norm, whose running statistics do not depend on ranks and microbatches."""
 
 from collections.abc import Callable, Sequence
-from fnmatch import filter as matching
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bigbatch.errors import ConfigError
-from bigbatch.trainer.models.spread_norm import RankGroup, SpreadNormalize, moments
+if TYPE_CHECKING:
+    from bigbatch.trainer.models.spread_norm import RankGroup
 
 NormFactory: TypeAlias = Callable[[int], nn.Module]
 """Builds the norm layer for a number of channels."""
@@ -105,7 +104,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         ghosts_per_step: int,
         eps: float = 1e-5,
         momentum: float = 0.1,
-        group: RankGroup | None = None,
+        group: "RankGroup | None" = None,
     ) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum)
         self.bn_span = bn_span
@@ -180,29 +179,18 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
                 momentum=momentum,
                 eps=self.eps,
             )
-        with torch.no_grad():  # SpreadNormalize itself computes the gradient through the moments
-            mean_C, inverse_C = moments(
-                ghost_BCHW,
-                self.group,
-                running_mean_C=running_mean,
-                running_var_C=running_var,
-                momentum=momentum,
-                eps=self.eps,
-            )
-        normalized: Tensor = SpreadNormalize.apply(ghost_BCHW, self.weight, self.bias, mean_C, inverse_C, self.group)
-        return normalized
+        return self.group.normalize(
+            ghost_BCHW,
+            self.weight,
+            self.bias,
+            running_mean_C=running_mean,
+            running_var_C=running_var,
+            momentum=momentum,
+            eps=self.eps,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bn_span={self.bn_span}, ghosts_per_step={self.ghosts_per_step}"
-
-
-def freeze_scale_(norm: nn.Module, value: float) -> nn.Module:
-    """Replace the scales of a batch norm by a constant buffer of the same name, which no optimizer sees."""
-    scale_C = torch.full_like(norm.get_parameter("weight"), value, requires_grad=False)
-    # a buffer cannot take the name of an existing parameter
-    del norm.weight
-    norm.register_buffer("weight", scale_C)
-    return norm
 
 
 def flatten_running_statistics(model: nn.Module) -> Tensor:
@@ -279,30 +267,3 @@ class MicrobatchStatistics:
         self._take(self._gathered_N, self._momentum)
         if self._unseen is not None:
             self._gathered_N.fill_(self._unseen)
-
-
-def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Disable gradients of weights that match patterns, and fix running statistics of norms that match them.
-
-    Such a norm normalises by its running statistics in training, too: those of new images would change a part that must
-    not change (the same in Keras, timm's freeze and Detectron2's FrozenBatchNorm).
-    Raises: ConfigError for a pattern that matches nothing, and if nothing is left to train.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    names = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
-    frozen: set[str] = set()
-    for pattern in patterns:
-        if not (found := matching(names, pattern)):
-            raise ConfigError(
-                f"model.frozen: {pattern!r} matches nothing in this model; its weights are {names[0]} to "
-                f"{[*parameters][-1]}: correct it, or leave it out"
-            )
-        frozen.update(found)
-    for name in frozen & parameters.keys():
-        parameters[name].requires_grad_(False)
-    for name, module in model.named_modules():
-        if isinstance(module, GhostBatchNorm2d) and f"{name}.running_mean" in frozen:
-            module.is_frozen = True
-            module.eval()
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(f"model.frozen={list(patterns)} leaves nothing to train: freeze less")

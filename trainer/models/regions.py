@@ -1,5 +1,6 @@
 """Compile regions of a model one by one, and recompute residual blocks in backward."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -7,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from bigbatch.user_settings import set_compile_cache
 
 Region: TypeAlias = tuple[nn.Module, str]
 """Module with the method, and the method's name.
@@ -23,6 +26,9 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     Blocks of the same shape share their code. In place; modules, names and state_dict stay as they are. The first call
     with each shape compiles. A model without regions() is one region.
     """
+    prepare_: Callable[[], None] | None = getattr(model, "prepare_compile_", None)
+    if prepare_ is not None:
+        prepare_()
     # blocks share one forward, which is compiled for every shape of a block, in training and in evaluation, at each
     # image size: hence the limit. Code for dynamic shapes would be slower.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
@@ -38,6 +44,21 @@ def restore_regions_(model: nn.Module) -> None:
 
 def _regions(model: Any) -> list[Region]:
     return model.regions() if hasattr(model, "regions") else [(model, "forward")]
+
+
+def compile_failure(first_call: Callable[[], object]) -> str:
+    """Call a compiled function for the first time; return one line on why it cannot be compiled, else ""."""
+    loaded = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    # before the import, which makes the folder
+    set_compile_cache(torchs_own=loaded.default_cache_dir() if loaded else None)
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
+
+    try:
+        first_call()
+    except TorchDynamoException as error:
+        message = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # without torch's hints
+        return " ".join(message.split())[:300]
+    return ""
 
 
 def recompute_(model: Any, num_blocks: int) -> None:

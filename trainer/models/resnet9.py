@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.trainer.models.norm import NormFactory, freeze_scale_
-from bigbatch.trainer.models.regions import Region
-from bigbatch.trainer.models.whitening import PATCH, PatchWhitening
+from bigbatch.trainer.models.norm import NormFactory
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.models.regions import Region
 
 ActivationFactory = Callable[[], nn.Module]
 
@@ -82,9 +85,18 @@ class ResNet9(nn.Module):
     def residual_blocks(self) -> list[nn.Module]:
         return [self.layer1[1], self.layer3[1]]
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> "list[Region]":
         blocks = (self.prep, *self.layer1, self.layer2, *self.layer3)
         return [*((block, "forward") for block in blocks), (self, "head")]
+
+
+def freeze_scale_(norm: nn.Module, value: float) -> nn.Module:
+    """Replace the scales of a batch norm by a constant buffer of the same name, which no optimizer sees."""
+    scale_C = torch.full_like(norm.get_parameter("weight"), value, requires_grad=False)
+    # a buffer cannot take the name of an existing parameter
+    del norm.weight
+    norm.register_buffer("weight", scale_C)
+    return norm
 
 
 def resnet9(
@@ -115,6 +127,8 @@ def resnet9(
     block = partial(ConvBlock, pool_first=pool_first, norm=make_norm, activation=activation)
     prep: nn.Module = block(3, width)
     if is_whitened:
+        from bigbatch.trainer.models.whitening import PATCH, PatchWhitening
+
         pointwise = nn.Conv2d(PATCH, width, kernel_size=1, bias=False)
         prep = nn.Sequential(PatchWhitening(), pointwise, make_norm(width), activation())
     return ResNet9(num_classes=num_classes, width=width, logit_scale=logit_scale, prep=prep, block=block)

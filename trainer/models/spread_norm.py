@@ -22,6 +22,30 @@ class RankGroup:
     num_ranks: int
     gather: Callable[[Tensor], Tensor]
 
+    def normalize(
+        self,
+        images_BCHW: Tensor,
+        weight_C: Tensor,
+        bias_C: Tensor,
+        *,
+        running_mean_C: Tensor,
+        running_var_C: Tensor,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """Normalise by moments of the group's samples; update the running ones. Collective, as is its backward."""
+        with torch.no_grad():  # SpreadNormalize itself computes the gradient through the moments
+            mean_C, inverse_C = moments(
+                images_BCHW,
+                self,
+                running_mean_C=running_mean_C,
+                running_var_C=running_var_C,
+                momentum=momentum,
+                eps=eps,
+            )
+        normalized: Tensor = SpreadNormalize.apply(images_BCHW, weight_C, bias_C, mean_C, inverse_C, self)
+        return normalized
+
 
 def moments(
     images_BCHW: Tensor, group: RankGroup, *, running_mean_C: Tensor, running_var_C: Tensor, momentum: float, eps: float

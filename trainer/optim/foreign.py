@@ -1,4 +1,4 @@
-"""Optimizers of other packages, by import path, and their training and evaluation weights."""
+"""Training and evaluation weights of optimizers that have both, such as Schedule-Free."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,24 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from bigbatch.trainer.config.dotted import import_owner
-
-
-def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Import an optimizer class by its import path. Raises: ValueError if it is missing or no optimizer."""
-    module, class_name = import_owner(name)
-    found = getattr(module, class_name, None)
-    if found is None:
-        known = [key for key, value in vars(module).items() if _is_optimizer(value)]
-        raise ValueError(f"{module.__name__} has no {class_name}; its optimizers are {', '.join(known) or 'none'}")
-    if not _is_optimizer(found):
-        raise ValueError(f"{name} is not a torch.optim.Optimizer")
-    return found
-
-
-def _is_optimizer(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
 def use_training_weights(optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ Source: mlcommons/training, retired_benchmarks/resnet-tf1/official/resnet/resnet
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 Schedule = Callable[[int], float]
 
@@ -83,15 +83,6 @@ def step_decay(*, base_lr: float, warmup_steps: int, milestones: Sequence[int], 
         return base_lr * gamma ** bisect_right(milestones, step)
 
     return schedule
-
-
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
-    "polynomial": polynomial,
-    "cosine": cosine,
-    "step": step_decay,
-    "one_cycle": one_cycle,
-    "cyclic": cyclic,
-}
 
 
 def _warmup_then_decay(

@@ -8,7 +8,6 @@ import torch
 from bigbatch.comm.gradients.fusion import round_up
 from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.step.divided_work import gathered_elements, share_out
 from bigbatch.trainer.step.plan import Parts
 
 FP32_BYTES = 4
@@ -87,6 +86,8 @@ def gather_bytes(config: Config, parts: Parts) -> int:
         for buffer in parts.reducer.plan.buffers
         if config.optimizer.sharded and any(parameters[tensor.name].dim() > 1 for tensor in buffer.tensors)
     )
+    from bigbatch.trainer.optim.divided_work import gathered_elements, share_out
+
     costs, num_elements = zip(*work, strict=True)
     shares = share_out(costs, num_elements, world_size=world_size)
     element_bytes = (

@@ -24,6 +24,10 @@ class Scaling:
     initial: float
     growth_steps: int | None
 
+    def make(self, device: torch.device) -> "LossScale":
+        """Return a loss scale on the device."""
+        return LossScale(self, device=device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleState:

@@ -4,18 +4,16 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.trainer.step.loss_scale import LossScale, Scaling
-from bigbatch.trainer.step.masters import WholeWeights, grads_of
-from bigbatch.trainer.step.sharded import ShardedWeights
-from bigbatch.trainer.step.sharded_optimizer import shard_optimizer_
+from bigbatch.comm.gradients.trained_set import require_summed
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.step.loss_scale import Scaling
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -35,6 +33,97 @@ CLIP_EPS = 1e-6
 """Added to the norm, as in torch.nn.utils.clip_grad_norm_."""
 
 
+class MasterWeights(Protocol):
+    """fp32 weights that the optimizer updates: whole on every rank, or (sharded.py) a part on each.
+
+    Every rank calls each method.
+    """
+
+    masters: Mapping[str, Tensor]
+    """fp32 tensors that the optimizer updates, by the names of the model's parameters."""
+    replicated: Mapping[str, Tensor]
+    """Masters that every rank holds whole."""
+    are_apart: bool
+    """Whether a master is another tensor than the model's parameter: then gradients and weights are copied."""
+
+    def fetch_grads_(self) -> None:
+        """Copy half-precision gradients into those of the masters."""
+
+    def publish_(self) -> None:
+        """Write the masters into the model's weights; wait_for_weights waits until all are there."""
+
+    def wait_for_weights(self) -> None:
+        """Wait until the model has the weights of publish_."""
+
+    def norms(self, tensors: list[Tensor]) -> Tensor:
+        """Return the L2 norms (N) of whole tensors, from this rank's pieces of them."""
+        ...
+
+    def half_grads(self) -> list[Tensor]:
+        """List the half-precision gradients of this rank's weights."""
+        ...
+
+    def sum_parts(self, counts_N: Tensor) -> Tensor:
+        """Return the counts of whole weights from those of this rank's pieces."""
+        ...
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return every master, whole."""
+        ...
+
+    def load_(self, state: Mapping[str, Tensor]) -> None:
+        """Copy whole tensors, by name, into the masters, and publish them."""
+
+
+class WholeWeights:
+    """Weights that are whole on every rank. The masters of fp32 parameters are the parameters themselves."""
+
+    def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
+        self.masters: Mapping[str, Tensor] = dict(masters)
+        self.replicated: Mapping[str, Tensor] = self.masters
+        pairs = [(p, masters[key]) for key, p in model.named_parameters() if key in masters and p is not masters[key]]
+        self._half: list[Tensor] = [p for p, _ in pairs]
+        self._full: list[Tensor] = [master for _, master in pairs]
+        self.are_apart = bool(pairs)
+        for master in self._full:
+            master.grad = torch.zeros_like(master)
+
+    def fetch_grads_(self) -> None:
+        if self._half:
+            require_summed(self._half, by="Precision")
+            torch._foreach_copy_(grads_of(self._full), grads_of(self._half))
+
+    @torch.no_grad()
+    def publish_(self) -> None:
+        if self._half:
+            torch._foreach_copy_(self._half, self._full)
+
+    def wait_for_weights(self) -> None:
+        pass
+
+    def norms(self, tensors: list[Tensor]) -> Tensor:
+        return torch.stack(torch._foreach_norm(tensors))
+
+    def half_grads(self) -> list[Tensor]:
+        return grads_of(self._half)
+
+    def sum_parts(self, counts_N: Tensor) -> Tensor:
+        return counts_N
+
+    def whole(self) -> dict[str, Tensor]:
+        return {key: master.detach() for key, master in self.masters.items()}
+
+    @torch.no_grad()
+    def load_(self, state: Mapping[str, Tensor]) -> None:
+        for key, master in self.masters.items():
+            master.copy_(state[key])
+        self.publish_()
+
+
+def grads_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t.grad for t in tensors if t.grad is not None]
+
+
 class Precision:
     """Trains as Jia et al. 2018 (half-precision weights, activations and gradients), by autocast, or in fp32.
 
@@ -51,7 +140,7 @@ class Precision:
         *,
         name: str,
         device: torch.device,
-        scaling: Scaling | None = None,
+        scaling: "Scaling | None" = None,
         clip_norm: float | None = None,
     ) -> None:
         """Round the weights. Raises: ValueError for trained parameters that are not real numbers of 16 or 32 bits."""
@@ -73,9 +162,9 @@ class Precision:
             if key not in masters and key in whole and p.dtype != torch.float32
         }
         """fp32 values of rounded frozen weights, for checkpoints only."""
-        self.weights: WholeWeights | ShardedWeights = WholeWeights(model, masters)
+        self.weights: MasterWeights = WholeWeights(model, masters)
         self._clip_norm = clip_norm
-        self._scale = None if scaling is None else LossScale(scaling, device=device)
+        self._scale = None if scaling is None else scaling.make(device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         is_decided_by_norm = scaling is not None or clip_norm is not None
         self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
@@ -94,7 +183,7 @@ class Precision:
         return loss if self._scale is None else self._scale.scaled(loss)
 
     def backward(self, loss: Tensor) -> None:
-        self.scaled(loss).backward()
+        (loss if self._scale is None else self._scale.scaled(loss)).backward()
 
     @torch.no_grad()
     def update_(self, optimizer: torch.optim.Optimizer, *, skip_1: Tensor | None = None) -> None:
@@ -103,9 +192,10 @@ class Precision:
         If skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync if the optimizer is
         fused. The model's next forward may follow at once; other code that reads weights calls wait_for_weights first.
         """
-        # all-gathers of the last weights, which no forward has awaited, may still read the memory that is written now
-        self.wait_for_weights()
-        self.weights.fetch_grads_()
+        if self.weights.are_apart:
+            # all-gathers of the last weights, which no forward has awaited, may still read memory that is written now
+            self.weights.wait_for_weights()
+            self.weights.fetch_grads_()
         skip = self._never if skip_1 is None else skip_1.view(())
         divisor = None if self._scale is None else self._scale.divisor
         if self._norm is not None:
@@ -118,7 +208,8 @@ class Precision:
                 shortening = ((self._norm + CLIP_EPS) / self._clip_norm).clamp(min=1.0)
                 divisor = shortening if divisor is None else divisor * shortening
         step_or_skip_(optimizer, grads_of(self.masters.values()), divisor=divisor, skip=skip)
-        self.weights.publish_()
+        if self.weights.are_apart:
+            self.weights.publish_()
 
     def wait_for_weights(self) -> None:
         """Wait until the model has all weights that update_ wrote."""
@@ -193,26 +284,6 @@ class Precision:
         """Restore the state of the loss scale; ignored if this run has none. Raises: ValueError."""
         if self._scale is not None:
             self._scale.load_state_dict(state)
-
-
-def shard_update(
-    model: nn.Module,
-    precision: Precision,
-    reducer: GradientReducer,
-    communicator: Communicator,
-    *,
-    make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
-    behind_forward: bool = False,
-) -> torch.optim.Optimizer:
-    """Shard the weights of precision over the ranks; return the optimizer of this rank's share. Collective.
-
-    make_optimizer: (masters by name) -> optimizer over them. behind_forward: as for ShardedWeights.
-    """
-    shards = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=behind_forward)
-    precision.weights = shards
-    optimizer = make_optimizer(shards.masters)
-    shard_optimizer_(optimizer, shards)
-    return optimizer
 
 
 def step_or_skip_(

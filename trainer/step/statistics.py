@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from bigbatch.comm.gradients.grid import Grid
-
 NUM_FLAGS = 1
 """Elements behind the running statistics: whether this rank's input failed."""
 
@@ -67,47 +65,3 @@ class StepStatistics:
 
     def _mean(self) -> Tensor:
         return self._sums_N[:-NUM_FLAGS] / self._num_terms
-
-
-STATISTICS_BITS = 32
-"""Fraction bits of running means and variances: multiples of 2e-10, sums up to 2**30."""
-
-
-class GridStatistics(StepStatistics):
-    """Sums the statistics on a fixed-point grid, in int64: their mean over a step has the same bits in any order."""
-
-    unseen = 1e30  # out of every grid's range, but finite, so that 0 times it is 0
-
-    def __init__(self, running_N: Tensor, *, microbatches: int) -> None:
-        super().__init__(running_N, microbatches=microbatches)
-        self._grid = Grid(microbatches, fraction_bits=STATISTICS_BITS)
-        self._num_beyond_1 = torch.zeros(1, dtype=torch.int64, device=running_N.device)
-        # after the statistics: the count of values out of range, and the flag
-        self._sums_N = torch.zeros(running_N.numel() + 1 + NUM_FLAGS, dtype=torch.int64, device=running_N.device)
-
-    def start_over(self) -> None:
-        super().start_over()
-        self._num_beyond_1.zero_()
-
-    def take_(self, gathered_N: Tensor, momentum: float) -> None:
-        """Add the mean over the ghost batches of a microbatch, on the grid."""
-        self._momentum = momentum
-        self._grid.add_(self._sums_N[:-NUM_FLAGS], gathered_N)
-
-    def average_(self) -> Tensor:
-        """Move the running statistics as StepStatistics does, and count values out of range."""
-        # before the sums begin again; a step that does not count has none
-        num_beyond_1 = torch.where(self.input_failed_1 > 0, 0, self._sums_N[-NUM_FLAGS - 1 : -NUM_FLAGS])
-        self._num_beyond_1 += num_beyond_1
-        return super().average_()
-
-    def _mean(self) -> Tensor:
-        mean_N = torch.empty_like(self.running_N)
-        self._grid.read_(mean_N, self._sums_N[:-NUM_FLAGS])
-        return mean_N.div_(self._num_terms)
-
-    def take_beyond(self) -> int:
-        """Return the number of statistics out of the grid's range since the last call. Waits for the device."""
-        count = int(self._num_beyond_1)
-        self._num_beyond_1.zero_()
-        return count

@@ -22,7 +22,7 @@ from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import wait_for
-from bigbatch.trainer.step.execution import WARM_UP_STEPS
+from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 
 COMPILED: dict[str, Any] = {"compute.compile": "default"}

@@ -11,7 +11,7 @@ from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.job import Contestant, contestant, seconds_of, settings_for
 from benchmarks.gpu.suite.training import MODES
 from bigbatch.trainer.doctor.profile import activities_on
-from bigbatch.trainer.step.execution import WARM_UP_STEPS
+from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 
 KINDS = {
     "max-pool": ("max_pool",),

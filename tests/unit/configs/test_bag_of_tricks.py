@@ -11,7 +11,7 @@ from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
-from bigbatch.trainer.build.model import _build_model
+from bigbatch.trainer.build.model import build_classifier
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
@@ -106,7 +106,7 @@ def test_biases_move_by_the_factor_and_decay_as_the_others(excluded: bool) -> No
             "model.options.norm_scale=0.25",
         ),
     )
-    model = _build_model(config, nn.BatchNorm2d)
+    model = build_classifier(config, nn.BatchNorm2d)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
         parameter.grad = torch.randn_like(parameter)
@@ -140,7 +140,7 @@ LARS = ("optimizer.name=lars", "optimizer.options.trust_coefficient=0.001", "opt
 )
 def test_raised_biases_are_a_group_that_lars_does_not_adapt(words: tuple[str, ...], groups: list[Any]) -> None:
     config = config_of(*words)
-    found = make_optimizer(config.optimizer, _build_model(config, nn.BatchNorm2d), {}, lr=1.0).param_groups
+    found = make_optimizer(config.optimizer, build_classifier(config, nn.BatchNorm2d), {}, lr=1.0).param_groups
     assert [(len(each["params"]), each["adapt"], each.get("lr_factor")) for each in found] == groups
 
 
@@ -158,12 +158,12 @@ def test_load_weights_refuses_those_of_another_function(
 ) -> None:
     """Their names and shapes are the same. Configs from before the keys had one of these functions."""
     config = config_of()
-    weights = _build_model(config, nn.BatchNorm2d).state_dict()
+    weights = build_classifier(config, nn.BatchNorm2d).state_dict()
     keys = ("pool_first", "celu_alpha", "norm_scale", "logit_scale", "whitening_eps")
     lines = [line for line in dump_config(config).splitlines() if not (is_old and line.strip().startswith(keys))]
     state = {"step": 3, "config": "\n".join(lines), "model": weights}
     path = save_checkpoint(tmp_path, state, step=3, top1=None, keep=1)
-    model = _build_model(config, nn.BatchNorm2d)
+    model = build_classifier(config, nn.BatchNorm2d)
     load_weights_(model, path, config=config)
     assert torch.equal(model.state_dict()["linear.weight"], weights["linear.weight"])
     with pytest.raises(CheckpointError, match=naming(path, *named)):

@@ -16,8 +16,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import TuneError
 from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.config.schema import Config, with_values
-from bigbatch.trainer.step.masters import grads_of
-from bigbatch.trainer.step.precision import half_precision_parameters
+from bigbatch.trainer.step.precision import grads_of, half_precision_parameters
 from bigbatch.trainer.step.stop_request import Stopped
 
 FP16_LEAST, FP16_NORMAL, FP16_OVERFLOW = -24, -14, 16

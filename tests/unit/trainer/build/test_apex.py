@@ -11,7 +11,7 @@ from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.build.model import _build_model
+from bigbatch.trainer.build.model import build_classifier
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.run.weights import load_weights_
 from tests.unit.trainer.build.test_optimizer import LR, make, settings_of, walk
@@ -111,7 +111,7 @@ def test_weights_beside_the_state_of_amp_are_read_and_its_scale_is_told(
     scale = {"fp16": (65536.0, 2000), "bf16": (None, None)}[precision]
     keys = ("optimizer.precision", "optimizer.loss_scale", "optimizer.loss_scale_growth_steps")
     config = make_config({"model.name": "resnet18", **dict(zip(keys, (precision, *scale), strict=True))})
-    theirs, ours = (_build_model(config, nn.BatchNorm2d) for _ in range(2))
+    theirs, ours = (build_classifier(config, nn.BatchNorm2d) for _ in range(2))
     amp = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 17}}
     torch.save({"model": theirs.state_dict(), "optimizer": {}, "amp": amp}, tmp_path / "amp.pt")
     found = load_weights_(ours, tmp_path / "amp.pt", config=config)

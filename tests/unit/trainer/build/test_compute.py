@@ -24,7 +24,7 @@ from torch._inductor.utils import run_and_get_code
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ComputeError, ConfigError
-from bigbatch.trainer.build import compute as build_compute
+from bigbatch.trainer.build import compiled as build_compiled
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import model as build_model_file
 from bigbatch.trainer.build.compute import logits_of_noise, set_up_compute_
@@ -34,11 +34,10 @@ from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine import host
-from bigbatch.trainer.models import MODELS, build_model
+from bigbatch.trainer.models import MODELS, build_model, regions
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, NormFactory, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
 from bigbatch.trainer.models.spread_norm import RankGroup
-from bigbatch.trainer.step import execution
 from bigbatch.trainer.step.precision import to_half_
 from bigbatch.trainer.step.statistics import StepStatistics
 from tests.unit.trainer.models.test_spread_norm import Replay
@@ -275,8 +274,8 @@ def broken(graph: object, inputs: object) -> Callable[..., Any]:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend=broken))
-    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
+    monkeypatch.setattr(build_compiled, "compile_regions_", partial(compile_regions_, backend=broken))
+    monkeypatch.setattr(regions, "set_compile_cache", lambda torchs_own: None)
 
 
 @pytest.mark.long
@@ -284,7 +283,7 @@ def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tm
     """Though torch has named its own folder when it was imported."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend="eager"))
+    monkeypatch.setattr(build_compiled, "compile_regions_", partial(compile_regions_, backend="eager"))
     parts_of(quickstart("compile=default"))
     assert cache_dir() == str(tmp_path / "bigbatch" / "compiled")
 
@@ -295,7 +294,7 @@ def test_compiler_that_is_loaded_leaves_no_folder_beside_temporary_files(tmp_pat
     (tmp_path / "tmp").mkdir()
     script = (
         "from bigbatch.trainer.machine.host import set_deterministic; set_deterministic(2)\n"
-        "from bigbatch.trainer.step.execution import compile_failure; print(compile_failure(lambda: None) or 'good')\n"
+        "from bigbatch.trainer.models.regions import compile_failure; print(compile_failure(lambda: None) or 'good')\n"
         "from torch._inductor import config; print(config.deterministic)"
     )
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
@@ -333,7 +332,7 @@ class OnlyBelow24(nn.Module):
 
 def test_training_size_that_a_model_refuses_ends_the_run_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not epochs later, when the run comes to it. Sizes that it takes leave statistics and draws alone."""
-    monkeypatch.setattr(build_model_file, "_build_model", lambda config, norm: OnlyBelow24(norm))
+    monkeypatch.setattr(build_model_file, "build_classifier", lambda config, norm: OnlyBelow24(norm))
     plain = parts_of(quickstart())
     draw = torch.random.get_rng_state()
     parts = parts_of(quickstart("channels_last=false", sizes="[[0, 8], [1, 16]]"))
@@ -383,8 +382,8 @@ def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     """Weights, statistics, gradients and random numbers are those of a run that is not compiled; one graph more for
     each region in evaluation."""
     counter = CompileCounter()
-    monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend=counter))
-    monkeypatch.setattr(execution, "set_compile_cache", lambda torchs_own: None)
+    monkeypatch.setattr(build_compiled, "compile_regions_", partial(compile_regions_, backend=counter))
+    monkeypatch.setattr(regions, "set_compile_cache", lambda torchs_own: None)
     states = []
     for words in ((), ("compile=default",)):
         parts = parts_of(quickstart(*words))

@@ -14,12 +14,12 @@ from PIL import Image
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients import group_gather
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import job as build_job
-from bigbatch.trainer.build import model as build_model
 from bigbatch.trainer.build import parts as build_parts
 from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import make_model
@@ -32,7 +32,9 @@ from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.machine import host
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import BlurConv2d
+from bigbatch.trainer.optim import divided_work
 from bigbatch.trainer.run.summary import replayed
+from bigbatch.trainer.step import sharded
 
 
 def one_rank() -> Communicator:
@@ -191,7 +193,7 @@ def test_sharded_update_gathers_weights_behind_the_next_forward_where_that_can_w
 ) -> None:
     config = load_config(["--config", "quickstart", "--optimizer.sharded=true", *(f"--{word}" for word in words)])
     asked: list[bool] = []
-    monkeypatch.setattr(build_parts, "shard_update", lambda *_, behind_forward, **__: asked.append(behind_forward))
+    monkeypatch.setattr(sharded, "shard_update", lambda *_, behind_forward, **__: asked.append(behind_forward))
     unused: Any = None
     build_parts._make_optimizer(config, unused, unused, reducer=unused, communicator=unused)
     assert asked == [hides]
@@ -207,9 +209,9 @@ def test_ranks_share_out_the_work_on_matrices(
     words = [f"optimizer.name={name}", f"optimizer.sharded={is_sharded}", "optimizer.options.nesterov=true"]
     words += ["schedule.end_lr=0", f"run.reproducible={is_exact}"]
     config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
-    monkeypatch.setattr(build_parts, "DividedWork", lambda communicator, *, one_by_one: (communicator, one_by_one))
+    monkeypatch.setattr(divided_work, "DividedWork", lambda communicator, *, one_by_one: (communicator, one_by_one))
     monkeypatch.setattr(
-        build_parts, "shard_update", lambda *_, make_optimizer, **__: make_optimizer(dict(model.named_parameters()))
+        sharded, "shard_update", lambda *_, make_optimizer, **__: make_optimizer(dict(model.named_parameters()))
     )
     model, ranks = torch.nn.Linear(3, 2), one_rank()
     weights: Any = SimpleNamespace(masters=dict(model.named_parameters()))
@@ -336,7 +338,7 @@ def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
 def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
     made: list[dict[str, object]] = []
-    monkeypatch.setattr(build_model, "make_group_gather", lambda communicator, **facts: made.append(facts))
+    monkeypatch.setattr(group_gather, "make_group_gather", lambda communicator, **facts: made.append(facts))
     config = quickstart("batch.global_batch_size=256", "batch.microbatch_size=64", "batch.bn_span=128")
     four = SimpleNamespace(world_size=4, device=torch.device("cpu"))
     exposed = ExposedTime()

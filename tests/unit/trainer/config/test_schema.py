@@ -16,7 +16,9 @@ from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.build.plan import make_schedule_of
+from bigbatch.parts import load
+from bigbatch.trainer.build.optimizer import NATIVE
+from bigbatch.trainer.build.plan import SCHEDULES, make_schedule_of
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.config.fields import POSITIVE
@@ -25,7 +27,6 @@ from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, nest_options, wi
 from bigbatch.trainer.config.schema import KEYS, Config, lookup, typed, with_defaults, with_values
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import ResNet
-from bigbatch.trainer.optim.schedule import SCHEDULES
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 SECTIONS = get_type_hints(Config)
@@ -207,8 +208,14 @@ def test_config_models_are_those_that_are_built():
     assert list(config_sections.MODELS) == list(MODELS)
 
 
+def test_config_optimizers_and_schedules_are_those_that_are_built():
+    assert list(config_sections.OPTIMIZERS) == list(NATIVE)
+    assert list(config_sections.SCHEDULES) == list(SCHEDULES)
+    assert all(map(callable, map(load, (*NATIVE.values(), *SCHEDULES.values()))))
+
+
 def test_resnets_are_those_that_are_built_as_such():
-    built = [name for name, make in MODELS.items() if getattr(make, "func", None) is ResNet]
+    built = [name for name, path in MODELS.items() if getattr(load(path), "func", None) is ResNet]
     assert built == list(config_sections.RESNETS)
 
 
@@ -217,7 +224,7 @@ def test_smallest_image_is_the_smallest_that_the_model_takes(name):
     smallest = SMALLEST_IMAGE.get(name, 1)
     make_config({"model.name": name, "data.image_size": smallest})
     with torch.device("meta"), torch.no_grad():  # shapes alone
-        model = MODELS[name](num_classes=3).eval()
+        model = load(MODELS[name])(num_classes=3).eval()
         model(torch.zeros(1, 3, smallest, smallest))
         if smallest == 1:
             return
@@ -231,7 +238,6 @@ def test_smallest_image_is_the_smallest_that_the_model_takes(name):
     ("section", "key", "known"),
     [
         ("optimizer", "precision", COMPUTE_DTYPES),
-        ("schedule", "name", SCHEDULES),
         ("comm", "backend", BACKENDS),
         ("comm", "algorithm", (AUTO, *ALGORITHMS)),
     ],

@@ -1,4 +1,4 @@
-"""A run folder from others imports nothing, only models, losses and optimizers are called; failed imports."""
+"""A run folder from others imports nothing; only models, losses, optimizers, schedules are called; failed imports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ from bigbatch.trainer.models.foreign import make_foreign
 KEYS: dict[str, Callable[[str], list[str]]] = {
     "model.name": lambda name: [f"--model.name={name}"],
     "optimizer.name": lambda name: [f"--optimizer.name={name}"],
+    "schedule.name": lambda name: [f"--schedule.name={name}"],
     "optimizer.loss": lambda name: [
         f"--optimizer.loss={name}",
         "--optimizer.label_smoothing=0",

@@ -18,7 +18,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DoctorError, RunFolderError
-from bigbatch.trainer.build import compute as build_compute
+from bigbatch.trainer.build import compiled as build_compiled
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import budget
@@ -628,8 +628,8 @@ def test_mode_with_another_order_of_sums_is_the_same_step(monkeypatch: pytest.Mo
             if isinstance(module, nn.Conv2d):
                 module.register_forward_hook(round_otherwise)
 
-    monkeypatch.setattr(build_compute, "compile_regions_", compile_rounded_)
-    monkeypatch.setattr(build_compute, "compile_failure", lambda first_call: "")
+    monkeypatch.setattr(build_compiled, "compile_regions_", compile_rounded_)
+    monkeypatch.setattr(build_compiled, "compile_failure", lambda first_call: "")
     config = quickstart("--data.image_size=32", "--model.options.width=8")
     stated, other = (take_step(config, Mode(8, how), num_images=64, device=CPU) for how in (None, "default"))
     assert disagreement(**other.distances(stated), precision="fp32") == ""
@@ -641,8 +641,8 @@ def test_mode_that_computes_another_update_is_refused(eager: TrialStep, monkeypa
     def compile_wrong_(model: nn.Module, *, mode: str | None) -> None:
         model.register_forward_hook(lambda module, images, logits_BK: 1.01 * logits_BK)
 
-    monkeypatch.setattr(build_compute, "compile_regions_", compile_wrong_)
-    monkeypatch.setattr(build_compute, "compile_failure", lambda first_call: "")
+    monkeypatch.setattr(build_compiled, "compile_regions_", compile_wrong_)
+    monkeypatch.setattr(build_compiled, "compile_failure", lambda first_call: "")
     wrong = take_step(quickstart(), Mode(8, "default"), num_images=32, device=CPU)
     trials = trials_of(quickstart(), lambda mode: {**RIGHT, **(wrong if mode.compile else eager).distances(eager)})
     assert trials(Mode(8), limit_seconds=60.0, meet=list).images_per_second > 0

@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError
+from bigbatch.parts import load
 from bigbatch.trainer.build.job import without_choices
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
@@ -94,7 +95,7 @@ def test_evaluate_any_resolution_and_crop(
     name: str, size: int, flip: bool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
-    model = MODELS[name](num_classes=10, **OPTIONS[name][1]).eval()
+    model = load(MODELS[name])(num_classes=10, **OPTIONS[name][1]).eval()
     others = {name: 0 * tensor for name, tensor in model.state_dict().items()}
     average = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}  # as torchvision's scripts do
     torch.save({"model": others, "model_ema": average} if flip else model.state_dict(), tmp_path / "weights.pt")

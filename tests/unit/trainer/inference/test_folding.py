@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bigbatch.cli import main
 from bigbatch.errors import ComputeError
+from bigbatch.parts import load
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.folding import compile_, fold_norms, for_inference, forward_rate, num_norms
 from bigbatch.trainer.machine import host
@@ -38,7 +39,7 @@ def trained(name: str) -> nn.Module:
     """With norms that are not the identity, some of their scales negative."""
     torch.manual_seed(0)
     model, options, _, _ = FORMS[name]
-    built = MODELS[model](num_classes=10, **options).eval()
+    built = load(MODELS[model])(num_classes=10, **options).eval()
     for module in built.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.running_mean, -0.1, 0.1)

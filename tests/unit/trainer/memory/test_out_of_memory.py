@@ -17,7 +17,7 @@ from small_run import num_alive
 from tiny_training import TINY
 
 from bigbatch.errors import UserError
-from bigbatch.trainer.build import compute, parts
+from bigbatch.trainer.build import parts
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -27,7 +27,8 @@ from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, large
 from bigbatch.trainer.memory.out_of_memory import explain, propose
 from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.step.execution import Cut
+from bigbatch.trainer.step import cuda_graph
+from bigbatch.trainer.step.cuda_graph import Cut
 
 CPU = torch.device("cpu")
 M_ARENA_MAX = -8
@@ -136,7 +137,7 @@ def test_out_of_memory_tries_are_captured_where_the_run_is(
 ) -> None:
     """Three steps of two microbatches before the capture fit; then both graphs must, too."""
     monkeypatch.setattr(parts, "require_capturable", lambda communicator: None)
-    monkeypatch.setattr(compute, "CudaCapture", lambda device: capture)
+    monkeypatch.setattr(cuda_graph, "CudaCapture", lambda device: capture)
     config = quickstart(64, 16, 8, "--compute.cuda_graph=true")
     assert fits_memory(config, 4, device=CPU, num_microbatches=2) == is_fitting
     assert (capture.num_warm_ups, capture.num_captures) == (3, 2)

@@ -5,6 +5,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from bigbatch.parts import load
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import BlurConv2d
 from bigbatch.trainer.step.precision import Precision
@@ -46,7 +47,7 @@ def test_blurpool_convolution_of_the_blurred_image(kernel_size: int, side: int) 
 @pytest.mark.parametrize("name", RESNETS)
 def test_blurpool_blurred_are_the_strided_convolutions_but_the_first_and_names_are_torchvisions(name: str) -> None:
     with torch.device("meta"):
-        model, peer = MODELS[name](blurpool=True), getattr(torchvision.models, name)()
+        model, peer = load(MODELS[name])(blurpool=True), getattr(torchvision.models, name)()
     strided = [n for n, module in peer.named_modules() if isinstance(module, nn.Conv2d) and module.stride == (2, 2)]
     assert strided[0] == "conv1"
     assert len(strided) == 7

@@ -15,10 +15,11 @@ from torch._dynamo.testing import CompileCounter
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.inference.folding import fold_norms, num_norms
-from bigbatch.trainer.models.foreign import make_foreign, refuse_own_state, require_logits_, take_norms_
+from bigbatch.trainer.models.foreign import make_foreign, require_logits_, take_norms_
 from bigbatch.trainer.models.libraries import library_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
+from bigbatch.trainer.step.reproducible import refuse_own_state
 from tests.laws.foreign_models import WithAttention, WithBatchNorm
 
 GHOST = partial(GhostBatchNorm2d, bn_span=2, ghosts_per_step=2)

@@ -9,7 +9,8 @@ from torch import nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics, freeze_
+from bigbatch.trainer.models.frozen import freeze_
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 
 
 def make_model() -> nn.Module:

@@ -12,6 +12,7 @@ import torchvision
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bigbatch.parts import load
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.models import MODELS, build_model
 from bigbatch.trainer.models.alexnet import PoolIfLarger, alexnet_bn
@@ -38,7 +39,7 @@ def make_on_meta(make: Callable[..., nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("name", RESNETS)
 def test_resnet_has_torchvisions_names_order_and_shapes(name: str) -> None:
-    ours = make_on_meta(MODELS[name])
+    ours = make_on_meta(load(MODELS[name]))
     peer = make_on_meta(getattr(torchvision.models, name))
     for mine, theirs in (
         (ours.named_parameters(), peer.named_parameters()),
@@ -62,7 +63,7 @@ def scrambled(model: nn.Module) -> nn.Module:
 
 @pytest.mark.slow
 def test_resnet_computes_what_torchvision_computes() -> None:
-    ours, peer = MODELS["resnet18"](num_classes=10), scrambled(torchvision.models.resnet18(num_classes=10))
+    ours, peer = load(MODELS["resnet18"])(num_classes=10), scrambled(torchvision.models.resnet18(num_classes=10))
     ours.load_state_dict(peer.state_dict(), strict=True)
     images_BCHW = torch.randn(4, 3, 64, 64)
     with torch.no_grad():
@@ -80,9 +81,9 @@ def test_resnet_computes_what_torchvision_computes() -> None:
 
 @pytest.mark.parametrize(("name", "last"), [("resnet18", "bn2"), ("resnet50", "bn3")])
 def test_zero_init_starts_the_last_norm_of_every_block_at_0(name: str, last: str) -> None:
-    zeros = [n for n, p in MODELS[name]().named_parameters() if n.endswith("weight") and not p.any()]
+    zeros = [n for n, p in load(MODELS[name])().named_parameters() if n.endswith("weight") and not p.any()]
     assert zeros == [f"layer{stage}.{i}.{last}.weight" for stage, i in stage_blocks(name)]
-    model = MODELS[name](zero_init_residual=False)
+    model = load(MODELS[name])(zero_init_residual=False)
     assert all(p.any() for n, p in model.named_parameters() if n.endswith("weight"))
 
 
@@ -92,7 +93,7 @@ def stage_blocks(name: str) -> list[tuple[int, int]]:
 
 
 def test_resnet_convolutions_have_he_fan_out_variance() -> None:
-    weight = MODELS["resnet18"]().layer4[1].conv2.weight
+    weight = load(MODELS["resnet18"])().layer4[1].conv2.weight
     want_std = (2 / (512 * 9)) ** 0.5
     # 2.4 million draws: the sample deviation is off by 0.05% (one sigma)
     assert weight.std().item() == pytest.approx(want_std, rel=0.003)
@@ -172,7 +173,7 @@ def test_alexnet_bn_norms_follow_every_convolution_and_pool5() -> None:
 def test_page_of_models_states_their_parameters_and_smallest_images() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs/models.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| (\d+) \|", page, re.M)
-    counts = {name: num_parameters(make_on_meta(MODELS[name])) for name in MODELS}
+    counts = {name: num_parameters(make_on_meta(load(MODELS[name]))) for name in MODELS}
     assert rows == [(name, f"{counts[name]:,}", str(SMALLEST_IMAGE.get(name, 1))) for name in MODELS]
 
 
@@ -184,3 +185,15 @@ def test_build_model_passes_classes_and_norm(name: str) -> None:
     assert set(norms) == {GhostBatchNorm2d}
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert linear[-1].out_features == 7
+
+
+def test_resnet_takes_layers_for_compiled_training_without_a_change_of_weights() -> None:
+    model: Any = load(MODELS["resnet18"])(num_classes=3).train()
+    images_BCHW, names, weights = torch.randn(2, 3, 64, 64), list(model.state_dict()), list(model.parameters())
+    expected, drawn = model(images_BCHW), torch.random.get_rng_state()
+    model.prepare_compile_()
+    assert (type(model.conv1).__name__, type(model.maxpool).__name__) == ("StemConv2d", "MaxPool3x3")
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert list(model.state_dict()) == names
+    assert all(mine is before for mine, before in zip(model.parameters(), weights, strict=True))
+    assert torch.equal(model(images_BCHW), expected)

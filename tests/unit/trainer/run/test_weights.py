@@ -19,7 +19,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError
-from bigbatch.trainer.build.model import _build_model
+from bigbatch.trainer.build.model import build_classifier
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import dump_config, load_config
@@ -42,7 +42,7 @@ def small(*words: str) -> Config:
 
 def random_model(config: Config, seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
-    return _build_model(config, nn.BatchNorm2d)
+    return build_classifier(config, nn.BatchNorm2d)
 
 
 def checkpoint_of(config: Config, folder: Path) -> tuple[Path, dict[str, Tensor]]:

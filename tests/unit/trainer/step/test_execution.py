@@ -29,7 +29,8 @@ from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import speed
-from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut, EagerExecution
+from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS, CudaGraphExecution, Cut
+from bigbatch.trainer.step.execution import EagerExecution
 from bigbatch.trainer.step.plan import Parts, Plan
 
 NUM_STEPS = 8

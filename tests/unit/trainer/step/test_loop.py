@@ -86,6 +86,7 @@ def test_train_waits_for_all_weights_before_anything_but_the_next_step(monkeypat
     """Weights that still travel are read by the next forward alone, which waits for them itself."""
     parts, on_their_way = make_parts(), [False]
     seen: list[tuple[str, bool]] = []
+    monkeypatch.setattr(parts.precision.weights, "are_apart", True)
     monkeypatch.setattr(parts.precision.weights, "publish_", lambda: on_their_way.__setitem__(0, True))
     monkeypatch.setattr(parts.precision.weights, "wait_for_weights", lambda: on_their_way.__setitem__(0, False))
     recorder = Recorder(lambda what: seen.append((what, on_their_way[0])))

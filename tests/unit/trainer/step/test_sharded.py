@@ -22,10 +22,9 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.step import shard_layout
-from bigbatch.trainer.step.precision import Precision, shard_update
+from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.shard_layout import Piece, cut
-from bigbatch.trainer.step.sharded import ShardedWeights
-from bigbatch.trainer.step.sharded_optimizer import shard_optimizer_
+from bigbatch.trainer.step.sharded import ShardedWeights, shard_optimizer_, shard_update
 
 
 def sharded_linear(name: str = "fp32", **options: bool) -> tuple[nn.Module, GradientReducer, ShardedWeights]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.step.statistics import GridStatistics, StepStatistics
+from bigbatch.trainer.step.reproducible import GridStatistics
+from bigbatch.trainer.step.statistics import StepStatistics
 
 MOMENTUM = 0.1
 STARTS = torch.tensor([0.5, -2.0, 3.0])

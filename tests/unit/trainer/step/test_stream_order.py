@@ -19,7 +19,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.observe.replicas import digest, replicas
-from bigbatch.trainer.step.execution import WARM_UP_STEPS
+from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 
 RANK_SIZE = 4

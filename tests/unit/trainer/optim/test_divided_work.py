@@ -7,7 +7,7 @@ import torch
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.step.divided_work import DividedWork, gathered_elements, share_out
+from bigbatch.trainer.optim.divided_work import DividedWork, gathered_elements, share_out
 
 
 def test_share_out_gives_the_most_expensive_to_the_rank_with_least_work() -> None:

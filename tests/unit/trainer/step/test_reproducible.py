@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.step.exact_norms import exact_norms
+from bigbatch.trainer.step.reproducible import exact_norms
 
 MAX_ELEMENTS = 2**22 - 1
 

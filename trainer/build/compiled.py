@@ -1,0 +1,63 @@
+"""Compile a model, on all ranks or on none."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import ComputeError
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.models.regions import compile_failure, compile_regions_, restore_regions_
+
+MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""compute.compile -> torch.compile's mode. Its own CUDA graphs would end at each region, and own gradients' memory."""
+
+
+def compile_(
+    config: Config, model: nn.Module, communicator: Communicator, *, logits: Callable[[int, int], Tensor]
+) -> list[str]:
+    """Compile the model as compute.compile asks, in place; return lines for the log. Collective.
+
+    logits: logits_of_noise of the model. Raises: ComputeError, on all ranks alike, if one of them cannot compile.
+    """
+    mode = config.compute.compile
+    assert mode is not None
+    if communicator.rank == 0:
+        print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
+    compile_regions_(model, mode=MODES[mode])
+    own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
+    # if one rank fails, all do: all ranks must train by the same code
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(communicator.gather_text(own)) if text]
+    failure = own if communicator.world_size == 1 else next(iter(failures), "")
+    if not failure:
+        return []
+    if not config.compute.compile_fallback:
+        raise ComputeError(
+            f"compute.compile={mode}: {failure}; set compute.compile=null, or "
+            "compute.compile_fallback=true to continue without it"
+        )
+    restore_regions_(model)
+    return [f"not compiled: {failure}"]
+
+
+def _run_once(config: Config, model: nn.Module, device: torch.device, logits: Callable[[int, int], Tensor]) -> None:
+    """Run what training will run, on noise: forward and backward of a microbatch of each size, and an evaluation.
+
+    model.forward(...) and autograd.grad call no hooks, so statistics and gradients stay as they are.
+    """
+    data, count = config.data, config.batch.microbatch_size
+    weights = [p for p in model.parameters() if p.requires_grad]
+    # draws in training, such as dropout's, must not depend on this trial
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model.train()
+        for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):
+            logits_BK = logits(count, size)
+            labels_B = torch.zeros(len(logits_BK), dtype=torch.int64, device=logits_BK.device)
+            torch.autograd.grad(F.cross_entropy(logits_BK, labels_B), weights)
+        model.eval()
+        with torch.no_grad():
+            logits(count, data.image_size)
+        model.train()
