@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import PeerLostError, ReplicasDiffer
-from bigbatch.trainer.build.images import num_train_samples
+from bigbatch.trainer.build.images import num_train_samples, stage_data, using_staged
 from bigbatch.trainer.build.input import list_images
 from bigbatch.trainer.build.parts import can_keep_parts
-from bigbatch.trainer.build.staging import stage_data, using_staged
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode

@@ -7,7 +7,7 @@ from typing import Any
 
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import READERS, AugmentConfig
-from bigbatch.trainer.input.storage import url_of
+from bigbatch.trainer.input.data_root import url_of
 
 Rates = Mapping[str, float | None]
 """Images per second of the loader and of each stage alone; None for a missing stage."""
