@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bigbatch.parts import load
@@ -53,6 +54,7 @@ AUGMENTATIONS: dict[str, tuple[str, Callable[[AugmentConfig, Fill], tuple[Any, .
 """Key of the config that switches an augmentation on -> its import path, and its arguments; in their order.
 
 Stream 0 belongs to crop and flip, 4 to mixing."""
+CUSTOM = "bigbatch.trainer.augment.own.make_own_augmentations"
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,18 @@ class Augment:
         return images_BCHW
 
 
-def make_augment(augment: AugmentConfig, *, seed: int, fill: Fill) -> Augment | None:
-    """Return the augmentations of a config; None without any. fill: the data set's mean colour."""
+def make_augment(
+    augment: AugmentConfig, *, seed: int, fill: Fill, device: torch.device | str = "cpu", image_size: int = 32
+) -> Augment | None:
+    """Return the augmentations of a config; None without any. fill: the data set's mean colour.
+
+    device, image_size: those on which augmentations of other packages are tried. Raises: ConfigError.
+    """
     chain = [
         load(path)(*arguments(augment, fill))
         for key, (path, arguments) in AUGMENTATIONS.items()
         if getattr(augment, key)
     ]
+    if augment.custom:
+        chain += load(CUSTOM)(augment.custom, device=device, image_size=image_size)
     return Augment(seed, tuple(chain)) if chain else None

@@ -30,6 +30,8 @@ LOADERS = {
     "resident": "bigbatch.trainer.input.loaders.resident.make_loader",
 }
 """Loader of images -> import path of a function that makes it from a LoaderSetup."""
+OWN_LOADER = "bigbatch.trainer.input.loaders.own.make_loader"
+"""Import path of the same for a data.loader that is an import path."""
 SYNTHETIC = "bigbatch.trainer.input.loaders.synthetic.SyntheticLoader"
 MIX = "bigbatch.trainer.augment.mix.Mix"
 MEASURE_INPUT = "bigbatch.trainer.build.input_rate.measure_input"
@@ -195,7 +197,7 @@ def _image_split(
         device=communicator.device,
         data=config.data,
     )
-    return Split(len(index), load(LOADERS[config.data.loader])(setup), index)
+    return Split(len(index), load(LOADERS.get(config.data.loader, OWN_LOADER))(setup), index)
 
 
 def make_normalize(config: Config, communicator: Communicator) -> Normalize:
@@ -220,7 +222,9 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
             cutmix_alpha=augment.cutmix_alpha,
         )
     fill = tuple(round(255 * mean) for mean in config.data.mean)
-    change = make_augment(augment, seed=config.run.seed, fill=fill)
+    change = make_augment(
+        augment, seed=config.run.seed, fill=fill, device=communicator.device, image_size=config.data.image_size
+    )
     return PrepareBatch(normalize=normalize, device=communicator.device, augment=change, mix=mix)
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load
+from bigbatch.trainer.config.dotted import class_of_root
 from bigbatch.trainer.input.base import SPLITS, ImageSource
 from bigbatch.trainer.input.image_files import list_split
 from bigbatch.trainer.input.order import read_index
@@ -19,6 +20,7 @@ FORMS = {
     "list": "bigbatch.trainer.input.listed.ListRoot",
     "webdataset": "bigbatch.trainer.input.webdataset.WebDatasetRoot",
     "address": "bigbatch.trainer.input.remote.RemoteRoot",
+    "class": "bigbatch.trainer.input.own_images.ClassRoot",
 }
 """Form of a data set -> import path of its Root, which is loaded if a root has this form."""
 SCHEMES = ("s3", "gs", "https", "http")
@@ -69,7 +71,7 @@ def is_packed(folder: Path) -> bool:
 
 
 class DataRoot:
-    """Folder, list or address of a data set: a Root of any form, which finds its shards once for all calls."""
+    """Folder, list, address or class of a data set: a Root of any form, which finds its shards once for all calls."""
 
     def __init__(self, root: Path | str, *, cache: Cache | None = None, retries: bool = False) -> None:
         """Read nothing yet. cache: local copy of data read from an object store; retries: see RemoteShards.
@@ -78,12 +80,17 @@ class DataRoot:
         """
         self.path, url = Path(root), url_of(root)
         self.name = url or str(self.path)
-        self._remote: Root | None = load(FORMS["address"])(url, cache=cache, retries=retries) if url else None
+        self._other: Root | None = None
+        """Root that is not a path here."""
+        if url:
+            self._other = load(FORMS["address"])(url, cache=cache, retries=retries)
+        elif class_of_root(str(root)):
+            self._other = load(FORMS["class"])(str(root))
 
     @cached_property
     def shards(self) -> Mapping[str, Sequence[Path]]:
         """Return the local WebDataset shards of each split; empty if there are none. Raises: DataError."""
-        return self._webdataset.shards if self._remote is None and _may_hold_tars(self.path) else {}
+        return self._webdataset.shards if self._other is None and _may_hold_tars(self.path) else {}
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
         """Open a split in any form: packed, WebDataset's shards, a list, class folders. classes: those it must have.
@@ -97,8 +104,8 @@ class DataRoot:
         return self._root_of(split).classes(split)
 
     def _root_of(self, split: str) -> Root:
-        if self._remote is not None:
-            return self._remote
+        if self._other is not None:
+            return self._other
         form = "packed" if is_packed(self.path / split) else "list" if self.path.is_file() else ""
         if not form and self.shards:
             return self._webdataset

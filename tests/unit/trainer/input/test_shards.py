@@ -328,6 +328,7 @@ def test_shards_parts_of_a_read_are_put_together(packed, monkeypatch):
 LIMITED = """
 import os, resource, sys
 from pathlib import Path
+from bigbatch.trainer.input.data_root import open_split
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 splits = [open_split(Path(sys.argv[1]), split) for split in ("train", "val")]
 def read_all():
