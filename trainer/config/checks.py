@@ -45,10 +45,9 @@ METRICS = {"top1": 1, "top5": 1, "loss": -1}
 def check_loader_name(name: str) -> Iterator[str]:
     """Yield an error for a name that is neither one of LOADERS nor an import path. Imports nothing."""
     if name not in LOADERS and not is_import_path(name):
-        near = or_nearest(name.lower(), LOADERS)
         yield (
-            f"data.loader={name} is not one of {', '.join(LOADERS)}{near}. Others need an import path, such as "
-            "mypackage.loaders.Mine"
+            f"data.loader={name} must be one of {', '.join(map(repr, LOADERS))}, or an import path such as "
+            f"mypackage.loaders.Mine{or_nearest(name.lower(), LOADERS)}"
         )
 
 

@@ -215,8 +215,8 @@ def test_options_and_names_of_augmentations() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("data.loader", "tochvision", "data.loader=tochvision is not one of dali, torchvision, resident, synthetic"),
-        ("data.loader", "own input.Loader", "Others need an import path"),
+        ("data.loader", "tochvision", "must be one of 'dali', 'torchvision', 'resident', 'synthetic'"),
+        ("data.loader", "own input.Loader", "or an import path"),
         ("data.root", "class:images", "data.root=class:images must name the import path of a class"),
         ("augment.custom", "{blur: Blur}", "augment.custom: blur is 'Blur': give an import path"),
         ("augment.custom", "{b l: a.B}", "augment.custom: 'b l' is not a legal name of an augmentation"),
