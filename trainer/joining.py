@@ -25,11 +25,10 @@ from bigbatch.comm.rendezvous.joining import (
 from bigbatch.comm.rendezvous.places import release
 from bigbatch.errors import CommError, ConfigError, PeerLostError
 from bigbatch.exit_codes import LOST
-from bigbatch.trainer.build.images import Images
+from bigbatch.trainer.build.images import Images, stage_data
 from bigbatch.trainer.build.input import Splits, describe_images, make_splits
 from bigbatch.trainer.build.parts import can_keep_parts, make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config

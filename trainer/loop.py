@@ -9,8 +9,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.build.plan import make_guess_watch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
-from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.reading import require_few_bad_images
+from bigbatch.trainer.input.base import Batch, require_few_bad_images
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.saving import CheckpointSaver

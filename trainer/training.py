@@ -12,9 +12,8 @@ from bigbatch.awake import awake_seconds
 from bigbatch.errors import PeerLostError, ReplicasDiffer, add_note, exit_code_of
 from bigbatch.exit_codes import LOST
 from bigbatch.files import as_json
-from bigbatch.trainer.build.images import num_train_samples
+from bigbatch.trainer.build.images import num_train_samples, stage_data, using_staged
 from bigbatch.trainer.build.input import list_images, measure_input, train_batches
-from bigbatch.trainer.build.staging import stage_data, using_staged
 from bigbatch.trainer.build_run import BuiltRun, build_run
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode

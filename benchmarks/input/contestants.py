@@ -17,8 +17,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.datasets.pack import shrink
 from bigbatch.trainer.input.base import Loader, Request
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
-from bigbatch.trainer.input.loaders.encoded import resize_into
+from bigbatch.trainer.input.loaders.encoded import make_image_loader, resize_into
 from bigbatch.trainer.input.order import ImageIndex
 
 OURS = ("our_dali", "our_pillow")

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.record import at_least, conditions, run, show, spread, write_record
 from bigbatch.errors import DataError
-from bigbatch.trainer.input.shards import open_split
+from bigbatch.trainer.input.data_root import open_split
 
 UNITS = {
     "input_wait_fraction": "of the step",

@@ -18,6 +18,7 @@ from bigbatch.launch.jobs.run_folder import run_argument, try_load_experiment
 from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher
 from bigbatch.launch.launchers.k8s_manifest import JOB_SECRET_KEY, SECRET, has_secret, jobset
+from bigbatch.trainer.config.dotted import CLASS
 
 REFUSED = {
     "hosts": "Kubernetes chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
@@ -97,7 +98,7 @@ def _check_folders(job: JobSpec) -> None:
             )
         elif "ro" in mount.split(":")[2:]:
             found.append(f"--run.directory {folder}: --mount {mount} is read only: leave out :ro there")
-        if not root.startswith("/") and "://" not in root:
+        if not root.startswith(("/", CLASS)) and "://" not in root:
             example = f"--mount data:/data:ro --data.root /data/{PurePosixPath(root).name}"
             found.append(f"--data.root {root}: pods have no such folder: name one in a --mount, as in {example}")
     if (run := run_argument(job)) is not None and _mount_of(job, run) is None:

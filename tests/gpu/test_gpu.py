@@ -19,7 +19,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.loaders import dali
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.encoded import make_image_loader
 from bigbatch.trainer.input.order import read_index, train_requests
 from bigbatch.trainer.input.stream import InputFailure, InputStream
 from bigbatch.trainer.memory.largest_batch import fits_memory

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
-from bigbatch.trainer.input.loaders.encoded import ImageLoader
+from bigbatch.trainer.input.loaders.encoded import ImageLoader, make_image_loader
 
 COMMON_SETTINGS: dict[str, Any] = {
     "microbatch_size": 4,

@@ -43,6 +43,7 @@ RULES = {
     "augment.erasing_probability": "0.0 (reference)",
     "augment.mixup_alpha": "0.0 (reference)",
     "augment.cutmix_alpha": "0.0 (reference)",
+    "augment.custom": "null (reference)",
     "model.name": "resnet50 (reference)",
     "model.options.blurpool": "false (reference)",
     "model.weights": "null (reference)",

@@ -15,7 +15,7 @@ from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.encoded import make_image_loader
 from bigbatch.trainer.input.order import read_index, train_requests
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.step.loop import TrainStep

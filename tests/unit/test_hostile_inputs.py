@@ -33,9 +33,9 @@ from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.input.shard_files import INDEX
-from bigbatch.trainer.input.shards import ENTRIES, open_split, read_packed
-from bigbatch.trainer.input.webdataset import INDEX_FILE
+from bigbatch.trainer.input.data_root import INDEX, open_split
+from bigbatch.trainer.input.shard_files import WEBDATASET_INDEX
+from bigbatch.trainer.input.shards import ENTRIES, read_packed
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_curves
 
@@ -223,13 +223,13 @@ def webdataset_of(folder: Path, name: str) -> Read:
     (root / "train").mkdir(parents=True)
     (folder / "packed/train/shard-000000.tar").rename(root / "train/0.tar")
     expected = len(open_split(root, "train"))
-    path = root / name if name == INDEX_FILE else root / "train" / name
+    path = root / name if name == WEBDATASET_INDEX else root / "train" / name
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
         with redirect_stderr(io.StringIO()):
             index = open_split(root, "train")
-        assert name != INDEX_FILE or len(index) == expected
+        assert name != WEBDATASET_INDEX or len(index) == expected
         for number in range(len(index)):
             index.read(number)
 
@@ -309,7 +309,7 @@ def surfaces(folder: Path) -> dict[str, Callable[[], Surface]]:
         "entries": lambda: of_kept(packed_of(folder, ENTRIES)),
         "shard": lambda: of_kept(packed_of(folder, "shard-000000.tar")),
         "webdataset": lambda: of_kept(webdataset_of(folder, "0.tar")),
-        "webdataset index": lambda: of_kept(webdataset_of(folder, INDEX_FILE)),
+        "webdataset index": lambda: of_kept(webdataset_of(folder, WEBDATASET_INDEX)),
     }
 
 

@@ -6,44 +6,66 @@ CONTRIBUTING.md lists the files to change for a new augmentation.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from bigbatch.trainer.augment.color_jitter import ColorJitter
+from bigbatch.parts import load
 from bigbatch.trainer.augment.crops import uniforms
-from bigbatch.trainer.augment.cutout import Cutout, RandomErasing
-from bigbatch.trainer.augment.rand_augment import RandAugment, TrivialAugment
 from bigbatch.trainer.config.sections import AugmentConfig
 
-Augmentation: TypeAlias = ColorJitter | RandAugment | TrivialAugment | Cutout | RandomErasing
-"""Changes uint8 images, on their device and without a host sync, by num_draws draws in [0, 1) for each sample.
+Fill = tuple[int, ...]
+"""Colour of erased pixels, in bytes."""
 
-Never change the number of an augmentation's random stream: that would change every run's images."""
-AUGMENTATIONS: dict[type[Augmentation], Callable[[AugmentConfig, tuple[int, ...]], Augmentation | None]] = {
-    ColorJitter: lambda augment, fill: ColorJitter(augment.color_jitter) if augment.color_jitter else None,
-    RandAugment: lambda augment, fill: (
-        RandAugment(augment.randaugment_ops, augment.randaugment_magnitude or 0) if augment.randaugment_ops else None
+
+class Augmentation(Protocol):
+    """Changes uint8 images, on their device and without a host sync, by draws in [0, 1) for each sample."""
+
+    @property
+    def num_draws(self) -> int:
+        """Return the number of draws for each sample."""
+
+    @property
+    def stream(self) -> int:
+        """Return the number of its random stream. Never change it: that would change the images of every run."""
+
+    def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
+        """Return the changed images; new memory, channels-last."""
+
+
+AUGMENTATIONS: dict[str, tuple[str, Callable[[AugmentConfig, Fill], tuple[Any, ...]]]] = {
+    "color_jitter": (
+        "bigbatch.trainer.augment.color_jitter.ColorJitter",
+        lambda augment, fill: (augment.color_jitter,),
     ),
-    TrivialAugment: lambda augment, fill: TrivialAugment() if augment.trivial_augment else None,
-    Cutout: lambda augment, fill: Cutout(augment.cutout_size, fill) if augment.cutout_size else None,
-    RandomErasing: lambda augment, fill: (
-        RandomErasing(augment.erasing_probability, fill) if augment.erasing_probability else None
+    "randaugment_ops": (
+        "bigbatch.trainer.augment.rand_augment.RandAugment",
+        lambda augment, fill: (augment.randaugment_ops, augment.randaugment_magnitude or 0),
+    ),
+    "trivial_augment": ("bigbatch.trainer.augment.rand_augment.TrivialAugment", lambda augment, fill: ()),
+    "cutout_size": ("bigbatch.trainer.augment.cutout.Cutout", lambda augment, fill: (augment.cutout_size, fill)),
+    "erasing_probability": (
+        "bigbatch.trainer.augment.cutout.RandomErasing",
+        lambda augment, fill: (augment.erasing_probability, fill),
     ),
 }
-"""All augmentations, in order, each made from a config, or None. Stream 0 belongs to crop and flip, 4 to mixing."""
+"""Key of the config that switches an augmentation on -> its import path, and its arguments; in their order.
+
+Stream 0 belongs to crop and flip, 4 to mixing."""
+CUSTOM = "bigbatch.trainer.augment.own.make_own_augmentations"
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Applies augmentations in order; with none, images are unchanged."""
+    """Applies augmentations in order."""
 
     seed: int
-    chain: tuple[Augmentation, ...] = ()
+    chain: tuple[Augmentation, ...]
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor:
-        """Return new images in the memory format of images_BCHW, or images_BCHW itself without augmentations."""
+        """Return new images in the memory format of images_BCHW."""
         for change in self.chain:
             draws_BD = uniforms(
                 seed=self.seed, epoch=epoch, indices_B=indices_B, num_draws=change.num_draws, stream=change.stream
@@ -52,7 +74,18 @@ class Augment:
         return images_BCHW
 
 
-def make_augment(augment: AugmentConfig, *, seed: int, fill: tuple[int, ...]) -> Augment:
-    """Return the augmentations of a config. fill: the data set's mean colour in bytes, for erased pixels."""
-    asked_for = (make(augment, fill) for make in AUGMENTATIONS.values())
-    return Augment(seed, tuple(change for change in asked_for if change is not None))
+def make_augment(
+    augment: AugmentConfig, *, seed: int, fill: Fill, device: torch.device | str = "cpu", image_size: int = 32
+) -> Augment | None:
+    """Return the augmentations of a config; None without any. fill: the data set's mean colour.
+
+    device, image_size: those on which augmentations of other packages are tried. Raises: ConfigError.
+    """
+    chain = [
+        load(path)(*arguments(augment, fill))
+        for key, (path, arguments) in AUGMENTATIONS.items()
+        if getattr(augment, key)
+    ]
+    if augment.custom:
+        chain += load(CUSTOM)(augment.custom, device=device, image_size=image_size)
+    return Augment(seed, tuple(chain)) if chain else None

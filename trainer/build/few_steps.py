@@ -8,9 +8,9 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build.images import stage_data
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.observe.observer import CHECKS, Observed, attach

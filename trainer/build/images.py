@@ -1,13 +1,18 @@
 """The images of a run and the steps of its epochs, from its config; without torch, since sweeps check their points."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bigbatch.errors import ConfigError
+from bigbatch.parts import load
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import ImageSource
-from bigbatch.trainer.input.shards import DataRoot
-from bigbatch.trainer.input.storage import Cache
+from bigbatch.trainer.input.data_root import Cache, DataRoot
 from bigbatch.words import count
+
+if TYPE_CHECKING:
+    from bigbatch.comm.communicator import Communicator
 
 Images = tuple[ImageSource, ImageSource]
 """Images of the training and the validation split."""
@@ -26,6 +31,25 @@ def open_images(config: Config) -> Images | None:
     root = data_root(config)
     train_index = root.open("train")
     return train_index, root.open("val", classes=train_index.classes)
+
+
+def stage_data(config: Config, communicator: "Communicator") -> tuple[Config, str | None]:
+    """Return the config with data.root at the copy, and a line for the log; unchanged without data.stage. Collective.
+
+    Raises: DataError, as build/staging.py does.
+    """
+    if config.data.stage is None:
+        return config, None
+    staged: tuple[Config, str] = load("bigbatch.trainer.build.staging.stage_data")(config, communicator)
+    return staged
+
+
+def using_staged(config: Config) -> AbstractContextManager[None]:
+    """Register each rank as a user of its node's copy; with data.keep_staged false, the last user removes it."""
+    if config.data.stage is None:
+        return nullcontext()
+    user: AbstractContextManager[None] = load("bigbatch.trainer.build.staging.using_staged")(config)
+    return user
 
 
 def require_num_classes(config: Config, index: ImageSource) -> None:

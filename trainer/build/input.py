@@ -3,30 +3,38 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.parts import load
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.augment.mix import Mix
 from bigbatch.trainer.augment.pipeline import make_augment
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.build.images import Images, data_root, open_images, require_num_classes
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
-from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, Request
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
-from bigbatch.trainer.input.loaders.probe import ProbedInput, probe_input
-from bigbatch.trainer.input.loaders.resident import ResidentLoader
-from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
+from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, LoaderSetup, Request
 from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch
-from bigbatch.trainer.input.report import MeasuredInput, Rates, input_settings
-from bigbatch.trainer.machine.host import cores_per_rank
 from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.input.report import MeasuredInput
+
+LOADERS = {
+    "dali": "bigbatch.trainer.input.loaders.encoded.make_loader",
+    "torchvision": "bigbatch.trainer.input.loaders.encoded.make_loader",
+    "resident": "bigbatch.trainer.input.loaders.resident.make_loader",
+}
+"""Loader of images -> import path of a function that makes it from a LoaderSetup."""
+OWN_LOADER = "bigbatch.trainer.input.loaders.own.make_loader"
+"""Import path of the same for a data.loader that is an import path."""
+SYNTHETIC = "bigbatch.trainer.input.loaders.synthetic.SyntheticLoader"
+MIX = "bigbatch.trainer.augment.mix.Mix"
+MEASURE_INPUT = "bigbatch.trainer.build.input_rate.measure_input"
 
 
 @dataclass(frozen=True)
@@ -161,7 +169,7 @@ def _eval_size(config: Config) -> ImageSize:
 
 
 def _synthetic_split(config: Config, communicator: Communicator, *, image_size: ImageSize) -> Split:
-    loader = SyntheticLoader(
+    loader = load(SYNTHETIC)(
         num_classes=config.data.num_classes,
         image_size=image_size,
         microbatch_size=config.batch.microbatch_size,
@@ -181,35 +189,15 @@ def split_of(config: Config, communicator: Communicator, index: ImageSource) -> 
 def _image_split(
     config: Config, communicator: Communicator, index: ImageSource, *, crop: Crop, image_size: ImageSize
 ) -> Split:
-    data, max_pixels = config.data, round(1e6 * config.data.max_megapixels)
-    if data.loader == "resident":
-        resident = ResidentLoader(
-            index=index,
-            crop=crop,
-            image_size=data.image_size,
-            microbatch_size=config.batch.microbatch_size,
-            device=communicator.device,
-            is_on_host=data.resident_on == "host",
-            num_threads=data.num_threads,
-            patience_seconds=data.patience_seconds,
-            max_pixels=max_pixels,
-        )
-        return Split(len(index), resident, index)
-    loader = make_image_loader(
-        data.loader,
-        index,
+    setup = LoaderSetup(
+        source=index,
         crop=crop,
         image_size=image_size,
         microbatch_size=config.batch.microbatch_size,
-        num_threads=data.num_threads,
-        prefetch_batches=data.prefetch_batches,
-        device_id=communicator.device.index,
-        pin_memory=communicator.device.type == "cuda",
-        patience_seconds=data.patience_seconds,
-        max_skipped=data.max_skipped,
-        max_pixels=max_pixels,
+        device=communicator.device,
+        data=config.data,
     )
-    return Split(len(index), loader, index)
+    return Split(len(index), load(LOADERS.get(config.data.loader, OWN_LOADER))(setup), index)
 
 
 def make_normalize(config: Config, communicator: Communicator) -> Normalize:
@@ -226,7 +214,7 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
     augment = config.augment
     mix = None
     if augment.mixup_alpha or augment.cutmix_alpha:
-        mix = Mix(
+        mix = load(MIX)(
             seed=config.run.seed,
             num_classes=config.data.num_classes,
             bn_span=config.batch.bn_span,
@@ -234,7 +222,9 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
             cutmix_alpha=augment.cutmix_alpha,
         )
     fill = tuple(round(255 * mean) for mean in config.data.mean)
-    change = make_augment(augment, seed=config.run.seed, fill=fill)
+    change = make_augment(
+        augment, seed=config.run.seed, fill=fill, device=communicator.device, image_size=config.data.image_size
+    )
     return PrepareBatch(normalize=normalize, device=communicator.device, augment=change, mix=mix)
 
 
@@ -291,29 +281,9 @@ def eval_batches(config: Config, communicator: Communicator, split: Split) -> It
 
 def measure_input(
     config: Config, communicator: Communicator, split: Split, *, plan: Plan, prepare: PrepareBatch
-) -> MeasuredInput | None:
+) -> "MeasuredInput | None":
     """Return the input rate without training, measured on all ranks; None if no step follows. Collective."""
     if config.data.probe_seconds == 0 or plan.first_step == plan.num_steps:
         return None
-    num_cores = cores_per_rank(communicator)  # a collective: after it, all ranks start the probe together
-    probe = probe_input(
-        split.loader,
-        partial(train_requests, config, split, plan=plan),
-        prepare=prepare,
-        seconds=config.data.probe_seconds,
-        num_fill=2 * config.data.prefetch_batches,
-    )
-    # a rank that could not measure calls it too: it is a collective
-    ranks = gather_rates(probe, communicator)
-    if probe is None or ranks is None:
-        return None
-    is_on_gpu = communicator.device.type == "cuda"
-    is_packed = not isinstance(split.index, imagenet.ImageIndex)
-    settings = input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu, is_packed=is_packed)
-    return MeasuredInput(ranks, settings)
-
-
-def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:
-    """Return the rates of every rank, in rank order; None if a rank could not measure. Collective."""
-    rates = communicator.gather(probe and probe.rates)
-    return None if None in rates else tuple(rates)
+    measured: MeasuredInput | None = load(MEASURE_INPUT)(config, communicator, split, plan=plan, prepare=prepare)
+    return measured

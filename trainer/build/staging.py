@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ State = dict[str, Any]
 """State of a rank: its failure; seconds and summary of a finished copy; or progress of an unfinished one."""
 
 
-def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str | None]:
-    """Return the config with data.root at the copy, and a line for the log; unchanged without data.stage. Collective.
+def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str]:
+    """Return the config with data.root at the copy in data.stage, and a line for the log. Collective.
 
     The first rank of a node copies, the others wait for it. Raises: DataError, on all ranks alike, as soon as one
     node fails, or gets no byte for comm.timeout_seconds.
     """
-    if config.data.stage is None:
-        return config, None
+    assert config.data.stage is not None
     is_first = communicator.env.local_rank == 0
     state = _start_copy(config, communicator.env.host) if is_first else lambda: {"seconds": 0.0, "summary": ""}
     print_at = awake_seconds() + LINE_SECONDS
@@ -52,8 +51,7 @@ def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str 
 
 def using_staged(config: Config) -> AbstractContextManager[None]:
     """Register each rank as a user of its node's copy; with data.keep_staged false, the last user removes it."""
-    data = config.data
-    return nullcontext() if data.stage is None else using_copy(Path(data.stage), keep=data.keep_staged)
+    return using_copy(Path(str(config.data.stage)), keep=config.data.keep_staged)
 
 
 def _start_copy(config: Config, host: str) -> Callable[[], State]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, or_nearest
 from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
-from bigbatch.trainer.config.optimizer import BALANCED, CLASS_WEIGHTS, CROSS_ENTROPY, metric_entries
+from bigbatch.trainer.config.optimizer import BALANCED, CLASS_WEIGHTS, CROSS_ENTROPY, named_entries
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.score import Metric, PerImage, Score, cross_entropies
 
@@ -60,7 +60,7 @@ def make_user_score(config: Config, device: torch.device) -> Score:
     losses = cross_entropies if config.optimizer.loss == CROSS_ENTROPY else make_user_loss(config, device)
     metrics = {
         name: _user_metric(dotted, options, key=f"run.metrics: {name}={dotted}", config=config, device=device)
-        for name, dotted, options in metric_entries(config.run.metrics)
+        for name, dotted, options in named_entries(config.run.metrics)
     }
     return Score(losses, metrics)
 

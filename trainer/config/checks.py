@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from bigbatch.errors import or_nearest
 from bigbatch.trainer.config.batch import ranks_per_ghost
-from bigbatch.trainer.config.dotted import is_import_path
+from bigbatch.trainer.config.dotted import class_of_root, is_import_path
 from bigbatch.trainer.config.kinds import check_options
 from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.sections import (
+    LOADERS,
     MODELS,
     AugmentConfig,
     BatchConfig,
@@ -47,8 +48,23 @@ METRICS = {"top1": 1, "top5": 1, "loss": -1}
 """Metric of an evaluation -> sign of an improvement."""
 
 
+def check_loader_name(name: str) -> Iterator[str]:
+    """Yield an error for a name that is neither one of LOADERS nor an import path. Imports nothing."""
+    if name not in LOADERS and not is_import_path(name):
+        yield (
+            f"data.loader={name} must be one of {', '.join(map(repr, LOADERS))}, or an import path such as "
+            f"mypackage.loaders.Mine{or_nearest(name.lower(), LOADERS)}"
+        )
+
+
+def check_root(root: str) -> Iterator[str]:
+    """Yield an error if a data.root that names a class has no import path. Imports nothing."""
+    if (own := class_of_root(root)) and not is_import_path(own[0]):
+        yield f"data.root={root} must name the import path of a class, such as class:mypackage.data.Images"
+
+
 def check_loader(data: DataConfig) -> Iterator[str]:
-    if (data.loader == "resident") != (data.crop == "padded"):
+    if data.loader in LOADERS and (data.loader == "resident") != (data.crop == "padded"):
         yield (
             f"data.crop={data.crop} conflicts with data.loader={data.loader}: resident takes padded crops, the "
             "other loaders take resized ones"
@@ -60,11 +76,15 @@ def check_loader(data: DataConfig) -> Iterator[str]:
         )
     if data.loader == "resident" and data.train_sizes is not None:
         yield f"data.train_sizes={as_yaml(data.train_sizes)} has no meaning with data.loader=resident: set it to null"
-    is_remote = "://" in data.root
+    is_own = class_of_root(data.root) is not None
+    is_remote = "://" in data.root and not is_own
     if data.cache_dir is not None and not is_remote:
-        yield f"data.cache_dir={data.cache_dir} has no meaning with data.root={data.root}, a folder: set it to null"
+        kind = "class" if is_own else "folder"
+        yield f"data.cache_dir={data.cache_dir} has no meaning with data.root={data.root}, a {kind}: set it to null"
     if data.stage is not None and is_remote:
         yield f"data.stage={data.stage} conflicts with data.root={data.root}: set data.cache_dir instead"
+    if data.stage is not None and is_own:
+        yield f"data.stage={data.stage} conflicts with data.root={data.root}: only packed folders are copied"
 
 
 def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:

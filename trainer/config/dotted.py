@@ -3,13 +3,18 @@
 import inspect
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
+from bigbatch.errors import ConfigError, UserError, or_nearest
 from bigbatch.paths import work_folder
 
+CLASS = "class:"
+"""Begins a data.root that names a class: class:IMPORT.PATH, or class:IMPORT.PATH:TEXT."""
 LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
 """Packages with many callables besides models, losses and optimizers."""
 
@@ -17,6 +22,14 @@ LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
 def is_import_path(name: str) -> bool:
     """Return whether name has the form of an import path, such as schedulefree.SGDScheduleFree; imports nothing."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
+def class_of_root(root: str) -> tuple[str, str] | None:
+    """Return the import path and the text of a data.root that names a class; None for other roots."""
+    if not root.startswith(CLASS):
+        return None
+    name, _, text = root.removeprefix(CLASS).partition(":")
+    return name, text
 
 
 def import_owner(name: str) -> tuple[ModuleType, str]:
@@ -53,6 +66,46 @@ def import_path_of(value: object) -> str:
     if not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not value:
         raise ValueError("it has no import path: define it at the top level of a module, a script or a notebook")
     return f"{module}.{name}"
+
+
+def make_own(
+    name: str, *arguments: object, key: str, methods: Sequence[str], options: Mapping[str, object] = {}
+) -> Any:
+    """Find a class as own_class() does, and make an object of it by these arguments and options.
+
+    Raises: ConfigError in one line, also if it cannot be made.
+    """
+    found = own_class(name, key=key, methods=methods)
+    try:
+        return found(*arguments, **options)
+    except UserError:
+        raise
+    except Exception as error:  # foreign code may raise anything
+        raise ConfigError(f"{key}: cannot be made: {as_line(error)}") from error
+
+
+def own_class(name: str, *, key: str, methods: Sequence[str]) -> type[Any]:
+    """Import a class of another package by its import path.
+
+    key: the config's key and value, for messages. methods: those that the class must have.
+    Raises: ConfigError in one line if it is missing, or of another kind.
+    """
+    try:
+        module, own_name = import_owner(name)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    found = getattr(module, own_name, None)
+    if found is None:
+        classes = [each for each, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(f"{key}: {module.__name__} has no {own_name}{or_nearest(own_name, classes)}")
+    if not isinstance(found, type):
+        raise ConfigError(f"{key}: must be a class with the methods {', '.join(methods)}, not a {type(found).__name__}")
+    defined = {method for base in found.__mro__ for method, value in vars(base).items() if callable(value)}
+    if lacks := [method for method in methods if method not in defined]:
+        raise ConfigError(f"{key}: must be a class with the methods {', '.join(methods)}, and has no {lacks[0]}")
+    if is_of_library(found, name=name):
+        raise ConfigError(f"{key}: is of a library: name a class of your own package, which may use it")
+    return found
 
 
 def is_of_library(found: object, *, name: str) -> bool:

@@ -35,12 +35,17 @@ PATH = "path"
 class OnlyFor:
     """Limits a key to some values of another key of its section: with other values it must be null.
 
-    With those values it must not be null, unless or_null.
+    With those values it must not be null, unless or_null. or_own: it may also be stated with an import path.
     """
 
     decider: str
     values: tuple[str, ...]
     or_null: bool = False
+    or_own: bool = False
+
+    def applies(self, decided: object) -> bool:
+        """Return whether the key has a meaning if the other key has this value."""
+        return decided in self.values or (self.or_own and isinstance(decided, str) and "." in decided)
 
 
 @dataclass(frozen=True, kw_only=True)

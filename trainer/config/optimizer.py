@@ -15,8 +15,9 @@ WHOLE_MATRIX = ("muon", "shampoo")
 """Optimizers that need whole matrices; ranks divide their work."""
 CROSS_ENTROPY, CLASS_WEIGHTS, BALANCED = "cross_entropy", "weight", "balanced"
 """The loss of a config, its only option, and the value of that for weights of n / (classes * images of the class)."""
-METRIC_FIELDS = ("name", "options")
-"""Keys of a metric with options."""
+ENTRY_FIELDS = ("name", "options")
+"""Keys of a metric or augmentation with options."""
+METRIC = "mypackage.metrics.Balanced"
 SMALLEST_SCALE = 1.0
 """The unscaled loss: a smaller scale cannot repair gradients that overflow fp16 (65504) even here."""
 LARGEST_SCALE = 2.0**24
@@ -148,24 +149,26 @@ def check_loss(optimizer: OptimizerConfig, run: RunConfig, *, num_classes: int) 
         )
 
 
-def check_metrics(metrics: Mapping[str, Any] | None) -> Iterator[str]:
-    for name, entry in (metrics or {}).items():
+def check_entries(key: str, entries: Mapping[str, Any] | None, *, kind: str, example: str) -> Iterator[str]:
+    """Yield an error for each name or entry of another form. kind: metric or augmentation; example: an import path."""
+    article = "an" if kind[0] in "aeiou" else "a"
+    for name, entry in (entries or {}).items():
         if not (isinstance(name, str) and name.isidentifier()):
-            yield f"run.metrics: {name!r} is not a legal name of a metric: use letters, digits and _"
+            yield f"{key}: {name!r} is not a legal name of {article} {kind}: use letters, digits and _"
             continue
         stated = entry if isinstance(entry, dict) else {"name": entry}
         options = stated.get("options")
-        is_known = set(stated) <= set(METRIC_FIELDS) and (options is None or isinstance(options, dict))
+        is_known = set(stated) <= set(ENTRY_FIELDS) and (options is None or isinstance(options, dict))
         if not (is_known and isinstance(stated.get("name"), str) and is_import_path(stated["name"])):
             yield (
-                f"run.metrics: {name} is {entry!r}: give an import path, such as mypackage.metrics.Balanced, or "
-                "{name: mypackage.metrics.Balanced, options: {...}}"
+                f"{key}: {name} is {entry!r}: give an import path, such as {example}, or "
+                f"{{name: {example}, options: {{...}}}}"
             )
 
 
-def metric_entries(metrics: Mapping[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield each metric's name, import path and options."""
-    for name, entry in (metrics or {}).items():
+def named_entries(entries: Mapping[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the name, import path and options of each metric or augmentation."""
+    for name, entry in (entries or {}).items():
         stated = entry if isinstance(entry, dict) else {"name": entry}
         yield name, stated["name"], stated.get("options") or {}
 

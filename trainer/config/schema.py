@@ -169,7 +169,7 @@ def _plain_form_hint(value: Any, kind: Any) -> str:
 
 
 def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:
-    return key.only_for is not None and values[key.decider] not in key.only_for.values
+    return key.only_for is not None and not key.only_for.applies(values[key.decider])
 
 
 def _check_value(name: str, value: Any) -> Iterator[str]:
@@ -177,6 +177,10 @@ def _check_value(name: str, value: Any) -> Iterator[str]:
         yield from check_ranges(name, value, key)
     if name == "optimizer.name":
         yield from optimizer.check_optimizer_name(value)
+    if name == "data.loader":
+        yield from checks.check_loader_name(value)
+    if name == "data.root":
+        yield from checks.check_root(value)
     if name == "model.name":
         yield from checks.check_model_name(value)
     if name == "schedule.name":
@@ -206,7 +210,9 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from checks.check_noise_scale(run, batch, config.compute)
     yield from checks.check_run(run, data)
     yield from optimizer.check_loss(config.optimizer, run, num_classes=data.num_classes)
-    yield from optimizer.check_metrics(run.metrics)
+    yield from optimizer.check_entries("run.metrics", run.metrics, kind="metric", example=optimizer.METRIC)
+    own = config.augment.custom
+    yield from optimizer.check_entries("augment.custom", own, kind="augmentation", example="mypackage.augment.Blur")
 
 
 def _check_choices(config: Config) -> Iterator[str]:

@@ -23,6 +23,7 @@ RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 IMAGENET_COUNTS = {"train": 1_281_167, "val": 50_000}  # images of each split
 READERS = ("dali", "torchvision")  # loaders that read images while training
+LOADERS = (*READERS, "resident", "synthetic")
 OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "lion", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 ModeKey = Literal["batch.microbatch_size", "compute.compile", "compute.cuda_graph"]
@@ -117,15 +118,16 @@ class RunConfig:
 class DataConfig:
     """Images, and how they are read, cropped and normalized."""
 
-    loader: Literal["dali", "torchvision", "resident", "synthetic"] = "dali"
+    loader: str = "dali"
     """dali: decode and resize ahead, on the GPU if there is one; torchvision: the same in Pillow threads; resident:
-    whole set decoded once and kept on the device; synthetic: generated tensors, for measurements."""
+    whole set decoded once and kept on the device; synthetic: generated tensors; or a class by its import path."""
     resident_on: Annotated[Literal["device", "host"] | None, OnlyFor("loader", ("resident",))] = "device"
     """Memory in which resident keeps the set. host: crop batches on the host and copy them to the device at each step,
     to measure the gain from device memory. null for other loaders."""
     root: Annotated[str, PATH] = "data/imagenet"
-    """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, such a folder
-    at s3://, gs:// or https://, or a list of images that bigbatch init wrote; not used by synthetic."""
+    """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, such a folder at
+    s3://, gs:// or https://, a list of images that bigbatch init wrote, or class:mypackage.data.Images. Not used by
+    synthetic."""
     num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",))] = None
@@ -148,7 +150,7 @@ class DataConfig:
     """Channel means (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
     std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
-    max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True)] = None
+    max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
     """Largest number of bad images (damaged, or above max_megapixels) to replace by others. The summary counts and
     lists them. null: stop at the first one."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
@@ -159,13 +161,13 @@ class DataConfig:
     """Microbatches prepared ahead of use."""
     patience_seconds: Annotated[float, COUNT] = 20.0
     """How long to retry an image that cannot be read; then the run saves a checkpoint and ends."""
-    stage: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True)] = None
+    stage: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
     """Folder on each node, such as one on a local disk or in /dev/shm, to which packed data are copied before the run;
     null to read from root."""
     keep_staged: bool = True
     """Leave the copy in stage for the next run; false: remove it at the end unless another run on that node uses
     it."""
-    cache_dir: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True)] = None
+    cache_dir: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
     """Folder on a disk of each node that keeps what was read from a root such as s3://bucket/imagenet; null to read it
     again in each epoch."""
     cache_gb: Annotated[float, POSITIVE] = 200.0
@@ -196,6 +198,8 @@ class AugmentConfig:
     """Blend each image and its label with another of its ghost batch, by a weight from Beta(alpha, alpha)."""
     cutmix_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
     """Paste a box from another image of the ghost batch. With mixup too, each ghost batch gets one of the two."""
+    custom: dict[str, Any] | None = None
+    """Your own, before mixup: {blur: mypackage.Blur}, or {blur: {name, options}} if it takes arguments; null: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

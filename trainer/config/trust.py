@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.dotted import is_import_path
-from bigbatch.trainer.config.optimizer import metric_entries
+from bigbatch.trainer.config.dotted import class_of_root, is_import_path
+from bigbatch.trainer.config.optimizer import named_entries
 from bigbatch.trainer.config.schema import Config
 
 TRUST = "--trust-code"
@@ -38,19 +38,19 @@ def is_of_run(path: Path) -> bool:
 
 def import_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of an experiment that states an import path, and the path."""
+    own_images = class_of_root(config.data.root)
     named = {
+        "data.loader": config.data.loader,
+        "data.root": own_images[0] if own_images else "",
         "model.name": config.model.name,
         "optimizer.name": config.optimizer.name,
+        "optimizer.loss": config.optimizer.loss,
         "schedule.name": config.schedule.name,
     }
-    for key, name in {**named, "optimizer.loss": config.optimizer.loss}.items():
-        if is_import_path(name):
-            yield key, name
-    for _, name, _ in metric_entries(config.run.metrics):
-        yield "run.metrics", name
-    for name in config.run.loggers:
-        if is_import_path(name):
-            yield "run.loggers", name
+    yield from ((key, name) for key, name in named.items() if is_import_path(name))
+    for key, entries in (("augment.custom", config.augment.custom), ("run.metrics", config.run.metrics)):
+        yield from ((key, name) for _, name, _ in named_entries(entries))
+    yield from (("run.loggers", name) for name in config.run.loggers if is_import_path(name))
 
 
 def require_trusted(config: Config, of_runs: Mapping[str, Path]) -> None:

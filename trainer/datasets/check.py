@@ -15,7 +15,8 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 from bigbatch.trainer.datasets.check_image import IMAGE, PART_IMAGES, TRAITS, examine_part
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
-from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.base import SPLITS, ImageSource
+from bigbatch.trainer.input.data_root import INDEX, SETTINGS, DataRoot, is_packed
 from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.image_files import (
     IMAGE_SUFFIXES,
@@ -25,10 +26,8 @@ from bigbatch.trainer.input.image_files import (
     list_split,
     spelling_variants,
 )
-from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
-from bigbatch.trainer.input.shard_files import INDEX, SETTINGS, is_packed
-from bigbatch.trainer.input.shards import ENTRIES, DataRoot, read_packed
+from bigbatch.trainer.input.shards import ENTRIES, read_packed
 from bigbatch.trainer.input.webdataset import WebDatasetSplit
 
 IMAGENET_CLASSES = 1000

@@ -22,7 +22,7 @@ from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import as_json, parse_json, read_plain, write_new
 from bigbatch.locks import share_lock, try_lock
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
-from bigbatch.trainer.input.listed import SPLITS
+from bigbatch.trainer.input.base import SPLITS
 
 DATASET_VERSION = 1
 """Increase it with every change that alters a pixel: then folders of older versions are refused."""

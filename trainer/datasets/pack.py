@@ -21,10 +21,11 @@ from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import as_json, parse_json, read_plain, replacing
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, require_workers, show_nothing
 from bigbatch.trainer.datasets.verify_shards import COLUMNS, ShardRecord, read_shard
+from bigbatch.trainer.input.data_root import INDEX, SETTINGS
 from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
-from bigbatch.trainer.input.listed import read_images
-from bigbatch.trainer.input.order import ImageIndex, describe_left_out, read_file
-from bigbatch.trainer.input.shard_files import INDEX, SETTINGS
+from bigbatch.trainer.input.listed import read_listed
+from bigbatch.trainer.input.order import ImageIndex, describe_left_out, read_file, read_index
+from bigbatch.trainer.input.shard_files import TAR_BLOCK_BYTES
 from bigbatch.trainer.input.shards import (
     ENTRIES,
     ENTRY,
@@ -36,7 +37,6 @@ from bigbatch.trainer.input.shards import (
     read_split_index,
     shard_name,
 )
-from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.words import count
 
@@ -176,8 +176,9 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
         some = next(iter(found.values()))[0]
         raise DataError(f"{some}: is a WebDataset shard: training reads it as it is; name {source} in data.root")
     plans: list[SplitPlan] = []
+    read = read_listed if source.is_file() else read_index
     for split in splits:
-        index = read_images(source, split, classes=plans[0].index.classes if plans else None)
+        index = read(source, split, classes=plans[0].index.classes if plans else None)
         sizes_N, digest = _sizes_and_digest(index)
         shards = cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes)
         plans.append(SplitPlan(target / split, index, shards, sum(sizes_N), digest))
@@ -213,7 +214,7 @@ def cut_into_shards(sizes_N: Sequence[int], *, shard_bytes: int) -> list[range]:
     """Return the positions of each shard's images, in order: as many as fit into shard_bytes of tar, at least one."""
     firsts, filled = [0], 0
     for position, size in enumerate(sizes_N):
-        needed = BLOCK_BYTES + padded(size) + 2 * BLOCK_BYTES  # the last two blocks are for the label
+        needed = TAR_BLOCK_BYTES + padded(size) + 2 * TAR_BLOCK_BYTES  # the last two blocks are for the label
         if filled and filled + needed > shard_bytes:
             firsts.append(position)
             filled = 0
@@ -222,7 +223,7 @@ def cut_into_shards(sizes_N: Sequence[int], *, shard_bytes: int) -> list[range]:
 
 
 def padded(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    return -(-num_bytes // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
 
 
 def _prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
@@ -294,7 +295,7 @@ def write_shard(target: Path, recipe: PackRecipe, images: Sequence[tuple[int, st
             # the offset of the image's data after its header, to which readers seek
             rows.append((position, num_bytes + len(header), len(data), *size, label))
             write(header, block, *tar_member(f"{key}.cls", str(label).encode()))
-        write(bytes(2 * BLOCK_BYTES))  # the end mark
+        write(bytes(2 * TAR_BLOCK_BYTES))  # the end mark
     return ShardRecord(Shard(target.name, num_bytes, digest.hexdigest()), rows)
 
 

@@ -21,8 +21,8 @@ from bigbatch.files import read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
-from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.shard_files import INDEX, STAGED, is_packed
+from bigbatch.trainer.input.base import SPLITS
+from bigbatch.trainer.input.data_root import INDEX, STAGED, is_packed
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.limits import lies_in_memory, memory_left

@@ -76,7 +76,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from bigbatch.trainer.datasets.check import check_dataset
     from bigbatch.trainer.datasets.check_report import print_report, write_json
     from bigbatch.trainer.datasets.show_progress import show_progress
-    from bigbatch.trainer.input.storage import url_of
+    from bigbatch.trainer.input.data_root import url_of
 
     with show_progress(f"checking {url_of(arguments.root) or arguments.root}") as on_progress:
         report = check_dataset(

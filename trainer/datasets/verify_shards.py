@@ -10,8 +10,8 @@ import numpy as np
 from bigbatch.errors import DataError
 from bigbatch.files import open_plain, sha256_of
 from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothing
+from bigbatch.trainer.input.data_root import is_packed
 from bigbatch.trainer.input.formats import encoded_size
-from bigbatch.trainer.input.shard_files import is_packed
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, read_packed
 from bigbatch.trainer.input.tar_headers import Window, read_members
 

@@ -18,11 +18,11 @@ from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import DataError, DoctorError, UserError
 from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build.images import stage_data
 from bigbatch.trainer.build.input import Splits, measure_input
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config

@@ -20,9 +20,9 @@ from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
-from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.base import SPLITS, ImageSource
 from bigbatch.trainer.input.image_files import class_key
-from bigbatch.trainer.input.listed import SPLITS, index_of, write_list
+from bigbatch.trainer.input.listed import index_of, write_list
 from bigbatch.trainer.input.order import ImageIndex
 
 NUM_SHOWN = 3

@@ -23,12 +23,10 @@ from bigbatch.trainer.init.arrangement import AS_CLASSES, Arrangement, arrange, 
 from bigbatch.trainer.init.csv_table import has_classes, names_images
 from bigbatch.trainer.init.image_names import ImageNames
 from bigbatch.trainer.init.labels import read_labels
-from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.base import SPLITS, ImageSource
+from bigbatch.trainer.input.data_root import DataRoot, is_packed
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, Contents, list_below, list_split
-from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
-from bigbatch.trainer.input.shard_files import is_packed
-from bigbatch.trainer.input.shards import DataRoot
 from bigbatch.trainer.input.webdataset import find_shards
 
 FOLDERS = Path("folders")

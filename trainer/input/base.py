@@ -1,13 +1,22 @@
 """Types that connect input and training loop: requests, batches, image sources and loaders."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from bigbatch.errors import DataError
+
 if TYPE_CHECKING:  # torch takes seconds to import, which processes that only read images need not spend
+    import torch
     from torch import Tensor
+
+    from bigbatch.trainer.config.sections import DataConfig
+
+
+SPLITS = ("train", "val")
+"""Folders, lists and shards of a data set are divided into these."""
 
 
 def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -40,6 +49,20 @@ class BadImage:
     """Position in its split, independent of the data's folder."""
     reason: str
     """Path and fault of the image."""
+
+
+def require_few_bad_images(reasons: Sequence[str], *, max_skipped: int | None) -> None:
+    """Raise DataError if all ranks together met more bad images than may be skipped."""
+    if len(reasons) > (max_skipped or 0):
+        raise too_many_bad_images(len(reasons), max_skipped=max_skipped or 0, last=reasons[-1])
+
+
+def too_many_bad_images(number: int, *, max_skipped: int, last: str) -> DataError:
+    """Return the error that ends a run with more bad images than it may skip."""
+    return DataError(
+        f"{number} images are bad, and data.max_skipped={max_skipped}: `bigbatch data check` lists all; the last is "
+        f"{last}"
+    )
 
 
 @dataclass(frozen=True)
@@ -105,3 +128,23 @@ class Loader(Protocol):
 
     def close(self) -> None:
         """Stop background work; safe to call twice, and with an iterator half consumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSetup:
+    """What a loader is made from: the images of one split, and what to make of them."""
+
+    source: ImageSource
+    crop: Crop
+    image_size: ImageSize
+    microbatch_size: int
+    """Images of each request."""
+    device: "torch.device"
+    """The model's device; a loader may leave images on the host."""
+    data: "DataConfig"
+    """The config's section data: number of threads, batches to prepare ahead, limits on bad images."""
+
+    @property
+    def max_pixels(self) -> int:
+        """Return the limit of an image's pixels."""
+        return round(1e6 * self.data.max_megapixels)

@@ -14,11 +14,11 @@ import numpy as np
 
 from bigbatch.errors import DataError, shortened
 from bigbatch.files import as_json, parse_json, write_whole
+from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.image_files import require_one_spelling
-from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_classes
+from bigbatch.trainer.input.order import ImageIndex, require_same_classes
 
 VERSION = 1
-SPLITS = ("train", "val")
 _REDO = "let `bigbatch init --force` write it again"
 
 ByClass = Mapping[str, Sequence[str]]
@@ -36,10 +36,23 @@ def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: 
     write_whole(path, (as_json(content, indent=0) + "\n").encode())
 
 
-def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
-    """List a split of root: a list of images, or a folder with class folders in it. Raises: DataError."""
-    if not Path(root).is_file():
-        return read_index(root, split, classes=classes)
+class ListRoot:
+    """Root that is a list of images."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
+        """Do the same as Root's method."""
+        return read_listed(self.path, split, classes=classes)
+
+    def classes(self, split: str) -> tuple[str, ...]:
+        """Return the classes of the list, which are those of both splits. Raises: DataError."""
+        return _classes(_read_list(self.path)[1])
+
+
+def read_listed(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
+    """List a split of the list root. Raises: DataError."""
     folder, splits = _read_list(Path(root))
     index = index_of(folder, splits, split)
     if classes is not None:
@@ -60,11 +73,6 @@ def index_of(folder: str, splits: Mapping[str, ByClass], split: str) -> ImageInd
         paths=[path for name in classes for path in sorted(by_class.get(name, ()))],
         labels_N=np.repeat(np.arange(len(classes), dtype=np.int64), [len(by_class.get(name, ())) for name in classes]),
     )
-
-
-def listed_classes(path: Path) -> tuple[str, ...]:
-    """Return the classes of a list. Raises: DataError."""
-    return _classes(_read_list(path)[1])
 
 
 def _leads_out(path: str) -> bool:

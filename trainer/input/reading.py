@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
+from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request, too_many_bad_images
 from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
 from bigbatch.trainer.input.retry import BatchWait, PatientReads, PendingBatch
 
@@ -78,20 +78,6 @@ class BadImages:
             if number == self._num_images:
                 raise DataError(f"all {number} images of the split are bad; the last is {error}") from error
             self.reasons[position] = str(error)
-
-
-def require_few_bad_images(reasons: Sequence[str], *, max_skipped: int | None) -> None:
-    """Raise DataError if all ranks together met more bad images than may be skipped."""
-    if len(reasons) > (max_skipped or 0):
-        raise too_many_bad_images(len(reasons), max_skipped=max_skipped or 0, last=reasons[-1])
-
-
-def too_many_bad_images(number: int, *, max_skipped: int, last: str) -> DataError:
-    """Return the error that ends a run with more bad images than it may skip."""
-    return DataError(
-        f"{number} images are bad, and data.max_skipped={max_skipped}: `bigbatch data check` lists all; the last is "
-        f"{last}"
-    )
 
 
 @dataclass(frozen=True)

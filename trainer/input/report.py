@@ -7,7 +7,7 @@ from typing import Any
 
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import READERS, AugmentConfig
-from bigbatch.trainer.input.storage import url_of
+from bigbatch.trainer.input.data_root import url_of
 
 Rates = Mapping[str, float | None]
 """Images per second of the loader and of each stage alone; None for a missing stage."""
@@ -214,7 +214,8 @@ def _on_waiting(waits: str, waited: InputWait, measured: MeasuredInput) -> str |
     alone = f"alone the input delivers {rates['loader']:,.0f} images/s, the model takes "
     alone += f"{waited.compute_images_per_second:,.0f}"
     if settings.loader not in READERS:
-        return f"{waits}: data.loader={settings.loader} makes each batch within its step ({alone})"
+        how = "" if "." in settings.loader else f": data.loader={settings.loader} makes each batch within its step"
+        return f"{waits}{how} ({alone})"
     stage = slowest_stage(rates, among=PREFETCHED)
     if min(rates[part] or 0.0 for part in ("loader", *PREFETCHED)) < waited.compute_images_per_second:
         slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){_slow_rank(measured.ranks)}"

@@ -6,15 +6,16 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Protocol
 
 from bigbatch.errors import StorageError
 from bigbatch.files import open_plain_sized
 from bigbatch.trainer.input.order import read_problem
 
-INDEX, SETTINGS, STAGED = "index.json", "pack.json", ".staged"
-"""Files of a packed split: its index, the settings of the packer, and the mark of a split that stage() wrote."""
+WEBDATASET_INDEX = "webdataset.index"
+"""File beside WebDataset's shards that holds their index."""
+TAR_BLOCK_BYTES = 512
+"""Headers and contents of a tar file fill whole blocks of this size."""
 
 Stamp = tuple[int, int]
 """Size in bytes, and time of the last change in nanoseconds."""
@@ -102,11 +103,6 @@ class ShardFiles:
     def close(self) -> None:
         """Do the same as ShardReader's method."""
         self._open.cache_clear()
-
-
-def is_packed(folder: Path) -> bool:
-    """Return whether a split holds shards of `bigbatch data pack`, perhaps unfinished."""
-    return any((folder / name).exists() for name in (INDEX, SETTINGS, STAGED))
 
 
 def shard_replaced(name: str) -> StorageError:

@@ -6,9 +6,9 @@ with the label), index.npy (one ENTRY per image, in the order of the class folde
 
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +16,10 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError
 from bigbatch.files import as_json, parse_json, read_plain
 from bigbatch.trainer.input.base import ImageSource, written_keys
+from bigbatch.trainer.input.data_root import INDEX, STAGED
 from bigbatch.trainer.input.formats import encoded_size
-from bigbatch.trainer.input.image_files import list_split
-from bigbatch.trainer.input.listed import SPLITS, listed_classes, read_images
 from bigbatch.trainer.input.order import require_same_classes
-from bigbatch.trainer.input.shard_files import INDEX, STAGED, ShardFiles, ShardReader, is_packed
-from bigbatch.trainer.input.storage import Cache, RemoteShards, Storage, url_of
-from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
-from bigbatch.trainer.input.webdataset import (
-    INDEX_FILE,
-    WebDatasetSplit,
-    find_shards,
-    read_remote_webdataset,
-    read_webdataset,
-)
-from bigbatch.trainer.input.webdataset_index import Index
+from bigbatch.trainer.input.shard_files import TAR_BLOCK_BYTES, ShardFiles, ShardReader
 
 FORMAT_VERSION = 1
 ENTRIES = "index.npy"
@@ -160,7 +149,7 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
         return f"an entry lies in none of {len(facts.shards)} shards"
     ends_N = np.array([shard.num_bytes for shard in facts.shards])[shards_N]
     # a tar member begins with a header of one block, so no image starts in the first block
-    if ((offsets_N < BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
+    if ((offsets_N < TAR_BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
         return "an entry lies outside of its shard"
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(facts.classes))).any():
         return f"a label is not one of {len(facts.classes)} classes"
@@ -169,110 +158,19 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     return None
 
 
-class DataRoot:
-    """Folder, list or address of a data set; finds its shards once, for all splits and calls."""
+class PackedRoot:
+    """Root with packed splits."""
 
-    def __init__(self, root: Path | str, *, cache: Cache | None = None, retries: bool = False) -> None:
-        """Read nothing yet. cache: local copy of data read from an object store; retries: see RemoteShards.
-
-        Raises: ConfigError.
-        """
-        self.path, url = Path(root), url_of(root)
-        self.name = url or str(self.path)
-        self._storage = Storage(url) if url else None
-        self._cache, self._retries = cache, retries
-
-    @cached_property
-    def shards(self) -> Mapping[str, Sequence[Path]]:
-        """Return the local WebDataset shards of each split; empty if there are none. Raises: DataError."""
-        return {} if self._storage else find_shards(self.path)
-
-    @cached_property
-    def _index(self) -> Index:
-        if self._storage:
-            return read_remote_webdataset(self._storage)
-        return read_webdataset(self.path, self.shards)
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-        """Open a split in any form: packed, WebDataset's shards, a list, class folders. classes: those it must have.
+        """Do the same as Root's method."""
+        return read_packed(self.path / split, classes=classes)
 
-        Raises: DataError naming shard and member, or the file that is missing, cut or damaged; StorageError.
-        """
-        if self._storage is None and is_packed(self.path / split):
-            return read_packed(self.path / split, classes=classes)
-        if self._storage is None and not self.shards:
-            return read_images(self.path, split, classes=classes)
-        reopen = partial(open_split, self.name, split, cache=self._cache, retries=self._retries)
-        files: ShardReader | None = None
-        found: PackedIndex | WebDatasetSplit
-        if facts := self._remote_facts(split):
-            shards = [(f"{split}/{shard.name}", shard.num_bytes, shard.sha256) for shard in facts.shards]
-            entries_N, files = self._remote_entries(split, facts), self._remote_files(split, shards)
-            found = PackedIndex(f"{self.name}/{split}", facts=facts, entries_N=entries_N, files=files, reopen=reopen)
-        else:
-            self._index.require(split, where=self.name)
-            if self._storage:
-                shards = [(name, size, str(version)) for name, (size, version) in self._index.shards[split]]
-                files = self._remote_files(split, shards)
-            found = WebDatasetSplit(self.name, split, self._index, files=files, reopen=reopen)
-        if classes is not None:
-            require_same_classes(self.name, found=found.classes, expected=classes)
-        return found
-
-    def classes(self, split: str) -> tuple[str, ...] | None:
-        """Return a split's sorted class names without listing images; None if there is no split. Raises: DataError."""
-        if self._storage:
-            if facts := self._remote_facts(split):
-                return facts.classes
-            if any(map(self._remote_facts, SPLITS)):
-                return None
-            return self._index.classes if split in self._index.shards else None
-        if self.path.is_file():
-            return listed_classes(self.path)
-        folder = self.path / split
-        if is_packed(folder):
-            return read_split_index(folder).classes
-        if split in self.shards:
-            return self._index.classes
-        return tuple(list_split(folder).folders) if folder.is_dir() else None
-
-    def _remote_files(self, split: str, shards: Sequence[tuple[str, int, str]]) -> RemoteShards:
-        assert self._storage is not None
-        return RemoteShards(self._storage, shards, split=split, cache=self._cache, retries=self._retries)
-
-    def _remote_facts(self, split: str) -> SplitIndex | None:
-        """Return the index.json of a packed split in an object store; None if there is none."""
-        path = f"{self.name}/{split}/{INDEX}"
-        try:
-            text = self._storage.fetch(f"{split}/{INDEX}").decode("utf-8", "replace") if self._storage else None
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            others = (INDEX_FILE, *(f"{each}/{INDEX}" for each in SPLITS if each != split))
-            if isinstance(error, PermissionError) and self._storage and any(map(self._storage.holds, others)):
-                return None
-            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-        return None if text is None else parse_split_index(text, path=path)
-
-    def _remote_entries(self, split: str, facts: SplitIndex) -> np.ndarray:
-        assert self._storage is not None
-        path = f"{self.name}/{split}/{ENTRIES}"
-        try:
-            return parse_entries(self._storage.fetch(f"{split}/{ENTRIES}"), facts, path=path)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def open_split(
-    root: Path | str,
-    split: str,
-    *,
-    classes: Sequence[str] | None = None,
-    cache: Cache | None = None,
-    retries: bool = False,
-) -> ImageSource:
-    """Open one split, as DataRoot.open does."""
-    return DataRoot(root, cache=cache, retries=retries).open(split, classes=classes)
+    def classes(self, split: str) -> tuple[str, ...]:
+        """Do the same as Root's method."""
+        return read_split_index(self.path / split).classes
 
 
 class PackedIndex:

@@ -17,7 +17,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,9 +24,9 @@ import numpy as np
 
 from bigbatch.errors import ConfigError, DataError, StorageError, print_line
 from bigbatch.files import open_sparse
+from bigbatch.trainer.input.data_root import CREDENTIALS, Cache
 from bigbatch.trainer.input.tar_headers import refuse_compressed
 
-SCHEMES = ("s3", "gs", "https", "http")
 INSTALL = "pip install 'bigbatch[storage]'"
 BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
 """Bytes per block, each with a CRC-32, and blocks per request: its latency is that of a megabyte's transfer."""
@@ -70,35 +69,9 @@ NO_ANSWER = frozenset(("ConnectionError", "ClientConnectionError", "HTTPClientEr
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Folder and size of this host's cache of data read from storage."""
-
-    folder: Path
-    num_bytes: int
-
-
-def url_of(root: Path | str) -> str | None:
-    """Return the address of a root in an object store or on a web server; None for a path. Raises: ConfigError."""
-    scheme, colon, rest = str(root).partition(":")
-    if scheme not in SCHEMES or not colon or not rest.startswith("/"):
-        return None
-    rest = rest.strip("/")  # Path makes one slash of two
-    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
-        # a password would be printed, and stored in the run folder
-        raise ConfigError(
-            f"data.root={scheme}://...: an address must hold no user, password, query or fragment; {CREDENTIALS}"
-        )
-    return f"{scheme}://{rest}"
-
-
 CERTIFICATES = (
     "check the address, or name a file with its certificate or authority in the environment: SSL_CERT_FILE, for S3 "
     "AWS_CA_BUNDLE"
-)
-CREDENTIALS = (
-    "give credentials and region as to the library: in the environment (AWS_ACCESS_KEY_ID, "
-    "GOOGLE_APPLICATION_CREDENTIALS ...) or its files"
 )
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bigbatch.errors import DataError, shortened
+from bigbatch.trainer.input.shard_files import TAR_BLOCK_BYTES
 
-BLOCK_BYTES = 512
 MAX_HEADER_BYTES, MAX_MEMBERS = 1 << 16, 4_000_000
 """Limits of an extended header (a path has at most 4,096 bytes) and of members (ImageNet has 1.3 million)."""
 MAX_END_BYTES = 1 << 20
@@ -81,14 +81,14 @@ def read_members(
     """
     offset, num_members, stated = 0, 0, dict[str, str]()
     most = _ANY_BYTES if num_bytes is None else num_bytes
-    while (block := window.at(offset, BLOCK_BYTES)) != bytes(BLOCK_BYTES):
-        kind, data_offset = block[156:157], offset + BLOCK_BYTES
+    while (block := window.at(offset, TAR_BLOCK_BYTES)) != bytes(TAR_BLOCK_BYTES):
+        kind, data_offset = block[156:157], offset + TAR_BLOCK_BYTES
         size = _stated_bytes(block, path=path, offset=offset)
         if kind == FOLDER:  # some writers state a size, though no bytes follow
             size = 0
         elif kind in FILES and (text := stated.get("size")) is not None:
             size = int(text) if text.isascii() and text.isdigit() and len(text) < 16 else _ANY_BYTES
-        offset = data_offset + -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        offset = data_offset + -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
         full_name = stated.get("path") or _name(block)
         name = full_name.rstrip("/")
         end = "/" if kind == FOLDER or name != full_name else ""
@@ -122,7 +122,7 @@ def _stated_bytes(block: bytes, *, path: str, offset: int) -> int:
     """Return the size that a header states. Raises: DataError if the block is damaged, or not a header."""
     try:
         total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
-        if len(block) < BLOCK_BYTES or int(block[148:156].strip(b" \0"), 8) != total:
+        if len(block) < TAR_BLOCK_BYTES or int(block[148:156].strip(b" \0"), 8) != total:
             raise ValueError
         if block[124] == 0x80:  # in base 256, as GNU tar writes sizes from 8 GiB on, and some writers all sizes
             return int.from_bytes(block[125:136], "big")

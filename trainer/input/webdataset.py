@@ -11,25 +11,40 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError, print_line, shortened
 from bigbatch.files import read_plain, write_whole
 from bigbatch.locks import wait_lock
-from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.base import SPLITS, ImageSource
+from bigbatch.trainer.input.data_root import FolderRoot, is_packed
 from bigbatch.trainer.input.image_files import list_split, require_one_spelling
-from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.shard_files import ShardFiles, ShardReader, Stamp, is_packed, shard_replaced, stamp_of
-from bigbatch.trainer.input.storage import Storage
-from bigbatch.trainer.input.tar_headers import BLOCK_BYTES, refuse_compressed
+from bigbatch.trainer.input.order import require_same_classes
+from bigbatch.trainer.input.shard_files import (
+    TAR_BLOCK_BYTES,
+    WEBDATASET_INDEX,
+    ShardFiles,
+    ShardReader,
+    Stamp,
+    shard_replaced,
+    stamp_of,
+)
+from bigbatch.trainer.input.tar_headers import refuse_compressed
 from bigbatch.trainer.input.webdataset_index import Index, make_index, parse_index
 from bigbatch.user_settings import measured_folder
 
-INDEX_FILE, CLASS_NAMES = "webdataset.index", "classnames.txt"
-"""Files beside the shards: the index, and one line per class for shards that number their classes."""
-REMOTE_ADVICE = f"if files cannot be listed, as over https, put the {INDEX_FILE} of a local copy beside the shards"
+if TYPE_CHECKING:
+    from bigbatch.trainer.input.storage import Storage
+
+CLASS_NAMES = "classnames.txt"
+"""File beside the shards: one line per class, for shards that number their classes."""
+REMOTE_ADVICE = (
+    f"if files cannot be listed, as over https, put the {WEBDATASET_INDEX} of a local copy beside the shards"
+)
 REINDEX = "run the same command, which indexes the shards again"
 
 
@@ -70,11 +85,11 @@ def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
     stamped = {
         split: [(os.path.relpath(path, root), _stamp(path)) for path in paths] for split, paths in shards.items()
     }
-    index = _indexed(root, stamped, places=[root / INDEX_FILE, *_cache_place(root)])
+    index = _indexed(root, stamped, places=[root / WEBDATASET_INDEX, *_cache_place(root)])
     return _with_names(index, lambda: read_plain(root / CLASS_NAMES), f"{root / CLASS_NAMES}")
 
 
-def read_remote_webdataset(storage: Storage) -> Index:
+def read_remote_webdataset(storage: "Storage") -> Index:
     """Read the index of shards in an object store, or make it by reading all shards once.
 
     Raises: DataError; StorageError.
@@ -92,10 +107,10 @@ def read_remote_webdataset(storage: Storage) -> Index:
         raise StorageError(f"{storage.url}: cannot be read ({error.strerror})") from error
 
 
-def _remote_index(storage: Storage) -> Index:
+def _remote_index(storage: "Storage") -> Index:
     try:
         with suppress(FileNotFoundError):
-            return parse_index(storage.fetch(INDEX_FILE))
+            return parse_index(storage.fetch(WEBDATASET_INDEX))
         shards: dict[str, list[tuple[str, Stamp]]] = {}
         for below in (*SPLITS, ""):
             with suppress(FileNotFoundError):
@@ -108,7 +123,7 @@ def _remote_index(storage: Storage) -> Index:
         return _indexed(storage.url, shards, places=_cache_place(storage.url), storage=storage)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{storage.url}/{INDEX_FILE}: is damaged ({shortened(error)}); remove it, or put it there again"
+            f"{storage.url}/{WEBDATASET_INDEX}: is damaged ({shortened(error)}); remove it, or put it there again"
         ) from error
 
 
@@ -130,7 +145,7 @@ def _indexed(
     stamped: Mapping[str, Sequence[tuple[str, Stamp]]],
     *,
     places: Sequence[Path],
-    storage: Storage | None = None,
+    storage: "Storage | None" = None,
 ) -> Index:
     """Return the index that is stored in one of places; if it is missing, one process of this host makes it."""
     if index := _stored(places, stamped):
@@ -195,6 +210,38 @@ def _with_names(index: Index, read: Callable[[], bytes], path: str) -> Index:
     return replace(index, classes=names)
 
 
+class WebDatasetRoot:
+    """Root with local shards; finds and indexes them once, for all splits and calls."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def shards(self) -> dict[str, list[Path]]:
+        """Return the shards of each split; empty if there are none. Raises: DataError."""
+        return find_shards(self.path)
+
+    @cached_property
+    def _index(self) -> Index:
+        return read_webdataset(self.path, self.shards)
+
+    def open(self, split: str, *, classes: Sequence[str] | None = None) -> "WebDatasetSplit":
+        """Do the same as Root's method."""
+        self._index.require(split, where=self.path)
+        found = WebDatasetSplit(self.path, split, self._index, reopen=partial(_open_again, self.path, split))
+        if classes is not None:
+            require_same_classes(self.path, found=found.classes, expected=classes)
+        return found
+
+    def classes(self, split: str) -> tuple[str, ...] | None:
+        """Do the same as Root's method."""
+        return self._index.classes if split in self.shards else FolderRoot(self.path).classes(split)
+
+
+def _open_again(path: Path, split: str) -> "WebDatasetSplit":
+    return WebDatasetRoot(path).open(split)
+
+
 class WebDatasetSplit:
     """ImageSource of one split of WebDataset's shards."""
 
@@ -241,14 +288,14 @@ class WebDatasetSplit:
         shard, offset, length, _, header, _ = self.entries_N[position].item()
         data = self._files.read(
             shard - self._first_shard,
-            BLOCK_BYTES + length,
-            offset - BLOCK_BYTES,
+            TAR_BLOCK_BYTES + length,
+            offset - TAR_BLOCK_BYTES,
             name=lambda: self.name(position),
             again=REINDEX,
         )
-        if zlib.crc32(data[:BLOCK_BYTES]) != header:
+        if zlib.crc32(data[:TAR_BLOCK_BYTES]) != header:
             raise shard_replaced(self.name(position))
-        return data[BLOCK_BYTES:]
+        return data[TAR_BLOCK_BYTES:]
 
     def close(self) -> None:
         self._files.close()

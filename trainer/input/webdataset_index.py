@@ -16,18 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError, print_line, shortened
 from bigbatch.files import open_plain, parse_json
+from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.formats import excess_bytes
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, UNREAD_SUFFIXES, is_hidden, require_one_spelling
-from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.shard_files import Stamp
-from bigbatch.trainer.input.storage import Storage
-from bigbatch.trainer.input.tar_headers import BLOCK_BYTES, Member, Window, read_members
+from bigbatch.trainer.input.shard_files import TAR_BLOCK_BYTES, Stamp
+from bigbatch.trainer.input.tar_headers import Member, Window, read_members
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.input.storage import Storage
 
 VERSION = 1
 ENTRY = np.dtype(
@@ -120,7 +122,7 @@ def parse_index(data: bytes) -> Index:
         or ends_N[-1] > len(index.names)
     ):
         raise ValueError("entries out of order")
-    if ((offsets_N < BLOCK_BYTES) | (lengths_N < 0) | (offsets_N + lengths_N > sizes[shards_N])).any():
+    if ((offsets_N < TAR_BLOCK_BYTES) | (lengths_N < 0) | (offsets_N + lengths_N > sizes[shards_N])).any():
         raise ValueError("an entry outside of its shard")
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(index.classes))).any():
         raise ValueError("a label of no class")
@@ -128,7 +130,7 @@ def parse_index(data: bytes) -> Index:
 
 
 def make_index(
-    root: Path | str, stamped: Mapping[str, Sequence[tuple[str, Stamp]]], *, storage: Storage | None = None
+    root: Path | str, stamped: Mapping[str, Sequence[tuple[str, Stamp]]], *, storage: "Storage | None" = None
 ) -> Index:
     """Make the index by reading all shards once. Raises: DataError naming shard and member; StorageError."""
     num_shards = sum(map(len, stamped.values()))
@@ -144,7 +146,7 @@ def make_index(
 
 
 @contextmanager
-def _window(path: str, num_bytes: int, storage: Storage | None) -> Iterator[Window]:
+def _window(path: str, num_bytes: int, storage: "Storage | None") -> Iterator[Window]:
     if storage is not None:
         name = path.removeprefix(f"{storage.url}/")
 
@@ -159,7 +161,7 @@ def _window(path: str, num_bytes: int, storage: Storage | None) -> Iterator[Wind
         yield Window(lambda length, offset: os.pread(file.fileno(), length, offset))
 
 
-def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) -> ShardContents:
+def index_shard(path: str, num_bytes: int, *, storage: "Storage | None" = None) -> ShardContents:
     """Return the images of one shard, with their labels. Raises: DataError naming shard and member."""
     found, seen, key, sample = ShardContents(), set[str](), "", dict[str, Member]()
     try:

@@ -21,7 +21,7 @@ from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.comm.tuning.conditions import nccl_version
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.input.shards import DataRoot
+from bigbatch.trainer.input.data_root import DataRoot
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
 from bigbatch.trainer.machine.limits import read_limits
 from bigbatch.trainer.machine.network import read_cards, read_errors, read_ports

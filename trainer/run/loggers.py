@@ -1,6 +1,5 @@
 """Loggers for the numbers of metrics.jsonl, each on a thread: TensorBoard, Weights & Biases, MLflow, and your own."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -8,11 +7,11 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-from bigbatch.errors import ConfigError, first_line, or_nearest
+from bigbatch.errors import first_line
 from bigbatch.numbers import is_number
 from bigbatch.parts import load
 from bigbatch.trainer.config.checks import LOGGERS
-from bigbatch.trainer.config.dotted import import_owner, is_of_library
+from bigbatch.trainer.config.dotted import own_class
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir
@@ -92,20 +91,7 @@ def find_loggers(config: Config) -> dict[str, Open]:
 
 def _find_own(name: str) -> Open:
     """Return how to open a logger of another package, by its import path."""
-    try:
-        module, own_name = import_owner(name)
-    except ValueError as error:
-        raise ConfigError(f"run.loggers: {error}") from error
-    found: Any = getattr(module, own_name, None)
-    if not inspect.isclass(found) or is_of_library(found, name=name):
-        classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
-        raise ConfigError(f"run.loggers: {name} is no class of your own{or_nearest(own_name, classes)}")
-    make: Callable[..., Any] = found
-    if missing := [each for each in ("log", "finish") if not callable(getattr(found, each, None))]:
-        raise ConfigError(
-            f"run.loggers: {name} has no method {' and no method '.join(missing)}: a logger has log(step, figures) and "
-            "finish()"
-        )
+    make = own_class(name, key=f"run.loggers: {name}", methods=("log", "finish"))
 
     def open_own(rundir: RunDir, tell: Say, *, stated: Mapping[str, Any], from_step: int) -> Any:
         return make(rundir.path, config=dict(stated), from_step=from_step)

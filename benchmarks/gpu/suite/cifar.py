@@ -15,8 +15,8 @@ from benchmarks.gpu.suite.context import Context, Found
 from benchmarks.gpu.suite.images import small_images
 from benchmarks.record import ratios
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.formats import open_image
-from bigbatch.trainer.input.shards import open_split
 
 RECIPE = "cifar10_10epochs"
 SCRIPTS = ("legacy/airbench94.py", "airbench94.py")

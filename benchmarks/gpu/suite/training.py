@@ -29,8 +29,8 @@ from benchmarks.record import ratios
 from bigbatch.errors import UserError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.inference.accuracy import evaluate
+from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.loaders import dali
-from bigbatch.trainer.input.shards import open_split
 
 CALIBRATION = "ResNet-50, NCHW, AMP"
 PUBLISHED = {"NVIDIA H100 80GB HBM3": 2790, "NVIDIA H200": 3079}

@@ -28,7 +28,7 @@ from benchmarks.gpu.suite.report import Target, compare_case
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.doctor.profile import activities_on
-from bigbatch.trainer.input.shards import open_split
+from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import set_tf32
 

@@ -1,4 +1,4 @@
-"""Loader of encoded images: a reader and a decoder."""
+"""Loader of encoded images: a reader and a decoder, which a table names; also for scripts that use it alone."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -11,9 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.errors import ConfigError
+from bigbatch.parts import load
+from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, LoaderSetup, Request
+from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.reading import EncodedBatch, EncodedReader, UndecodableError
 from bigbatch.trainer.input.retry import BatchWait
+
+DECODERS = {
+    "dali": "bigbatch.trainer.input.loaders.dali.DaliDecoder",
+    "torchvision": "bigbatch.trainer.input.loaders.pillow.PillowDecoder",
+}
+"""Loader of encoded images -> import path of its decoder."""
 
 
 def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
@@ -109,6 +118,76 @@ class ImageLoader:
                 # requests left over from an earlier failure come after those under way now
                 again.extendleft(reversed(under_way))
                 under_way.clear()
+
+
+def make_image_loader(
+    name: str,
+    source: ImageSource,
+    *,
+    crop: Crop,
+    image_size: int | ImageSize,
+    microbatch_size: int,
+    num_threads: int,
+    prefetch_batches: int,
+    device_id: int | None = None,
+    hardware_share: float = 0.65,
+    pin_memory: bool = False,
+    patience_seconds: float = 20.0,
+    max_skipped: int | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> ImageLoader:
+    """Make a loader that reads and decodes prefetch_batches ahead, with num_threads decoding threads.
+
+    name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
+    copies to a GPU). patience_seconds, max_skipped and max_pixels: see EncodedReader; hardware_share: see
+    DaliDecoder.
+    Raises: ConfigError for another name, or for dali if it is not installed.
+    """
+    if name not in DECODERS:
+        raise ConfigError(f"{name!r} is not a loader of images: name one of {', '.join(DECODERS)}")
+    make_decoder = load(DECODERS[name])
+    if name == "dali":
+        decoder = make_decoder(
+            microbatch_size=microbatch_size,
+            device_id=device_id,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+            hardware_share=hardware_share,
+        )
+    else:
+        decoder = make_decoder(num_threads=num_threads, prefetch_batches=prefetch_batches, pin_memory=pin_memory)
+    reader = EncodedReader(
+        source=source,
+        crop=crop,
+        image_size=image_size if callable(image_size) else lambda epoch: image_size,
+        microbatch_size=microbatch_size,
+        # two reading threads can feed many decoders, and leave them the cores; slow storage makes the reader start more
+        num_threads=min(2, num_threads),
+        prefetch_batches=prefetch_batches,
+        patience_seconds=patience_seconds,
+        max_skipped=max_skipped,
+        max_pixels=max_pixels,
+    )
+    return ImageLoader(reader, decoder)
+
+
+def make_loader(setup: LoaderSetup) -> ImageLoader:
+    """Make the loader that data.loader names. Raises: ConfigError."""
+    data, device = setup.data, setup.device
+    return make_image_loader(
+        data.loader,
+        setup.source,
+        crop=setup.crop,
+        image_size=setup.image_size,
+        microbatch_size=setup.microbatch_size,
+        num_threads=data.num_threads,
+        prefetch_batches=data.prefetch_batches,
+        device_id=device.index,
+        pin_memory=device.type == "cuda",
+        patience_seconds=data.patience_seconds,
+        max_skipped=data.max_skipped,
+        max_pixels=setup.max_pixels,
+    )
 
 
 PARTS_PER_THREAD = 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop
-from bigbatch.trainer.input.base import Batch, Crop, ImageSource, Request
+from bigbatch.trainer.input.base import Batch, Crop, ImageSource, LoaderSetup, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.prepare_batch import on_device
 from bigbatch.trainer.input.retry import PatientReads
@@ -93,6 +93,22 @@ class ResidentLoader:
             valid_B=torch.from_numpy(request.valid_B),
             request=request,
         )
+
+
+def make_loader(setup: LoaderSetup) -> ResidentLoader:
+    """Make the loader, as the config states. Raises: DataError."""
+    data = setup.data
+    return ResidentLoader(
+        index=setup.source,
+        crop=setup.crop,
+        image_size=data.image_size,
+        microbatch_size=setup.microbatch_size,
+        device=setup.device,
+        is_on_host=data.resident_on == "host",
+        num_threads=data.num_threads,
+        patience_seconds=data.patience_seconds,
+        max_pixels=setup.max_pixels,
+    )
 
 
 def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.ndarray, flips_B: np.ndarray) -> Tensor:

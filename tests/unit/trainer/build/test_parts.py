@@ -29,6 +29,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.input.loaders import resident
 from bigbatch.trainer.machine import host
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import BlurConv2d
@@ -234,7 +235,7 @@ def test_resident_images_lie_where_the_config_states(
 ) -> None:
     write_images(tmp_path)
     made: list[bool] = []
-    monkeypatch.setattr(build_input, "ResidentLoader", lambda **facts: made.append(facts["is_on_host"]))
+    monkeypatch.setattr(resident, "ResidentLoader", lambda **facts: made.append(facts["is_on_host"]))
     config = cifar10(tmp_path, f"data.resident_on={where}")
     build_input.make_splits(config, one_rank())
     assert made == [where == "host"] * 2

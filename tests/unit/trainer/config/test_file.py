@@ -117,7 +117,7 @@ def test_dicts_for_other_packages_go_through_a_command_line_and_a_file(key, valu
         ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "[float, float, float]"),
         ("run.directory", "null", "null", "str"),
         ("data.root", "NULL", "null", "str"),
-        ("data.loader", "ffcv", "ffcv", "one of 'dali', 'torchvision', 'resident', 'synthetic'"),
+        ("data.crop", "center", "center", "one of 'resized', 'padded'"),
     ],
 )
 def test_load_config_refuses_a_wrong_type(key, text, shown, legal, write):

@@ -16,6 +16,9 @@ from bigbatch.trainer.in_python import train
 from bigbatch.trainer.models.foreign import make_foreign
 
 KEYS: dict[str, Callable[[str], list[str]]] = {
+    "augment.custom": lambda name: [f"--augment.custom={{x: {{name: {name}, options: {{args: id}}}}}}"],
+    "data.loader": lambda name: [f"--data.loader={name}"],
+    "data.root": lambda name: [f"--data.root=class:{name}:id"],
     "model.name": lambda name: [f"--model.name={name}"],
     "optimizer.name": lambda name: [f"--optimizer.name={name}"],
     "schedule.name": lambda name: [f"--schedule.name={name}"],

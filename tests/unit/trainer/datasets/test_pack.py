@@ -32,8 +32,8 @@ from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, cut_into_shards, pack, shrink, tar_member
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.datasets.verify_shards import verify
+from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.order import read_index
-from bigbatch.trainer.input.shards import open_split
 
 RECIPE = PackRecipe(shard_bytes=12_000)
 CUBIC = vision.InterpolationMode.BICUBIC

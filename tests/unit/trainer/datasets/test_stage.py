@@ -28,7 +28,7 @@ from bigbatch.trainer.datasets import stage as stage_module
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.stage import stage, using_copy
 from bigbatch.trainer.datasets.verify_shards import verify
-from bigbatch.trainer.input.shards import open_split
+from bigbatch.trainer.input.data_root import open_split
 
 FILES = {
     f"{split}/{name}/{n}.jpg": sample_images.encoded(sample_images.smooth_image(n))

@@ -21,8 +21,8 @@ from bigbatch.trainer.init.labels import Labels, read_labels
 from bigbatch.trainer.init.layout import find_layout, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
+from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.order import read_index
-from bigbatch.trainer.input.shards import open_split
 
 IMAGES = [encoded(smooth_image(seed, 50, 40)) for seed in range(24)]
 

@@ -18,11 +18,11 @@ from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import order
 from bigbatch.trainer.input.base import Request
+from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.formats import open_image
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
+from bigbatch.trainer.input.loaders.encoded import make_image_loader
 from bigbatch.trainer.input.order import eval_requests, read_index
-from bigbatch.trainer.input.shards import open_split
 
 SIZE = 48
 CROP = random_resized_crop(seed=3)

@@ -12,8 +12,8 @@ from sample_images import encoded, smooth_image, write
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.input.data_root import DataRoot, open_split
 from bigbatch.trainer.input.listed import write_list
-from bigbatch.trainer.input.shards import DataRoot, open_split
 
 SPLITS = {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "1.jpg"]}, "val": {"b": [], "a": ["x/4.jpg"]}}
 

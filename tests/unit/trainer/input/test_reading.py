@@ -25,10 +25,10 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import reading, retry
 from bigbatch.trainer.input.base import Request
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.data_root import open_split
+from bigbatch.trainer.input.loaders.encoded import make_image_loader
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.reading import MAX_THREADS, ReadingThreads
-from bigbatch.trainer.input.shards import open_split
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 60.0}
 STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -24,8 +24,9 @@ from sample_images import exif, write
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.order import ImageIndex, eval_requests, read_index
-from bigbatch.trainer.input.shards import PackedIndex, open_split, read_packed
+from bigbatch.trainer.input.shards import PackedIndex, read_packed
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
 
@@ -327,7 +328,7 @@ def test_shards_parts_of_a_read_are_put_together(packed, monkeypatch):
 LIMITED = """
 import os, resource, sys
 from pathlib import Path
-from bigbatch.trainer.input.shards import open_split
+from bigbatch.trainer.input.data_root import open_split
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 splits = [open_split(Path(sys.argv[1]), split) for split in ("train", "val")]
 def read_all():

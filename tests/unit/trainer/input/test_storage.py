@@ -31,8 +31,9 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import storage, webdataset, webdataset_index
+from bigbatch.trainer.input.data_root import Cache, DataRoot, open_split, url_of
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
-from bigbatch.trainer.input.shards import DataRoot, open_split
+from bigbatch.trainer.input.shard_files import WEBDATASET_INDEX
 
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -171,7 +172,7 @@ def batches(make, index, *, start_step=0):
 
 
 def test_storage_batches_are_those_of_the_folder_before_and_after_a_resume(make, bucket, folder, faults, tmp_path):
-    cache = storage.Cache(tmp_path / "cache", 10**9)
+    cache = Cache(tmp_path / "cache", 10**9)
     for start_step in (0, 4):
         ours = open_split(bucket, "train", cache=cache)
         theirs = read_index(folder, "train")
@@ -209,7 +210,7 @@ def test_storage_names_a_tar_without_an_end_mark_as_cut_off_at_once(endpoint, pa
     (tmp_path / "cut/train").mkdir(parents=True)
     (tmp_path / "cut/train/0.tar").write_bytes(whole.ljust(-(-len(whole) // 512) * 512, b"\0"))
     OWN.append(f"own-{len(OWN)}")
-    root = storage.Storage(str(storage.url_of(upload(tmp_path / "cut", OWN[-1], endpoint))))
+    root = storage.Storage(str(url_of(upload(tmp_path / "cut", OWN[-1], endpoint))))
     ((name, num_bytes, _),) = root.shards("train")
     monkeypatch.setattr(storage, "RETRY_PAUSES", ())  # a fetch behind the end fails each time
     with pytest.raises(DataError, match=naming("0.tar", "is cut off", "fetch it again")):
@@ -233,10 +234,10 @@ def test_storage_of_webdataset_is_indexed_by_one_process_and_need_not_be_listed_
     OWN.append(f"own-{len(OWN)}")
     root = upload(tmp_path / "tars", OWN[-1], endpoint)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(webdataset.read_remote_webdataset, [storage.Storage(str(storage.url_of(root)))] * 2))
+        list(threads.map(webdataset.read_remote_webdataset, [storage.Storage(str(url_of(root)))] * 2))
     assert len(made) == 1
     (index,) = (tmp_path / "own/webdataset").iterdir()
-    s3fs.S3FileSystem().put(str(index), f"{root.name}/{webdataset.INDEX_FILE}")
+    s3fs.S3FileSystem().put(str(index), f"{root.name}/{WEBDATASET_INDEX}")
     faults.hides_missing = True
     assert held(open_split(root, "train")) == held(read_index(folder, "train"))
     assert DataRoot(root).classes("val") == ("0", "1")
@@ -381,7 +382,7 @@ def gs_bucket(packed, monkeypatch):
 
 def test_storage_at_gs_is_read_and_listed(gs_bucket, folder, tmp_path):
     expected = held(read_index(folder, "train"))
-    assert held(open_split(gs_bucket, "train", cache=storage.Cache(tmp_path / "cache", 10**9))) == expected
+    assert held(open_split(gs_bucket, "train", cache=Cache(tmp_path / "cache", 10**9))) == expected
     for name in ("index.json", "index.npy"):
         GsBucket().rm_file(f"gs://images/train/{name}")
     assert held(open_split(gs_bucket, "train", classes=("0", "1"))) == expected
@@ -403,7 +404,7 @@ def test_storage_cache_keeps_what_fits_and_notices_damage(bucket, folder, faults
     monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
     monkeypatch.setattr(storage, "FETCH_BLOCKS", 4)
     expected = held(read_index(folder, "train"))
-    small = storage.Cache(tmp_path / "small", 20_000)
+    small = Cache(tmp_path / "small", 20_000)
     for _ in range(2):
         assert held(open_split(bucket, "train", cache=small)) == expected
     (kept,) = (tmp_path / "small").iterdir()
@@ -413,7 +414,7 @@ def test_storage_cache_keeps_what_fits_and_notices_damage(bucket, folder, faults
     damaged[5000:9000] = bytes(4000)
     kept.write_bytes(damaged)
     assert held(open_split(bucket, "train", cache=small)) == expected
-    large = storage.Cache(tmp_path / "large", 10**9)
+    large = Cache(tmp_path / "large", 10**9)
     held(open_split(bucket, "train", cache=large))
     faults.gets.clear()
     assert held(open_split(bucket, "train", cache=large)) == expected
@@ -423,16 +424,16 @@ def test_storage_cache_keeps_what_fits_and_notices_damage(bucket, folder, faults
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert held(open_split(bucket, "train", cache=storage.Cache(tmp_path / "full", 10**9))) == expected
+    assert held(open_split(bucket, "train", cache=Cache(tmp_path / "full", 10**9))) == expected
     assert capsys.readouterr().err.count("the cache keeps nothing more (No space left on device)") == 1
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=naming(tmp_path / "file", "data.cache_dir")):
-        open_split(bucket, "train", cache=storage.Cache(tmp_path / "file", 10**9))
+        open_split(bucket, "train", cache=Cache(tmp_path / "file", 10**9))
 
 
 @pytest.mark.long
 def test_storage_cache_of_a_replaced_set_makes_room(own_bucket, folder, tmp_path):
-    cache = storage.Cache(tmp_path / "cache", 10**9)
+    cache = Cache(tmp_path / "cache", 10**9)
     held(open_split(own_bucket, "train", cache=cache))
     (before,) = (tmp_path / "cache").iterdir()
     write(folder, {})
@@ -543,7 +544,7 @@ def web(packed):
 
 
 def test_storage_on_a_web_server(web, folder, tmp_path):
-    found = open_split(Path(web), "train", cache=storage.Cache(tmp_path, 10**9))
+    found = open_split(Path(web), "train", cache=Cache(tmp_path, 10**9))
     assert held(found) == held(read_index(folder, "train"))
     assert found.sizes(np.array([0])).tolist() == [[70, 90]]
     with pytest.raises(StorageError, match=naming("/whole/train/shard-000000.tar", "ranges")):

@@ -22,8 +22,8 @@ from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.stage import stage
 from bigbatch.trainer.init.layout import find_layout
 from bigbatch.trainer.input import webdataset
+from bigbatch.trainer.input.data_root import DataRoot, open_split
 from bigbatch.trainer.input.order import read_index
-from bigbatch.trainer.input.shards import DataRoot, open_split
 
 IMAGES = [encoded(smooth_image(seed, 90, 70), ("JPEG", "PNG", "WEBP")[seed % 3]) for seed in range(12)]
 SUFFIXES = ("jpg", "png", "webp")

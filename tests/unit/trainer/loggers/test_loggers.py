@@ -409,11 +409,12 @@ def test_loggers_of_another_package_get_config_and_figures_of_a_run(
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("my_loggers.Csw", "no class of your own; the nearest is Csv"),
-        ("my_loggers.function", "no class of your own"),
-        ("my_loggers.Silent", "no method finish"),
+        ("my_loggers.Csw", "has no Csw; the nearest is Csv"),
+        ("my_loggers.function", "must be a class with the methods log, finish"),
+        ("my_loggers.Silent", "has no finish"),
         ("other_loggers.Csv", "No module named 'other_loggers'"),
-        ("torch.nn.Linear", "no class of your own"),
+        ("logging.StreamHandler", "has no log"),
+        ("torch.utils.tensorboard.SummaryWriter", "has no log"),
     ],
 )
 def test_loggers_that_are_none_are_refused_at_the_start(

@@ -26,6 +26,7 @@ ANOTHER = {
     "augment.erasing_probability": 0.1,
     "augment.mixup_alpha": 0.2,
     "augment.cutmix_alpha": 0.2,
+    "augment.custom": "{invert: own_input.Invert}",
     "model.name": "resnet18",
     "model.options.blurpool": "true",
     "model.weights": "some.pt",

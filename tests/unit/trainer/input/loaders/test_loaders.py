@@ -19,8 +19,8 @@ from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resi
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import encoded_size, jpeg_size, open_image, png_size, webp_size
 from bigbatch.trainer.input.loaders import dali
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
+from bigbatch.trainer.input.loaders.encoded import make_image_loader
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index

@@ -20,8 +20,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.loaders import pillow
-from bigbatch.trainer.input.loaders.by_name import make_image_loader
-from bigbatch.trainer.input.loaders.encoded import ImageLoader, as_batch
+from bigbatch.trainer.input.loaders.encoded import ImageLoader, as_batch, make_image_loader
 from bigbatch.trainer.input.loaders.probe import NUM_KEPT, probe_input
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index

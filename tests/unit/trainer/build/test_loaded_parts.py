@@ -1,0 +1,66 @@
+"""A run imports the loaders, forms of data and augmentations that its config and its data name, and no others."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_process import from_checkout
+from sample_images import encoded, smooth_image, write
+
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
+
+READS = """
+import json, sys
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.config.file import load_config
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import ALONE
+
+config, communicator = load_config(["--config", "quickstart", *sys.argv[1:]]), connect(env=ALONE, backend="gloo")
+splits = build_input.make_splits(config, communicator)
+prepare = build_input.make_prepare(
+    config, communicator, normalize=build_input.make_normalize(config, communicator)
+)
+for batch in build_input.eval_batches(config, communicator, splits.val):
+    prepare(batch)
+splits.close()
+names = [name.removeprefix("bigbatch.trainer.") for name in sys.modules]
+print(json.dumps([name for name in names if name.startswith(("input.", "augment.", "datasets."))]))
+"""
+CORE = {
+    *("augment.crops", "augment.pipeline"),
+    *(f"input.{name}" for name in ("base", "data_root", "formats", "image_files", "order", "prepare_batch")),
+    *("input.reading", "input.retry", "input.loaders", "input.loaders.encoded", "input.loaders.pillow"),
+}
+SHARDS = {"input.shards", "input.shard_files"}
+
+
+def loaded(*words: str) -> set[str]:
+    command = [sys.executable, "-c", READS, "--data.loader=torchvision", "--data.num_classes=2", *words]
+    command += ["--batch.global_batch_size=4", "--batch.microbatch_size=4", "--batch.bn_span=4"]
+    return set(json.loads(subprocess.run(command, env=from_checkout(), check=True, capture_output=True).stdout))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = {f"{split}/{name}/0.jpg": encoded(smooth_image(0, 40, 40)) for split in ("train", "val") for name in "ab"}
+    return write(tmp_path_factory.mktemp("folders") / "images", files)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], set()),
+        (["--augment.cutout_size=4"], {"augment.cutout"}),
+        (["--augment.mixup_alpha=0.2"], {"augment.mix"}),
+    ],
+)
+def test_class_folders_load_the_core_and_what_is_named(words: list[str], parts: set[str], folders: Path) -> None:
+    assert loaded(f"--data.root={folders}", *words) == CORE | parts
+
+
+def test_packed_shards_load_their_reader_alone(folders: Path, tmp_path: Path) -> None:
+    pack(folders, tmp_path / "packed", recipe=PackRecipe())
+    assert loaded(f"--data.root={tmp_path}/packed") == CORE | SHARDS

@@ -1,0 +1,45 @@
+"""Loaders of other packages: data.loader names a class by its import path."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.dotted import make_own
+from bigbatch.trainer.input.base import Batch, Loader, LoaderSetup, Request
+
+
+class OwnLoader:
+    """Loader of another package; checks that each batch answers its request."""
+
+    def __init__(self, loader: Loader, setup: LoaderSetup) -> None:
+        self._loader, self._setup = loader, setup
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """Do the same as Loader's method. Raises: ConfigError in one line for a batch of another kind."""
+        for batch in self._loader.load(requests):
+            if fault := self._fault(batch):
+                raise ConfigError(f"data.loader={self._setup.data.loader}: {fault}")
+            yield batch
+
+    def close(self) -> None:
+        """Do the same as Loader's method."""
+        self._loader.close()
+
+    def _fault(self, batch: object) -> str | None:
+        if not isinstance(batch, Batch):
+            return f"yields a {type(batch).__name__}, not a bigbatch.trainer.input.base.Batch"
+        num, size = len(batch.request.indices_B), self._setup.image_size(batch.request.epoch)
+        expected = {"images_BCHW": (num, 3, size, size), "labels_B": (num,), "valid_B": (num,)}
+        dtypes = {"images_BCHW": torch.uint8, "labels_B": torch.int64, "valid_B": torch.bool}
+        for name, shape in expected.items():
+            tensor, dtype = getattr(batch, name), dtypes[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                return f"yields {name} of {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}"
+        return None
+
+
+def make_loader(setup: LoaderSetup) -> OwnLoader:
+    """Make the loader that data.loader names: its class is called with setup. Raises: ConfigError."""
+    name = setup.data.loader
+    return OwnLoader(make_own(name, setup, key=f"data.loader={name}", methods=("load", "close")), setup)
