@@ -91,7 +91,6 @@ def build_run(
                 env=job.env,
                 ask_to_stop=parts.stop.ask,
                 log=inherited.log or MetricsLog(RunDir(Path(config.run.directory))),
-                mode_record=job.mode_record,
                 is_quiet=is_quiet,
             ),
             hooks=hooks,

@@ -26,8 +26,6 @@ class JoinedRank:
     """Line for the log: where the data was staged."""
     mode_note: str = ""
     """Line for the log: how compute.mode=auto chose."""
-    mode_record: str = ""
-    """Record of that choice, for the run folder."""
 
     def describe_placement(self, config: Config, splits: Splits, start: ResumePoint) -> list[str]:
         """Return lines for the log: how this process is placed, and where its data lies."""

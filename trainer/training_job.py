@@ -7,24 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import PeerLostError, ReplicasDiffer
-from bigbatch.trainer.build.images import num_train_samples
+from bigbatch.trainer.build.compute_mode import choose_as_launched, choose_in_job
 from bigbatch.trainer.build.input import list_images
 from bigbatch.trainer.build.parts import can_keep_parts
 from bigbatch.trainer.build.staging import stage_data, using_staged
 from bigbatch.trainer.build_run import Inherited, build_run
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.healing import Healed, Ownership, can_heal, heal
 from bigbatch.trainer.joined_rank import JoinedRank
 from bigbatch.trainer.joining import Facts, admit_ranks, facts_of, find_join_requests, join_running_job
-from bigbatch.trainer.memory.largest_batch import free_memory
+from bigbatch.trainer.machine.memory import free_memory
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.step.stop_request import Joining, StopRequest
 from bigbatch.trainer.training_loop import TrainingHooks
 from bigbatch.trainer.training_run import TrainingRun
-from bigbatch.user_settings import measured_folder
 
 
 class TrainingJob:
@@ -52,7 +50,7 @@ class TrainingJob:
 
     def describe(self) -> dict[str, Any]:
         """Print what train() would do. Raises: UserError."""
-        self._prepare(is_dry_run=True)
+        self._prepare()
         inherited = replace(self._inherited, stop=StopRequest(takes_signals=False))
         return self._build_run(self.config, self.job, owner=None, inherited=inherited).describe()
 
@@ -66,30 +64,25 @@ class TrainingJob:
                 self._join()
             else:
                 self._ownership.take(self.job.communicator.control)
-                self._prepare(is_dry_run=False)
+                self._prepare()
             while recover := self._run():
                 # only now: an error's frames held the run's tensors; the next step uses the host's memory again
                 free_memory(self.job.communicator.device, keeps_host=True)
                 recover()
             return self._summary
 
-    def _prepare(self, *, is_dry_run: bool) -> None:
+    def _prepare(self) -> None:
         """Stage and list the data, and choose the compute mode."""
         config, communicator = self.config, self.job.communicator
         local, staged = stage_data(config, communicator)
         images = list_images(local, communicator)
-        chosen = choose_mode(
-            config,
-            communicator,
-            num_samples=num_train_samples(config, images),
-            kept=self._rundir.mode,
-            folder=measured_folder("modes"),
-            is_dry_run=is_dry_run,
-        )
+        chosen = choose_in_job(config, communicator)
         self.config, self._inherited = chosen.config, replace(self._inherited, images=images)
-        self.job = replace(self.job, staged=staged, mode_note=chosen.note, mode_record=chosen.text)
+        self.job = replace(self.job, staged=staged, mode_note=chosen.note)
 
     def _join(self) -> None:
+        device, world_size = self.job.communicator.device, self.job.env.world_size
+        self.config = choose_as_launched(self.config, device, world_size=world_size).config
         arrived = join_running_job(self.config, self.job, ownership=self._ownership)
         self._inherited = replace(self._inherited, splits=arrived.splits, parts=arrived.parts)
         self._back_at = arrived.back_at
