@@ -1,16 +1,19 @@
 """A rank that has joined its job, before it builds a run."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.machine.host import describe_load
 from bigbatch.trainer.run.resume import ResumePoint
+
+if TYPE_CHECKING:
+    from bigbatch.comm.tuning.tuned import Tuned
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class JoinedRank:
 
     communicator: Communicator
     env: ProcessEnv
-    tuned: Tuned | None
+    tuned: "Tuned | None"
     bound: str | None
     """Line for the log: the cores to which this process is bound."""
     staged: str | None = None

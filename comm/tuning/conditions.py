@@ -16,7 +16,6 @@ import torch
 from bigbatch import __version__
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.tuning.tuned import ClusterFacts, make_cluster
 
 BUILT_FROM = Path(__file__).with_name("built_from.txt")
 """File with the commit in a container image, which is built without git."""
@@ -69,22 +68,11 @@ def gather_conditions(communicator: Communicator) -> Conditions:
         launcher=communicator.env.started_by,
         backend=communicator.backend.name,
         predivide=communicator.wire.predivide,
-        **_settings(communicator),
+        **settings_of(communicator),
     )
 
 
-def gather_cluster(communicator: Communicator) -> ClusterFacts:
-    """Return the facts of this cluster that must equal those of a tuned file. Collective."""
-    devices = set(communicator.gather_text(device_name(communicator.device)))
-    return make_cluster(
-        communicator.topology.groups,
-        backend=communicator.backend.name,
-        device=", ".join(sorted(devices)),
-        **_settings(communicator),
-    )
-
-
-def _settings(communicator: Communicator) -> dict[str, Any]:
+def settings_of(communicator: Communicator) -> dict[str, Any]:
     """Return the values of SETTINGS, as given to connect()."""
     wire = communicator.wire
     return {

@@ -3,10 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
@@ -15,6 +14,9 @@ from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.loop import Steps
 from bigbatch.trainer.step.plan import Parts
+
+if TYPE_CHECKING:
+    from bigbatch.comm.tuning.tuned import Tuned
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def few_steps(
     num_steps: int,
     say: Callable[[str], None],
     schedule: Callable[[int], float] | None = None,
-    tuned: Tuned | None = None,
+    tuned: "Tuned | None" = None,
 ) -> Iterator[tuple[Parts, Callable[..., str | None]]]:
     """Yield the parts of a training of num_steps steps, and run(on_report, after_step), which trains. Collective.
 

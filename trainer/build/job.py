@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,8 +11,6 @@ from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.regroup import Group
-from bigbatch.comm.tuning.conditions import gather_cluster
-from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
 from bigbatch.errors import ConfigError, TunedError, UserError
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config
@@ -20,6 +19,9 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import set_deterministic, set_up_process
 from bigbatch.trainer.step.precision import set_tf32
 
+if TYPE_CHECKING:
+    from bigbatch.comm.tuning.tuned import Tuned
+
 
 def join_job(
     config: Config,
@@ -27,7 +29,7 @@ def join_job(
     *,
     group: Group | None = None,
     device: torch.device | None = None,
-) -> tuple[Communicator, Tuned | None]:
+) -> "tuple[Communicator, Tuned | None]":
     """Meet the other ranks, check that all run the same experiment, and read comm.table. Collective.
 
     group: the ranks left after a rank failure; env is then that group's, and device the one that this rank has.
@@ -96,13 +98,16 @@ def bind_rank(config: Config, env: ProcessEnv) -> str | None:
     return bind(device=device, local_rank=env.local_rank, local_size=env.local_size)
 
 
-def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
+def gather_tuned(config: Config, communicator: Communicator) -> "Tuned | None":
     """Return comm.table as rank 0 reads it, if it was made on this cluster; None without a table. Collective.
 
     Raises: TunedError, on all ranks alike.
     """
     if config.comm.table is None:
         return None
+    from bigbatch.comm.tuning.cluster import gather_cluster  # only for this key
+    from bigbatch.comm.tuning.tuned import parse_tuned, read_text
+
     path, text, problem = Path(config.comm.table), "", ""
     if communicator.rank == 0:
         try:
@@ -130,7 +135,7 @@ def without_choices(config: Config, *, world_size: int) -> Config:
     return replace(config, batch=batch, comm=comm)
 
 
-def fusion_sizes(config: Config, tuned: Tuned | None = None) -> PlanSizes:
+def fusion_sizes(config: Config, tuned: "Tuned | None" = None) -> PlanSizes:
     """Return the config's fusion sizes; for null the tuned ones, or DEFAULT_SIZES without a table."""
     comm, others = config.comm, tuned.sizes if tuned else DEFAULT_SIZES
     return PlanSizes(

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from bigbatch.comm.gradients.broadcast import Start
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
-from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_
@@ -42,13 +42,16 @@ from bigbatch.trainer.step.precision import Precision, shard_update
 from bigbatch.trainer.step.statistics import GridStatistics, StepStatistics
 from bigbatch.trainer.step.stop_request import StopRequest
 
+if TYPE_CHECKING:
+    from bigbatch.comm.tuning.tuned import Tuned
+
 
 def make_parts(
     config: Config,
     communicator: Communicator,
     *,
     plan: Plan,
-    tuned: Tuned | None,
+    tuned: "Tuned | None",
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
     train: build_input.Split | None = None,
@@ -219,7 +222,7 @@ def _make_reducer(
     *,
     grid: Grid | None,
     exposed: ExposedTime,
-    tuned: Tuned | None,
+    tuned: "Tuned | None",
     gradient_order: str | None,
     weights: Start,
 ) -> GradientReducer:

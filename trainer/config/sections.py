@@ -27,6 +27,7 @@ OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "lion", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 ModeKey = Literal["batch.microbatch_size", "compute.compile", "compute.cuda_graph"]
 MODE_KEYS: tuple[str, ...] = get_args(ModeKey)  # chosen by compute.mode=auto, unless the user states them
+RANGE_TEST = "schedule.range_test"
 READING_KEYS = (  # where and how images are read, not which
     *("data.num_threads", "data.prefetch_batches", "data.patience_seconds", "data.bind_numa", "data.probe_seconds"),
     *("data.stage", "data.keep_staged", "data.cache_dir", "data.cache_gb"),
