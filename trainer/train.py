@@ -6,7 +6,7 @@ from typing import Any
 
 from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of, tell
+from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of, print_line, tell
 from bigbatch.exit_codes import LOST
 from bigbatch.trainer.build.compute_mode import choose_mode, describe_mode
 from bigbatch.trainer.build.job import bind_rank, join_job
@@ -34,9 +34,8 @@ def main(argv: Sequence[str]) -> int:
     if is_dry_run:  # a dry run copies nothing
         config = replace(config, data=replace(config.data, stage=None))
     if (num_gpus := dry_run_gpus(argv)) is not None:
-        print(
-            choose_mode(config, world_size=num_gpus).note or f"compute.mode eager: {describe_mode(config)}, as stated"
-        )
+        note = choose_mode(config, world_size=num_gpus).note
+        print_line(note or f"compute.mode eager: {describe_mode(config)}, as stated")
         return 0
     skip_compiler_import()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
