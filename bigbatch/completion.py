@@ -13,7 +13,7 @@ from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.start import make_parser as make_launch_parser
 from bigbatch.trainer.config.file import packaged_configs
 from bigbatch.trainer.config.kinds import OPTION_KEYS
-from bigbatch.trainer.config.options import FLAGS
+from bigbatch.trainer.config.options import FLAGS, GPUS
 from bigbatch.trainer.config.schema import KEYS
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.subcommands import make_parser as make_data_parser
@@ -108,7 +108,7 @@ SHELLS: dict[str, Callable[[], str]] = {"bash": _bash, "zsh": lambda: ZSH.format
 
 def _words() -> dict[str, str]:
     launch = ("--dry-run", "--python", *(option.flag for option in JOB_OPTIONS))
-    keys = ("--config", *FLAGS, TRUST, *(f"--{key}" for key in (*KEYS, *OPTION_KEYS)))
+    keys = ("--config", *FLAGS, GPUS, TRUST, *(f"--{key}" for key in (*KEYS, *OPTION_KEYS)))
     parts = {"commands": COMMANDS, "names": packaged_configs(), "launch": launch, "keys": keys}
     return {name: " ".join(words) for name, words in parts.items()}
 

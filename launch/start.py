@@ -10,7 +10,6 @@ from functools import partial
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import JobRefused, LaunchOptionError, or_nearest, print_line, tell
 from bigbatch.exit_codes import UNFIT
-from bigbatch.launch.emulate import subcommands as emulate
 from bigbatch.launch.jobs.check import check_job, require_forwarded
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command, write_hostfile
@@ -20,7 +19,11 @@ from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.mpirun import preflight_hosts, preflight_line
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script, run_and_show
+from bigbatch.parts import load
 from bigbatch.paths import as_path
+
+EMULATE = "bigbatch.launch.emulate.subcommands.main"
+"""Import path of `bigbatch launch emulate`, loaded when a command names it."""
 
 FOREIGN_OPTIONS = {
     **dict.fromkeys(("-n", "-np", "--np", "--ntasks"), "--ranks"),
@@ -41,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a subcommand of `bigbatch launch`; return the job's exit code, or 0 for a submitted job."""
     words = list(argv)
     if words[:1] == ["emulate"]:
-        return emulate.main(words[1:], environ=os.environ)
+        return int(load(EMULATE)(words[1:], environ=os.environ))
     split = words.index("--") if "--" in words else len(words)
     parser = make_parser()
     arguments, others = parser.parse_known_args(words[:split])

@@ -84,7 +84,6 @@ def build_run(
             env=job.env,
             ask_to_stop=stop.ask,
             log=begin.log,
-            mode_record=job.mode_record,
             is_quiet=is_quiet,
         )
         observed = Observed(

@@ -17,6 +17,7 @@ from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
 from bigbatch.errors import ConfigError, PeerLostError, ReplicasDiffer
 from bigbatch.exit_codes import LOST
 from bigbatch.parts import load
+from bigbatch.trainer.build.compute_mode import choose_as_launched
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.build.parts import can_keep_parts
 from bigbatch.trainer.config.batch import divide_batch
@@ -46,6 +47,8 @@ class InPlace:
     def enter(self, start: RunStart) -> RunStart | None:
         if not start.job.env.joins:
             return None
+        device, world_size = start.job.communicator.device, start.job.env.world_size
+        start = replace(start, config=choose_as_launched(start.config, device, world_size=world_size).config)
         arrived = load("bigbatch.trainer.joining.join_running_job")(start.config, start.job, ownership=self._ownership)
         self._restart.back_at = arrived.back_at
         return _continue(replace(start, splits=arrived.splits, parts=arrived.parts), arrived.healed)

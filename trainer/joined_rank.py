@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import UserError
 from bigbatch.exit_codes import LOST
 from bigbatch.parts import load
@@ -16,6 +16,9 @@ from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.machine.host import describe_load
 from bigbatch.trainer.run.resume import ResumePoint
 
+if TYPE_CHECKING:
+    from bigbatch.comm.tuning.tuned import Tuned
+
 
 @dataclass(frozen=True)
 class JoinedRank:
@@ -23,15 +26,13 @@ class JoinedRank:
 
     communicator: Communicator
     env: ProcessEnv
-    tuned: Tuned | None
+    tuned: "Tuned | None"
     bound: str | None
     """Line for the log: the cores to which this process is bound."""
     staged: str | None = None
     """Line for the log: where the data was staged."""
     mode_note: str = ""
     """Line for the log: how compute.mode=auto chose."""
-    mode_record: str = ""
-    """Record of that choice, for the run folder."""
 
     def describe_placement(self, config: Config, splits: Splits, start: ResumePoint) -> list[str]:
         """Return lines for the log: how this process is placed, and where its data lies."""

@@ -6,16 +6,17 @@ from typing import Any
 
 from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of, tell
+from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of, print_line, tell
 from bigbatch.exit_codes import LOST
 from bigbatch.parts import load
+from bigbatch.trainer.build.compute_mode import choose_mode, describe_mode
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.options import dry_run_gpus
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.joined_rank import JoinedRank, failing_as_lost_rank
 from bigbatch.trainer.machine.host import skip_compiler_import
 from bigbatch.trainer.machine.memory import is_out_of_memory
-from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.training import Training
@@ -32,6 +33,10 @@ def main(argv: Sequence[str]) -> int:
     is_dry_run = "--dry-run" in argv
     if is_dry_run:  # a dry run copies nothing
         config = replace(config, data=replace(config.data, stage=None))
+    if (num_gpus := dry_run_gpus(argv)) is not None:
+        note = choose_mode(config, world_size=num_gpus).note
+        print_line(note or f"compute.mode eager: {describe_mode(config)}, as stated")
+        return 0
     skip_compiler_import()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
     is_quiet = "--quiet" in argv
@@ -83,8 +88,10 @@ def run_training(
             abort_connection(last.control)
         return summary
     # outside of the except block: the error's frames hold the run's tensors
-    config, group = training.start.config, training.start.job.communicator
+    chosen, group = training.start.config, training.start.job.communicator
     del training
-    failure = OutOfMemory(explain(config, reason, world_size=group.world_size, device=group.device))
+    from bigbatch.trainer.memory.out_of_memory import explain  # only a failed run searches for what fits
+
+    failure = OutOfMemory(explain(chosen, reason, stated=config, world_size=group.world_size, device=group.device))
     add_note(failure, *notes)
     raise failure

@@ -12,15 +12,15 @@ from bigbatch.awake import awake_seconds
 from bigbatch.errors import PeerLostError, ReplicasDiffer, add_note, exit_code_of
 from bigbatch.exit_codes import LOST
 from bigbatch.files import as_json
-from bigbatch.trainer.build.images import num_train_samples, stage_data, using_staged
+from bigbatch.trainer.build.compute_mode import choose_in_job
+from bigbatch.trainer.build.images import stage_data, using_staged
 from bigbatch.trainer.build.input import list_images, measure_input, train_batches
 from bigbatch.trainer.build_run import BuiltRun, build_run
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.joined_rank import JoinedRank
-from bigbatch.trainer.memory.largest_batch import free_memory
+from bigbatch.trainer.machine.memory import free_memory
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.recovery import make_recovery
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
@@ -32,7 +32,6 @@ from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import Joining, Stopped, StopRequest
 from bigbatch.trainer.step.window import Totals
-from bigbatch.user_settings import measured_folder
 
 
 class Training:
@@ -47,7 +46,7 @@ class Training:
 
     def describe(self) -> dict[str, Any]:
         """Print what train() would do; return an empty summary. Raises: UserError."""
-        start = replace(prepare(self.start, is_dry_run=True), stop=StopRequest(takes_signals=False))
+        start = replace(prepare(self.start), stop=StopRequest(takes_signals=False))
         return TrainingRun(build_run(start, is_quiet=self._is_quiet)).describe()
 
     def train(self) -> dict[str, Any] | None:
@@ -62,7 +61,7 @@ class Training:
                 start = joined
             else:
                 ownership.take(start.job.communicator.control)
-                start = prepare(start, is_dry_run=False)
+                start = prepare(start)
             while True:
                 self.start = start
                 try:
@@ -83,20 +82,13 @@ class Training:
                 start = recovery.recover(start)
 
 
-def prepare(start: RunStart, *, is_dry_run: bool) -> RunStart:
+def prepare(start: RunStart) -> RunStart:
     """Stage and list the data, and choose the compute mode; return what the first run starts from. Collective."""
     config, communicator = start.config, start.job.communicator
     local, staged = stage_data(config, communicator)
     images = list_images(local, communicator)
-    chosen = choose_mode(
-        config,
-        communicator,
-        num_samples=num_train_samples(config, images),
-        kept=RunDir(Path(config.run.directory)).mode,
-        folder=measured_folder("modes"),
-        is_dry_run=is_dry_run,
-    )
-    job = replace(start.job, staged=staged, mode_note=chosen.note, mode_record=chosen.text)
+    chosen = choose_in_job(config, communicator)
+    job = replace(start.job, staged=staged, mode_note=chosen.note)
     return replace(start, config=chosen.config, images=images, job=job)
 
 

@@ -19,7 +19,8 @@ from bigbatch.comm.measure.report import BenchReport
 from bigbatch.comm.measure.timing import TimeBudget, measure_links, time_sums
 from bigbatch.comm.measure.verify import WORKING_COPIES, verify_sizes
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.conditions import gather_cluster, gather_conditions
+from bigbatch.comm.tuning.cluster import gather_cluster
+from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.errors import CommError
 from bigbatch.exit_codes import FAILED

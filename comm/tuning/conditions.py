@@ -15,8 +15,6 @@ from bigbatch import __version__
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.commit import source_commit
-from bigbatch.comm.tuning.tuned import ClusterFacts, Tuned, make_cluster, parse_tuned, read_text
-from bigbatch.errors import TunedError
 
 
 @dataclass(frozen=True)
@@ -66,41 +64,11 @@ def gather_conditions(communicator: Communicator) -> Conditions:
         launcher=communicator.env.started_by,
         backend=communicator.backend.name,
         predivide=communicator.wire.predivide,
-        **_settings(communicator),
+        **settings_of(communicator),
     )
 
 
-def gather_cluster(communicator: Communicator) -> ClusterFacts:
-    """Return the facts of this cluster that must equal those of a tuned file. Collective."""
-    devices = set(communicator.gather_text(device_name(communicator.device)))
-    return make_cluster(
-        communicator.topology.groups,
-        backend=communicator.backend.name,
-        device=", ".join(sorted(devices)),
-        **_settings(communicator),
-    )
-
-
-def gather_tuned(path: Path, communicator: Communicator) -> Tuned:
-    """Return the tuned file as rank 0 reads it, if it was made on this cluster. Collective.
-
-    Raises: TunedError, on all ranks alike.
-    """
-    text = problem = ""
-    if communicator.rank == 0:
-        try:
-            text = read_text(path)
-        except TunedError as error:
-            problem = str(error)
-    text, problem = communicator.gather([text, problem])[0]
-    if problem:
-        raise TunedError(problem)
-    tuned = parse_tuned(text, path=path)
-    tuned.require_cluster(gather_cluster(communicator), path=path)
-    return tuned
-
-
-def _settings(communicator: Communicator) -> dict[str, Any]:
+def settings_of(communicator: Communicator) -> dict[str, Any]:
     """Return the values of SETTINGS, as given to connect()."""
     wire = communicator.wire
     return {

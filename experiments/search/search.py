@@ -37,8 +37,8 @@ from bigbatch.experiments.show import ProgressDisplay
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, parse_overrides
-from bigbatch.trainer.config.range_test import RANGE_TEST
 from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.sections import RANGE_TEST
 from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.user_settings import visible_gpus

@@ -148,7 +148,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_quickstart_learns_on_a_gpu(precision: str, shapes: Path, tmp_path: Path) -> None:
-    """By compute.mode=auto, which takes half a minute to choose, in fp32 alone; evaluated once, at the end."""
+    """By compute.mode=auto in fp32, as stated in the others; evaluated once, at the end."""
     arguments = ["--config", "quickstart", f"--run.directory={tmp_path / 'run'}", f"--data.root={shapes}", *FAST]
     if precision != "fp32":
         arguments.append("--compute.mode=eager")

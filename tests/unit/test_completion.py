@@ -24,6 +24,7 @@ CASES = {
         "--config",
         "--dry-run",
         "--quiet",
+        "--gpus",
         "--trust-code",
         *(f"--{key}" for key in (*KEYS, *OPTION_KEYS)),
     },

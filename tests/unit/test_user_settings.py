@@ -30,13 +30,13 @@ def test_cache_of_compiled_code_is_kept_from_run_to_run(
 
 
 def test_measurements_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(measured_folder("modes", {"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/modes"
+    assert str(measured_folder("webdataset", {"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/webdataset"
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(measured_folder("modes", {})) == "/home/me/.cache/bigbatch/modes"
-    assert str(measured_folder("modes", {"XDG_CACHE_HOME": "~/c"})) == "/home/me/c/bigbatch/modes"
+    assert str(measured_folder("webdataset", {})) == "/home/me/.cache/bigbatch/webdataset"
+    assert str(measured_folder("webdataset", {"XDG_CACHE_HOME": "~/c"})) == "/home/me/c/bigbatch/webdataset"
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert measured_folder("modes", {}) is None
+    assert measured_folder("webdataset", {}) is None

@@ -3,10 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.images import stage_data
 from bigbatch.trainer.build.parts import make_parts
@@ -18,6 +17,9 @@ from bigbatch.trainer.step.loop import Steps
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.stop_request import StopRequest
 
+if TYPE_CHECKING:
+    from bigbatch.comm.tuning.tuned import Tuned
+
 
 @contextmanager
 def few_steps(
@@ -27,7 +29,7 @@ def few_steps(
     num_steps: int,
     say: Callable[[str], None],
     schedule: Callable[[int], float] | None = None,
-    tuned: Tuned | None = None,
+    tuned: "Tuned | None" = None,
 ) -> Iterator[tuple[Parts, Callable[..., str | None]]]:
     """Yield the parts of a training of num_steps steps, and run(on_report, after_step), which trains. Collective.
 

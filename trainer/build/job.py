@@ -17,7 +17,6 @@ from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import require_hardware
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import set_deterministic, set_up_process
-from bigbatch.trainer.machine.numa import bind
 from bigbatch.trainer.step.precision import set_tf32
 
 if TYPE_CHECKING:
@@ -94,6 +93,8 @@ def bind_rank(config: Config, env: ProcessEnv) -> str | None:
     """
     if not config.data.bind_numa:
         return None
+    from bigbatch.trainer.machine.numa import bind  # only for this key
+
     device = choose_device(env, backend=config.comm.backend)
     return bind(device=device, local_rank=env.local_rank, local_size=env.local_size)
 
@@ -105,7 +106,7 @@ def gather_tuned(config: Config, communicator: Communicator) -> "Tuned | None":
     """
     if config.comm.table is None:
         return None
-    tuned: Tuned = load("bigbatch.comm.tuning.conditions.gather_tuned")(Path(config.comm.table), communicator)
+    tuned: Tuned = load("bigbatch.comm.tuning.cluster.gather_tuned")(Path(config.comm.table), communicator)
     return tuned
 
 

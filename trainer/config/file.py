@@ -11,7 +11,6 @@ from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import flat_options, is_option, nest_options
 from bigbatch.trainer.config.options import parse_options
-from bigbatch.trainer.config.range_test import RANGE_TEST, suggested_rate
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import shorter_schedule
 from bigbatch.trainer.config.schema import (
@@ -25,7 +24,7 @@ from bigbatch.trainer.config.schema import (
     typed,
     with_defaults,
 )
-from bigbatch.trainer.config.sections import MODE_KEYS
+from bigbatch.trainer.config.sections import MODE_KEYS, RANGE_TEST
 from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
 from bigbatch.trainer.config.trust import RUN_CONFIG, TRUST, is_of_run, require_trusted
 
@@ -152,6 +151,8 @@ class Experiment:
         origins |= dict.fromkeys(overrides := nest_options(overrides), "command line")
         of_runs = {key: file for key, file in self.of_runs.items() if key not in overrides}
         if config.schedule.range_test is not None:  # the run states its number: a restart needs no file
+            from bigbatch.trainer.config.range_test import suggested_rate  # only for this key
+
             is_stated = "schedule.base_lr" in overrides
             rate = suggested_rate(flat_options(values), read_recipe=read_dumped, is_rate_stated=is_stated)
             stated["schedule.base_lr"] = rate

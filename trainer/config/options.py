@@ -12,6 +12,7 @@ from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import OPTION_CLASSES, OPTION_KEYS, OPTIONS, is_option
+from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -23,6 +24,8 @@ FLAGS = {
     "--quiet": "print errors only; the run folder keeps the full log",
 }
 """Options of `bigbatch train` only: not part of the experiment."""
+GPUS = "--gpus"
+"""Option of a dry run of `bigbatch train`."""
 TRAIN = "bigbatch train"
 
 
@@ -45,6 +48,7 @@ def parse_options(
     # only the help lists the keys; their texts are slow to read from the sources
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     parsed, others = parse_beside_keys(_make_parser(prog, packaged, for_help=for_help), argv)
+    _check_gpus(parsed)
     # a command without --config already has its experiment
     known = (*KEYS, *(() if "config" in parsed else ("config",)))
     words: dict[str, str] = {}
@@ -62,6 +66,23 @@ def parse_options(
         else:
             words[name] = value
     return getattr(parsed, "config", []), words
+
+
+def dry_run_gpus(argv: Sequence[str]) -> int | None:
+    """Return N of --gpus N in words that parse_options accepts; None without."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(GPUS, type=int)
+    number: int | None = parser.parse_known_args(argv)[0].gpus
+    return number
+
+
+def _check_gpus(parsed: argparse.Namespace) -> None:
+    if (number := getattr(parsed, "gpus", None)) is None:
+        return
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"{GPUS} {number}: give a number of GPUs, at least 1")
+    if not getattr(parsed, "dry_run", False):
+        raise ConfigError(f"{GPUS} {number} needs --dry-run: {SET_OUTSIDE_CONFIG['gpus']}")
 
 
 def parse_beside_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -117,6 +138,10 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
     )
     for flag, text in FLAGS.items() if prog == TRAIN else ():
         parser.add_argument(flag, action="store_true", help=text)
+    if prog == TRAIN:
+        parser.add_argument(
+            GPUS, metavar="N", help="with --dry-run: print only the compute mode that N GPUs would choose"
+        )
     parser.add_argument(TRUST, action="store_true", help=TRUST_HELP)
     texts = _docstrings() if for_help else {}
     for section, holder in SECTIONS.items() if for_help else ():

@@ -9,9 +9,8 @@ from typing import Any
 from bigbatch.errors import ConfigError
 from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.config.kinds import is_option
-from bigbatch.trainer.config.sections import READING_KEYS
+from bigbatch.trainer.config.sections import RANGE_TEST, READING_KEYS
 
-RANGE_TEST = "schedule.range_test"
 RANGE_FILE = "range.json"
 """File that `bigbatch tune range` writes into its folder."""
 RECIPE_SECTIONS = ("data.", "augment.", "model.", "batch.", "optimizer.")

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from bigbatch.errors import ConfigError
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config import checks, optimizer
-from bigbatch.trainer.config.batch import check_batch
+from bigbatch.trainer.config.batch import accumulation_steps, check_batch
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, check_ranges, nest_options, with_default_options
 from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG, closest_key
@@ -67,6 +67,16 @@ def lookup(config: Config, key: str) -> object:
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return the config overlaid with these values by dotted key. Raises: ConfigError if they are illegal."""
     return make_config(with_defaults(overlay({name: lookup(config, name) for name in KEYS}, values)))
+
+
+def try_values(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
+    """Return the config with these values by dotted key; or the reason why it is not legal."""
+    try:
+        changed = with_values(config, values)
+        accumulation_steps(changed.batch, world_size=world_size)
+    except ConfigError as error:
+        return str(error)
+    return changed
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

@@ -28,6 +28,7 @@ OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "lion", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 ModeKey = Literal["batch.microbatch_size", "compute.compile", "compute.cuda_graph"]
 MODE_KEYS: tuple[str, ...] = get_args(ModeKey)  # chosen by compute.mode=auto, unless the user states them
+RANGE_TEST = "schedule.range_test"
 READING_KEYS = (  # where and how images are read, not which
     *("data.num_threads", "data.prefetch_batches", "data.patience_seconds", "data.bind_numa", "data.probe_seconds"),
     *("data.stage", "data.keep_staged", "data.cache_dir", "data.cache_gb"),
@@ -251,9 +252,8 @@ class ComputeConfig:
     """How forward and backward are computed: these keys change speed and memory, not what is learned."""
 
     mode: Literal["auto", "eager"] = "auto"
-    """auto: on a GPU, the first launch measures larger microbatches, CUDA graphs and torch.compile, and uses the
-    fastest variant whose loss and gradients match those of the stated settings. Later launches reuse the result. Trials
-    take at most a tenth of the run's time, and 240 seconds; a run of few images has none. On a CPU, and with
+    """auto: on GPUs, a rule sets microbatch_size, compile and cuda_graph from model, precision, memory, and images per
+    GPU and step; the update stays the same up to rounding. The log states the choice and why. On a CPU, and with
     run.reproducible, the same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
     mode_keeps: tuple[ModeKey, ...] = ()
     """Keys that mode=auto must not change. Default: those of the three keys that you set on the command line or in your

@@ -1,11 +1,9 @@
-"""Time budgets of an examination and of the trials of compute.mode=auto; first measurements tell which parts fit."""
+"""Time budget of an examination; first measurements tell which parts fit."""
 
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-from bigbatch.trainer.doctor.modes import Mode
 
 RESERVE_SECONDS = 5.0
 """Seconds reserved for the start before the clock runs, for the ends of processes and for the report."""
@@ -23,22 +21,6 @@ START_MARGIN = 1.25
 """Later starts are assumed to take this many times the first one, which ran alone."""
 EXTRA_SECONDS: Mapping[str, float] = {"compile": 60.0, "graph": 5.0}
 """Assumed seconds of a speedup before its first step, for a ResNet."""
-
-MAX_SECONDS = 240.0
-"""Most seconds for all trials of a start: enough to start the process, try eager modes, and compile a ResNet-50."""
-SHARE_OF_RUN = 0.1
-"""Most that all trials take, as a share of the run's seconds in the stated mode."""
-MIN_IMAGES = 50_000
-"""Images per rank in the whole run below which nothing is tried.
-
-Starting the process and timing the stated mode take 10 s at least: a tenth of a run of 100 s. ResNet-50 at 32 images,
-eager on an H100 (823 images/s, docs/gpu.md), trains 50,000 images in 61 s, and smaller models are faster. A model slow
-enough to gain from trials here trains for a few minutes in all.
-"""
-FIRST_SECONDS = 60.0
-"""Most seconds for the stated mode's trial, with the start of the process, if it compiles nothing."""
-CUT_SHARE = 0.5
-"""Share of the remaining time after which a trial that compiles nothing is cut: a hang leaves time for others."""
 
 
 @dataclass(frozen=True)
@@ -106,43 +88,3 @@ class Pace:
         """Return the number of turns of the unchanged config: as many as its speedups get, or one."""
         once = 2 * self.warm + PROFILE_STEPS * self.step_seconds
         return self.turns if once + self.comparison <= BASE_SHARE * budget.left() else 1
-
-
-@dataclass(frozen=True)
-class TrialTime:
-    """Time limits of the trials of a start; equal on all ranks, since their fields are."""
-
-    num_images: int
-    """Images that a rank computes in the whole run."""
-    wait_seconds: float = math.inf
-    """Most seconds for all trials, because ranks wait for each other."""
-
-    @property
-    def is_too_short(self) -> bool:
-        return self.num_images < MIN_IMAGES
-
-    def allowed(self, images_per_second: float) -> tuple[float, str]:
-        """Return the seconds for all trials, and what limits them.
-
-        images_per_second: rate of the stated mode; 0 if it is unknown.
-        """
-        seconds = self.num_images / images_per_second if images_per_second else math.inf
-        return min(
-            (MAX_SECONDS, "the most for any run"),
-            (SHARE_OF_RUN * seconds, f"{SHARE_OF_RUN:.0%} of this run's time"),
-            (self.wait_seconds, "half of comm.timeout_seconds"),
-        )
-
-    def first_limit(self, mode: Mode) -> float:
-        """Return the seconds for the stated mode, which is tried before its rate is known."""
-        return min(MAX_SECONDS if mode.compile else FIRST_SECONDS, self.wait_seconds)
-
-
-def seconds_needed(mode: Mode) -> float:
-    """Return the least seconds left for which a trial begins: assumed for a ResNet without kept compiled code."""
-    return EXTRA_SECONDS["compile" if mode.compile else "graph"]
-
-
-def trial_limit(mode: Mode, *, left: float) -> float:
-    """Return the seconds after which a trial is cut. A compilation gets all that is left."""
-    return left if mode.compile else max(CUT_SHARE * left, seconds_needed(mode))

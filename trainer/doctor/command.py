@@ -27,13 +27,13 @@ from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, try_values
 from bigbatch.trainer.doctor import recorded_run
 from bigbatch.trainer.doctor.budget import BASE_SHARE, MIN_SECONDS, Budget
 from bigbatch.trainer.doctor.examine import Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import IMAGES, TENSORS, ProbeChild, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
-from bigbatch.trainer.doctor.speedups import SPEEDUPS, part_of_step, try_values
+from bigbatch.trainer.doctor.speedups import SPEEDUPS, part_of_step
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.run.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
@@ -57,10 +57,6 @@ def main(argv: Sequence[str]) -> int:
         from bigbatch.trainer.doctor import probe  # torch takes seconds to import
 
         return probe.main(argv[1:])
-    if is_child and argv[0] == "mode":  # started by a run that chooses its compute.mode
-        from bigbatch.trainer.doctor import mode_trials
-
-        return mode_trials.main(argv[1:])
     if argv and not argv[0].startswith("-"):
         return recorded_run.main(argv)
     arguments, overrides = _parser().parse_known_args(argv)

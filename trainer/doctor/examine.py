@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigbatch.trainer.config.batch import accumulation_steps
-from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.schema import Config, lookup, try_values
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
 from bigbatch.trainer.doctor.exchange import IMAGES, TENSORS, Probe, Probes
 from bigbatch.trainer.doctor.limit import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
-from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_images, try_values
+from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_images
 
 
 @dataclass

@@ -32,18 +32,13 @@ GPU_TAKEN = ("OutOfMemoryError", "busy or unavailable")
 class ProbeChild:
     """Process of a probe of one config, from its start to close(); idle while another one measures."""
 
-    def __init__(
-        self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float, command: str = "probe"
-    ) -> None:
-        """Start it. Raises: DoctorError if it fails or takes longer than start_seconds to its first answer.
-
-        command: subcommand of `bigbatch doctor` that answers.
-        """
+    def __init__(self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> None:
+        """Start it. Raises: DoctorError if it fails or takes longer than start_seconds to its first answer."""
         folder.mkdir()
         self._is_job, self._folder, self._num_answers = num_ranks > 1, folder, 0
         write_new(folder / CONFIG, dump_config(config).encode())
         launch = ["launch", "local", "--ranks", str(num_ranks), "--"] if self._is_job else []
-        argv = [*bigbatch_argv(), *launch, "doctor", command, str(folder), str(os.getpid())]
+        argv = [*bigbatch_argv(), *launch, "doctor", "probe", str(folder), str(os.getpid())]
         self._process = ChildProcess(argv, log=folder / "output.txt", within=folder)
         try:
             self.facts: Mapping[str, Any] = self._answer(limit_seconds=start_seconds)

@@ -25,12 +25,11 @@ from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, try_values
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, IMAGES, TENSORS, append, orders
 from bigbatch.trainer.doctor.measure import backward_of, flops_per_image, measure_pinning, measure_update, peak_flops
 from bigbatch.trainer.doctor.profile import profile_step
-from bigbatch.trainer.doctor.speedups import try_values
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.report import describe_input, input_record

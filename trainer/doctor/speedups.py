@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import CAPABILITY
-from bigbatch.trainer.config.schema import Config, with_values
+from bigbatch.trainer.config.schema import Config, try_values
 from bigbatch.trainer.config.sections import READERS, SCALED
 from bigbatch.trainer.input.loaders import dali
 
@@ -118,16 +117,6 @@ class Unmeasured:
 
     name: str
     why: str
-
-
-def try_values(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
-    """Return the config with these values by dotted key; or the reason why it is not legal."""
-    try:
-        changed = with_values(config, values)
-        accumulation_steps(changed.batch, world_size=world_size)
-    except ConfigError as error:
-        return str(error)
-    return changed
 
 
 Candidates = Iterator[Candidate | Unmeasured]

@@ -105,13 +105,6 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
-def return_freed_memory() -> None:
-    """Return the memory that glibc keeps to the system. Does nothing with another C library."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def skip_compiler_import() -> None:
     """Keep bigbatch's optimizers from importing torch's compiler, a slow import, in this whole process.
 

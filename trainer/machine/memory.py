@@ -1,5 +1,7 @@
-"""Recognize out-of-memory errors of a GPU or a CPU."""
+"""Free the memory of a GPU or a CPU, and recognize their out-of-memory errors."""
 
+import ctypes
+import gc
 import re
 
 import torch
@@ -20,3 +22,19 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)
     return is_torchs and NO_MEMORY.search(str(error)) is not None
+
+
+def free_memory(device: torch.device, *, keeps_host: bool = False) -> None:
+    """Free the memory of unreferenced objects. keeps_host: keep freed memory of the host in this process."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif not keeps_host:
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return the memory that glibc keeps to the system. Does nothing with another C library."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

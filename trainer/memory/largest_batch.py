@@ -1,6 +1,5 @@
 """The largest microbatch that fits a device's memory, found by trying."""
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,10 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.machine.host import return_freed_memory, wait_for
-from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.machine.host import wait_for
+from bigbatch.trainer.machine.memory import free_memory, is_out_of_memory
 from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
-from bigbatch.trainer.step.plan import Parts
 
 STEPS_PER_EPOCH = 1000
 """Steps of an epoch: as many as in real runs, so that schedule and weight average are legal."""
@@ -94,14 +92,12 @@ def run_steps(
     num_microbatches: int = 1,
     num_untimed: int = 1,
     num_timed: int = 1,
-    before_timed: Callable[[], None] = lambda: None,
-    look: Callable[[Parts, TrainStep], object] = lambda parts, train_step: None,
 ) -> float:
     """Train on generated images, on this rank alone; return the mean seconds of the timed steps at the end.
 
     All steps have learning rate 0 and the same images, for any division into microbatches: each repeats the first. A
     size below batch.bn_span is one ghost batch. No collectives. From the second step on, the optimizer's state
-    takes memory, too. look is called after the last step.
+    takes memory, too.
     Raises: RuntimeError; MemoryError.
     """
     config, communicator = _alone(config, size, num_microbatches=num_microbatches), connect(env=ALONE, device=device)
@@ -117,25 +113,13 @@ def run_steps(
                 wait_for(device)
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)  # without the peak of cuDNN's search
-                before_timed()
                 start = time.perf_counter()
             train_step(step, stream)
         wait_for(device)
-        seconds = (time.perf_counter() - start) / num_timed
-        look(parts, train_step)
-        return seconds
+        return (time.perf_counter() - start) / num_timed
     finally:
         parts.close()
         communicator.connection.abandon()
-
-
-def free_memory(device: torch.device, *, keeps_host: bool = False) -> None:
-    """Free the memory of unreferenced objects. keeps_host: keep freed memory of the host in this process."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif not keeps_host:
-        return_freed_memory()
 
 
 def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:

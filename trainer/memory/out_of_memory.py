@@ -3,18 +3,17 @@
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from bigbatch.errors import ConfigError
-from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import WHOLE_MATRIX
-from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, free_memory, largest_fitting, sizes_within
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.sections import MODE_KEYS
+from bigbatch.trainer.machine.memory import free_memory
+from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, largest_fitting, sizes_within
 
 SEARCH_SECONDS = 60.0
 WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
@@ -22,9 +21,10 @@ FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free
 """Patterns in torch's messages: WANTED in those of all allocators, FREE in those of CUDA's."""
 
 
-def explain(config: Config, reason: str, *, world_size: int, device: torch.device) -> str:
-    """Return the error line, after a search on this rank only; free the run's tensors before. reason: torch's message.
+def explain(config: Config, reason: str, *, stated: Config, world_size: int, device: torch.device) -> str:
+    """Return the error line, after a search on this rank only; free the run's tensors before.
 
+    config: of the run, whose mode may be chosen. stated: the user's. reason: torch's message.
     The other ranks wait meanwhile, so no try begins after half of comm.timeout_seconds.
     """
     free_memory(device)
@@ -44,24 +44,13 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
     start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{amounts}: "
     # freed memory of a CPU's run is fragmented, so a fresh start may fit more
     at_least = "at least " if device.type == "cpu" else ""
-    return start + _remedy(config, found, world_size=world_size, at_least=at_least) + _mode_remedy(config)
+    return start + _remedy(config, found, world_size=world_size, at_least=at_least) + _mode_remedy(config, stated)
 
 
-def _mode_remedy(config: Config) -> str:
-    """Return how to undo the choice of compute.mode=auto; "" if the run's mode was not chosen."""
-    try:
-        record = parse_json(read_plain(RunDir(Path(config.run.directory)).mode))
-        chosen, stated = record["mode"], record["stated"]
-    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged
-        return ""
-    compute = config.compute
-    own = {
-        "microbatch_size": config.batch.microbatch_size,
-        "compile": compute.compile,
-        "cuda_graph": compute.cuda_graph,
-    }
+def _mode_remedy(config: Config, stated: Config) -> str:
+    """Return how to undo the choice of compute.mode=auto; "" if it changed nothing."""
     words = "; compute.mode=auto chose this mode: --compute.mode eager takes that of the config"
-    return words if chosen == own != stated else ""
+    return words if any(lookup(config, key) != lookup(stated, key) for key in MODE_KEYS) else ""
 
 
 def _remedy(config: Config, found: SizeSearch, *, world_size: int, at_least: str) -> str:

@@ -30,8 +30,6 @@ class RunDir:
         """The resolved config; `bigbatch train --config` accepts it."""
         self.metrics = path / "metrics.jsonl"
         """Records with times, one JSON object per line: starts, reports, evaluations and others."""
-        self.mode = path / "mode.json"
-        """Measurements from which compute.mode=auto chose, if it did; a resumed run keeps that mode."""
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id.txt"
         self.mlflow_id = path / "mlflow_id.txt"

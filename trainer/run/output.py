@@ -51,12 +51,10 @@ class RunOutput:
         env: ProcessEnv,
         ask_to_stop: Callable[[str], None],
         log: MetricsLog,
-        mode_record: str = "",
         is_quiet: bool = False,
     ) -> None:
-        """log: of the run folder; loggers that are open stay open. mode_record: text of mode.json; empty for none."""
+        """log: of the run folder; loggers that are open stay open."""
         self._config, self._plan, self._communicator = config, plan, communicator
-        self._mode_record = mode_record
         self._ask_to_stop = ask_to_stop
         self._loggers = find_loggers(config)  # on all ranks, which refuse alike
         self._rundir = RunDir(Path(config.run.directory))
@@ -85,8 +83,6 @@ class RunOutput:
             for line in sums_notes(start.sums, now):
                 self.say(line)
         rundir.write_text(rundir.config, dump_config(config))
-        if self._mode_record:
-            rundir.write_text(rundir.mode, self._mode_record)
         with writing(rundir.checkpoints):
             damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
             abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)

@@ -18,7 +18,8 @@ from bigbatch.comm.measure.ddp_buckets import tune_script
 from bigbatch.comm.measure.tune import TuneResults, tune
 from bigbatch.comm.measure.whole_steps import StepCandidate
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.conditions import Conditions, gather_cluster, gather_conditions
+from bigbatch.comm.tuning.cluster import gather_cluster
+from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
 from bigbatch.errors import ConfigError, TunedError, print_line
 from bigbatch.exit_codes import FAILED

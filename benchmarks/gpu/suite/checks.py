@@ -183,7 +183,7 @@ def first_step(context: Context, settings: Settings, *, name: str, cache: str = 
     whole = {
         **settings_for(size, batch=size.batch, precision=context.precision),
         **settings,
-        "compute.mode": "eager",  # the stated mode: a first start with auto would measure others
+        "compute.mode": "eager",  # the stated mode
         "data.num_synthetic_samples": 2 * size.batch,
         "run.directory": str(folder),
         "run.epochs": 1,

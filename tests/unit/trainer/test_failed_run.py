@@ -44,7 +44,7 @@ def test_failed_run_says_from_which_step_the_same_command_continues(tmp_path: Pa
 
 
 def test_failed_run_out_of_memory_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bigbatch.trainer.train.explain", lambda *arguments, **options: "out of memory")
+    monkeypatch.setattr("bigbatch.trainer.memory.out_of_memory.explain", lambda *arguments, **options: "out of memory")
     with pytest.raises(OutOfMemory) as caught:
         notes_after(3, MemoryError(), tmp_path)
     assert caught.value.__notes__ == ["the same command continues from step 2"]

@@ -19,8 +19,8 @@ from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.options import parse_beside_keys
-from bigbatch.trainer.config.range_test import RANGE_TEST
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import RANGE_TEST
 from bigbatch.trainer.config.short_run import to_the_last_epoch
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.folder import RunDir, require_writable

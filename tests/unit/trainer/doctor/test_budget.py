@@ -14,12 +14,12 @@ from rich.console import Console
 
 from bigbatch.errors import DoctorError
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.schema import Config, lookup, try_values
 from bigbatch.trainer.doctor import command as doctor_command
 from bigbatch.trainer.doctor.budget import Budget
 from bigbatch.trainer.doctor.examine import IMAGES, Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import Probes
-from bigbatch.trainer.doctor.speedups import part_of_images, try_values
+from bigbatch.trainer.doctor.speedups import part_of_images
 
 FACTS = {
     "device": "cpu",

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bigbatch.errors import ConfigError, DoctorError, RunFolderError
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import KEYS, Config
+from bigbatch.trainer.config.schema import KEYS, Config, try_values
 from bigbatch.trainer.doctor import command as doctor_command
 from bigbatch.trainer.doctor import limit as doctor_limit
 from bigbatch.trainer.doctor import speedups
@@ -28,7 +28,7 @@ from bigbatch.trainer.doctor.exchange import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
 from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.trainer.doctor.report import print_report
-from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_step, try_values
+from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_step
 
 CPU = Machine(device="cpu", device_type="cpu", capability=None, num_cores=4, world_size=1)
 GPU = Machine(device="a GPU", device_type="cuda", capability=(9, 0), num_cores=16, world_size=1)

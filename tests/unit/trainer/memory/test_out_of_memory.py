@@ -205,7 +205,8 @@ def test_out_of_memory_messages_of_a_run_without_memory(
         monkeypatch.setattr(out_of_memory, "SEARCH_SECONDS", -1.0)
     monkeypatch.setattr(out_of_memory, "fits_memory", fits)
     words_of_run = ("--compute.cuda_graph=true", "--compute.compile=default", "--compute.compile_fallback=true")
-    line = explain(quickstart(512, 256, 32, *words_of_run), reason, world_size=1, device=CPU)
+    config = quickstart(512, 256, 32, *words_of_run)
+    line = explain(config, reason, stated=config, world_size=1, device=CPU)
     assert line.startswith("out of memory: batch.microbatch_size=256 does not fit on cpu")
     assert re.search(words, line), line
     assert "\n" not in line
