@@ -22,7 +22,7 @@ ALLOWED = {
     "launch/emulate/slurm.py": "a key, with its mode, in a folder that is new and private",
     "launch/jobs/exit_file.py": "a new file",
     "trainer/inference/formats.py": "the hidden file of replacing, by its name",
-    "trainer/run/loggers.py": "TensorBoard's own files, in a folder that is not a link; names have time and process",
+    "trainer/loggers/tensorboard.py": "TensorBoard's own files, in a folder that is not a link; names have time and process",
     "trainer/run/output.py": "/dev/null",
     "trainer/run/owner.py": "a hard link to a file of its own",
     "experiments/search/study.py": "Optuna's journal, which is not a link",

@@ -22,7 +22,7 @@ from bigbatch.cli import UNUSABLE_PATH
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.conditions import ClusterFacts
+from bigbatch.comm.tuning.tuned import ClusterFacts
 from bigbatch.comm.tuning.tuned import Tuned, read_tuned, write_tuned
 from bigbatch.errors import UserError
 from bigbatch.experiments.engine.plan import read_plan

@@ -89,7 +89,8 @@ def test_file_of_this_name_stays(tmp_path: Path) -> None:
 def test_all_keys_of_paths_are_expanded() -> None:
     text_keys = {name for name, key in KEYS.items() if takes_text(key.kind)}
     paths = {name for name in text_keys if KEYS[name].is_path}
-    assert text_keys - paths == {"run.stop_metric", "model.name", "optimizer.name", "optimizer.loss", "comm.interface"}
+    names = {f"{section}.name" for section in ("model", "optimizer", "schedule")}
+    assert text_keys - paths == names | {"run.stop_metric", "data.loader", "optimizer.loss", "comm.interface"}
     for name in paths:
         assert typed(name, "~/$SCRATCH") == "/home/me//scratch/me"
         with pytest.raises(ConfigError, match=rf"^{name}=\$UNSET/a: \$UNSET has no value here"):

@@ -196,7 +196,7 @@ RAW = {
     "launch/jobs/foreground.py": "words of its own",
     "launch/launchers/slurm.py": "what the job's nodes said, which was printable there",
     "launch/start.py": "a job's script, or a line for a shell",
-    "trainer/build/compute.py": "words of its own",
+    "trainer/build/compiled.py": "words of its own",
 }
 
 

@@ -100,9 +100,8 @@ class RunConfig:
     """Your own metrics: name and import path of a class or function that returns numbers for each image, such as
     {balanced: mypackage.metrics.Balanced}, or {name, options} if it takes arguments; null for none."""
     loggers: tuple[str, ...] = ("tensorboard",)
-    """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow, or the
-    import path of a class of your own, such as mypackage.loggers.Csv. If one fails or has no network, the run warns
-    once and continues. [] for none."""
+    """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow, or import
+    paths such as mypackage.loggers.Csv. If one fails, the run warns once and continues. [] for none."""
     target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None
@@ -388,9 +387,8 @@ class CommConfig:
     first_buffer_bytes: Annotated[int | None, POSITIVE] = None
     """Size of the first buffer; null: from table, else the size of the others."""
     buffers: Literal["torch", "registered", "symmetric"] = "torch"
-    """With NCCL, the memory of fusion buffers. registered: allocated by and registered with NCCL, which sums it without
-    a copy if the hardware allows; symmetric: also at the same address on all ranks, for NCCL's NVLink kernels. Not
-    measured yet."""
+    """With NCCL, the memory of fusion buffers. registered: allocated by NCCL, which sums it without a copy if the
+    hardware allows; symmetric: also at the same address on all ranks, for its NVLink kernels. Not measured yet."""
     warn_seconds: Annotated[float, COUNT] = 20.0
     """Name the ranks that others have waited for this long."""
     timeout_seconds: Annotated[float, COUNT] = 300.0

@@ -9,7 +9,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 
 BATCHES_BETWEEN_EXCHANGES = 8
-"""Of an evaluation: the longest wait of a rank, in batches, after an input failure or a stop signal."""
+"""Longest wait of a rank in an evaluation, in batches, after an input failure or a stop signal."""
 
 
 @dataclass(frozen=True)

@@ -258,14 +258,6 @@ def test_generated_samples_have_no_digest() -> None:
     assert build_input.make_splits(config, one_rank()).train.digest is None
 
 
-def test_run_stops_if_the_torchrun_of_its_start_has_ended() -> None:
-    """Also if that was killed before the parts were made: the rank's parent is another one by then."""
-    config, alone = quickstart("data.loader=synthetic", "data.num_synthetic_samples=1024"), one_rank()
-    communicator = replace(alone, env=replace(alone.env, master_runs=True, agent_pid=54321))
-    plan = make_plan(config, communicator, num_samples=1024, first_step=0)
-    assert make_parts(config, communicator, plan=plan, tuned=None).stop._launcher == 54321
-
-
 def test_momentum_of_a_run_mirrors_its_rate_where_the_config_says_so() -> None:
     """At its highest rate, after the warm-up, it is the lowest."""
     config, communicator = quickstart("schedule.low_momentum=0.5", "schedule.warmup_epochs=1"), one_rank()

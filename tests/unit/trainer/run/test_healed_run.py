@@ -112,6 +112,17 @@ def start_of(config: Config, job: Any) -> RunStart:
     return RunStart(config=config, job=job, log=log, stop=StopRequest(takes_signals=False))
 
 
+def test_run_stops_if_the_torchrun_of_its_start_has_ended(tmp_path: Path) -> None:
+    """Also if that was killed before the run was built: the rank's parent is another one by then."""
+    config = load_config(["--config", "quickstart", *TINY_OPTIONS, f"--run.directory={tmp_path}"])
+    with closing((job := join(config, ALONE)).communicator) as alone_:
+        communicator = replace(alone_, env=replace(ALONE, master_runs=True, agent_pid=54321))
+        start = replace(start_of(config, replace(job, communicator=communicator)), stop=None)
+        run = TrainingRun(build_run(start, is_quiet=True))
+        run.close()
+    assert run.loop.stop._launcher == 54321
+
+
 def test_steps_leave_the_state_in_memory_as_it_was(tmp_path: Path) -> None:
     """The run goes back to it if the ranks' weights differ before the first checkpoint."""
     words = [*TINY_OPTIONS, "--run.epochs", "2", "--run.directory", f"{tmp_path}"]
