@@ -84,7 +84,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["bigbatch", "bigbatch.*"]),
     package_data={
-        "bigbatch": ["configs/*.yaml", "*/*/*.yaml", "launch/scripts/*", "launch/simulate/*.json", "py.typed"]
+        "bigbatch": ["configs/*.yaml", "*/*/*.yaml", "launch/scripts/*", "tools/simulate/*.json", "py.typed"]
     },
     install_requires=[
         "torch>=2.10",

@@ -36,7 +36,7 @@ GROUP = "bigbatch.groups"
 """Module of the groups of commands: a group's name is the first word of its commands."""
 
 COMMANDS = {
-    "init": ("bigbatch.trainer.init.command", "examine your own images and write a recipe for them"),
+    "init": ("bigbatch.tools.init.command", "examine your own images and write a recipe for them"),
     "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
     "evaluate": (
         "bigbatch.trainer.inference.evaluate",
@@ -51,12 +51,12 @@ COMMANDS = {
         "write a run's weights for torchvision, timm, ONNX or torch.export",
     ),
     "verify": (
-        "bigbatch.trainer.mlperf.verify",
+        "bigbatch.tools.mlperf.verify",
         "compare runs with MLPerf's rules and reference convergence; write MLPerf's log",
     ),
-    "diff": ("bigbatch.trainer.diff", "find the first step, tensor and element in which two runs differ"),
+    "diff": ("bigbatch.tools.replay.diff", "find the first step, tensor and element in which two runs differ"),
     "replay": (
-        "bigbatch.trainer.replay",
+        "bigbatch.tools.replay.replay",
         "compute a step of a run again in one process; name the first rank, microbatch and tensor that differ",
     ),
     "config": (GROUP, "show an experiment with all values, compare two, list the packaged ones"),
@@ -66,7 +66,7 @@ COMMANDS = {
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "preflight": (
-        "bigbatch.trainer.preflight.command",
+        "bigbatch.tools.preflight.command",
         "compare the nodes of a job before training; bigbatch launch preflight starts it",
     ),
     "sweep": (
@@ -78,13 +78,13 @@ COMMANDS = {
         "compare runs by any key; scaling efficiency and its causes; time and cost to an accuracy",
     ),
     "simulate": (
-        "bigbatch.launch.simulate.command",
+        "bigbatch.tools.simulate.command",
         "predict a recipe on a cluster: time, efficiency and its causes, cost",
     ),
-    "explain": ("bigbatch.launch.explain.command", "name the ranks that made a job hang, from torch's flight recorder"),
+    "explain": ("bigbatch.tools.explain.command", "name the ranks that made a job hang, from torch's flight recorder"),
     "comm": (GROUP, "time all-reduces by size, verify sums; choose algorithm and fusion plan for a cluster"),
     "doctor": (
-        "bigbatch.trainer.doctor.command",
+        "bigbatch.tools.doctor.command",
         "find what limits a run on this machine, and measure each known speedup",
     ),
     "data": ("bigbatch.trainer.datasets.subcommands", "prepare, check and pack data sets; generate a small one"),

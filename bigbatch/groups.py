@@ -63,9 +63,9 @@ GROUPS = {
         "comm",
         "Measure the network between the ranks of a job.",
         {
-            "bench": ("bigbatch.comm.measure.bench", "time the all-reduce by size, or compare sums with exact ones"),
+            "bench": ("bigbatch.tools.measure.bench", "time the all-reduce by size, or compare sums with exact ones"),
             "tune": (
-                "bigbatch.trainer.tune.communication",
+                "bigbatch.tools.tune.communication",
                 "choose algorithm by size and fusion plan for this cluster and a model",
             ),
         },
@@ -86,7 +86,7 @@ GROUPS = {
         "Find good values for a config.",
         {
             "range": (
-                "bigbatch.trainer.tune.range.rising_rate",
+                "bigbatch.tools.tune.range.rising_rate",
                 "raise the learning rate step by step until the loss explodes",
             ),
             "search": (
@@ -98,7 +98,7 @@ GROUPS = {
                 "recommend a global batch from the gradient noise scale of a run",
             ),
             "precision": (
-                "bigbatch.trainer.tune.precision.recommend",
+                "bigbatch.tools.tune.precision.recommend",
                 "recommend precision and loss scale from the underflow of a few steps",
             ),
         },

@@ -6,10 +6,10 @@ from dataclasses import replace
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.experiments.engine.folder import DONE, SweepFolder, rate_of
 from bigbatch.experiments.engine.points import Point
-from bigbatch.launch.simulate.cluster import load_cluster
-from bigbatch.launch.simulate.scaling import Scenario, fit_to_step, simulate_point
-from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import Table
+from bigbatch.tools.simulate.cluster import load_cluster
+from bigbatch.tools.simulate.scaling import Scenario, fit_to_step, simulate_point
+from bigbatch.tools.simulate.shapes import shape_of
 
 
 def require_predictable(points: Sequence[Point], *, cluster: str) -> None:

@@ -22,7 +22,7 @@ from bigbatch.launch.launchers.slurm import job_script, run_and_show
 from bigbatch.parts import load
 from bigbatch.paths import as_path
 
-EMULATE = "bigbatch.launch.emulate.subcommands.main"
+EMULATE = "bigbatch.tools.emulate.subcommands.main"
 """Import path of `bigbatch launch emulate`, loaded when a command names it."""
 
 FOREIGN_OPTIONS = {

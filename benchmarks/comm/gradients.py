@@ -29,7 +29,7 @@ from benchmarks.comm.job import HOROVOD_ROUND, Job, close, run_rank
 from benchmarks.comm.tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
 from benchmarks.comm.turns import Contestant, describe_repetitions, nothing, take_turns
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
-from bigbatch.comm.measure.tune import TuneResults
+from bigbatch.tools.measure.tune import TuneResults
 
 CONTESTANTS = ("ours tuned", "ours fp16", "ours", "ddp", "ddp fp16", "ddp with our hook", "horovod")
 WIRES = {**TUNED_WIRES, "ddp fp16": "float16"}

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 
 from benchmarks.comm.job import Job
-from bigbatch.comm.measure.cost_model import lower_bound_seconds
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.errors import CommError
+from bigbatch.tools.measure.cost_model import lower_bound_seconds
 
 NUM_TESTS = 3
 """Number of measurements of a link if iperf3 reports nothing."""

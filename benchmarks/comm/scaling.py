@@ -34,7 +34,7 @@ from benchmarks.comm.job import Job, close, run_rank
 from benchmarks.comm.tuning import describe_tuned, tune_each
 from benchmarks.comm.turns import Repetition, describe_repetitions, take_turns
 from benchmarks.record import spread
-from bigbatch.comm.measure.whole_steps import measure_backward
+from bigbatch.tools.measure.whole_steps import measure_backward
 from bigbatch.trainer.models import build_model
 
 CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")

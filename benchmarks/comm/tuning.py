@@ -11,8 +11,8 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Times
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.measure.tune import TuneResults, tune
-from bigbatch.comm.measure.whole_steps import StepCandidate
+from bigbatch.tools.measure.tune import TuneResults, tune
+from bigbatch.tools.measure.whole_steps import StepCandidate
 
 DEFAULT_ALGORITHM = "hierarchical"
 """Algorithm of the packaged experiments."""

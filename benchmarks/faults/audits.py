@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import at_least, conditions, run, show, spread, write_record
+from bigbatch.tools.replay.diff import read_run
+from bigbatch.tools.replay.replay import replay
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.diff import read_run
-from bigbatch.trainer.replay import replay
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
 IMAGES = 160

@@ -20,7 +20,7 @@ from benchmarks.twin.predict import contradictions, digest, table_text
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import SimulationError, first_line, print_line, tell
-from bigbatch.launch.simulate.show import write
+from bigbatch.tools.simulate.show import write
 
 ORIGIN = ("source", "round_or_year")
 """Columns that a new row must state, so that others can check it."""

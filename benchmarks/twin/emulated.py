@@ -29,12 +29,12 @@ from benchmarks.twin.emulated_rank import ALGORITHMS, LOCAL
 from benchmarks.twin.traffic import node_traffic, stream_bytes
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.gradients.fusion import PlanSizes
-from bigbatch.launch.emulate.plan import parse_rate
-from bigbatch.launch.simulate.constants import BACKWARD_SHARE, DEFAULTS
-from bigbatch.launch.simulate.network import Network
-from bigbatch.launch.simulate.shapes import ModelShape, shape_of
-from bigbatch.launch.simulate.step import Compute, SimulatedJob
-from bigbatch.launch.simulate.traffic import Traffic
+from bigbatch.tools.emulate.plan import parse_rate
+from bigbatch.tools.simulate.constants import BACKWARD_SHARE, DEFAULTS
+from bigbatch.tools.simulate.network import Network
+from bigbatch.tools.simulate.shapes import ModelShape, shape_of
+from bigbatch.tools.simulate.step import Compute, SimulatedJob
+from bigbatch.tools.simulate.traffic import Traffic
 from bigbatch.trainer.config.sections import ModelConfig
 
 SHAPE = shape_of(ModelConfig(name="resnet9", options={"width": 24}))

@@ -21,8 +21,8 @@ from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.launch.simulate.shapes import ModelShape
-from bigbatch.launch.simulate.step import backward_of
+from bigbatch.tools.simulate.shapes import ModelShape
+from bigbatch.tools.simulate.step import backward_of
 
 ALGORITHMS = ("ring", "hierarchical", "sharded")
 LOCAL = "local"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
-from bigbatch.comm.measure.cost_model import Backward
-from bigbatch.launch.simulate.plan_search import PlannedTransfer
-from bigbatch.launch.simulate.step import Fusion, SimulatedJob
+from bigbatch.tools.measure.cost_model import Backward
+from bigbatch.tools.simulate.plan_search import PlannedTransfer
+from bigbatch.tools.simulate.step import Fusion, SimulatedJob
 
 CYCLE_BYTES = 64 * 2**20
 """Horovod's fusion buffer."""

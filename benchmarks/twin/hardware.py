@@ -1,12 +1,12 @@
 """Published rates of links inside nodes and of accelerators: for rows that do not state them.
 
-PUBLISHED and ASSUMED as in launch/simulate/constants.py.
+PUBLISHED and ASSUMED as in tools/simulate/constants.py.
 """
 
 import re
 from dataclasses import dataclass
 
-from bigbatch.launch.simulate.constants import GIGABIT, Constants
+from bigbatch.tools.simulate.constants import GIGABIT, Constants
 
 UNSTATED_GBIT_PER_DEVICE = 100.0
 """Rate of a network that states none; intervals are wider then. ASSUMED, and fitted to no row: a card of 100 Gbit/s for

@@ -1,4 +1,4 @@
-"""Make launch/simulate/layers.json: the layers of torchvision's models, and of ours that it lacks."""
+"""Make tools/simulate/layers.json: the layers of torchvision's models, and of ours that it lacks."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,11 +9,11 @@ import torch
 import torchvision.models
 from torch import Tensor, nn
 
-from bigbatch.launch.simulate.shapes import LAYERS
+from bigbatch.tools.simulate.shapes import LAYERS
 from bigbatch.trainer.models.alexnet import alexnet_bn
 from bigbatch.trainer.models.resnet9 import resnet9
 
-FILE = Path(__file__).resolve().parents[2] / "launch" / "simulate" / LAYERS
+FILE = Path(__file__).resolve().parents[2] / "tools" / "simulate" / LAYERS
 OTHER_OPERATIONS = 8
 """Operations per output element of a layer that is not a product: normalisation, activation, pooling."""
 

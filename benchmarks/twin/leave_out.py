@@ -13,7 +13,7 @@ from statistics import fmean
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.predict import Prediction, nearest, simulated_seconds
 from benchmarks.twin.rows import Row
-from bigbatch.launch.simulate.interval import UNCHECKED_REACH
+from bigbatch.tools.simulate.interval import UNCHECKED_REACH
 
 FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
 UNSEEN = {

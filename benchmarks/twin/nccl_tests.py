@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from benchmarks.twin.hardware import across_bytes_per_second, across_latency_seconds, inside_bytes_per_second
-from bigbatch.launch.simulate.constants import DEFAULTS
-from bigbatch.launch.simulate.network import Network
+from bigbatch.tools.simulate.constants import DEFAULTS
+from bigbatch.tools.simulate.network import Network
 
 MEBIBYTE = 2**20
 

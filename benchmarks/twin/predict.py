@@ -22,9 +22,9 @@ from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
-from bigbatch.launch.simulate.interval import FACTORS, RATE_SPREAD, Interval, Uncertainty, interval_of
-from bigbatch.launch.simulate.show import write
-from bigbatch.launch.simulate.step import Compute, SimulatedStep, fit_compute
+from bigbatch.tools.simulate.interval import FACTORS, RATE_SPREAD, Interval, Uncertainty, interval_of
+from bigbatch.tools.simulate.show import write
+from bigbatch.tools.simulate.step import Compute, SimulatedStep, fit_compute
 from bigbatch.words import count
 
 MAX_DEVICES = 2048

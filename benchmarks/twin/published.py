@@ -25,7 +25,7 @@ from benchmarks.twin.leave_out import Steps, calibrated, constants_without, erro
 from benchmarks.twin.predict import Prediction, predict_row
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
-from bigbatch.launch.simulate.interval import FACTORS
+from bigbatch.tools.simulate.interval import FACTORS
 
 FIT_1, FIT_2, JUDGE = "fit1", "fit2", "judge"
 Fits = dict[str, dict[str, list[Row]]]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.record import at_least, conditions, show, spread, write_record
-from bigbatch.launch.simulate.cluster import load_cluster
-from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
-from bigbatch.launch.simulate.scaling import Scenario, simulate_scaling
+from bigbatch.tools.simulate.cluster import load_cluster
+from bigbatch.tools.simulate.network import ALGORITHMS, BY_SIZE
+from bigbatch.tools.simulate.scaling import Scenario, simulate_scaling
 from bigbatch.trainer.config.file import load_config
 
 RECIPE, CLUSTER = "imagenet/resnet50_64k", "dgx_a100"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from bigbatch.launch.simulate.traffic import Traffic, part_size
+from bigbatch.tools.simulate.traffic import Traffic, part_size
 
 HEADER_BYTES = 25
 """Bytes before each message of backend tcp: 8 for its length, 17 for the tag of its operation."""

@@ -9,9 +9,6 @@ from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import ONE_HOST, Point
 from bigbatch.interpreter import bigbatch_argv
-from bigbatch.launch.emulate import launchers as emulated
-from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
-from bigbatch.launch.emulate.state import state_root
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.options import JOB_OPTIONS, option_words, read_job, read_options
@@ -20,6 +17,9 @@ from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.launch.jobs.validation import check_field
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script
+from bigbatch.tools.emulate import launchers as emulated
+from bigbatch.tools.emulate.plan import DEFAULT_NAME, make_plan
+from bigbatch.tools.emulate.state import state_root
 
 
 def point_command(plan: SweepPlan, point: Point, folder: SweepFolder) -> list[str]:

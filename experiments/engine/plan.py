@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from bigbatch.errors import ConfigError
-from bigbatch.launch.emulate.launchers import RUN_OPTIONS
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.validation import NAME, option
 from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.tools.emulate.launchers import RUN_OPTIONS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.kinds import is_option

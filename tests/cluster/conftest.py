@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from bigbatch.errors import EmulationError
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.namespaces import node_fd
-from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.state import EmulatedCluster, state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.namespaces import node_fd
+from bigbatch.tools.emulate.plan import make_plan
+from bigbatch.tools.emulate.state import EmulatedCluster, state_root
 
 PROBE = str(Path(__file__).with_name("probe.py"))
 Emulate = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -6,10 +6,10 @@
 import os
 import sys
 
-from bigbatch.launch.emulate.launchers import AGENT
 from bigbatch.launch.jobs import foreground
 from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.start import main
+from bigbatch.tools.emulate.launchers import AGENT
 
 if os.environ["RANK"] != "0":
     sys.exit(0)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from benchmark_process import run_benchmark
 
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.state import EmulatedCluster, state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.plan import make_plan
+from bigbatch.tools.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate
 
 SETTING = {"ranks_per_node": "1,1", "link": "1gbit", "delay": "0", "place": "block"}

@@ -17,9 +17,9 @@ from error_texts import naming
 from bigbatch import __version__
 from bigbatch.errors import EmulationError
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.plan import place_ranks
-from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.plan import place_ranks
+from bigbatch.tools.emulate.state import EmulatedCluster, load, state_root
 from tests.cluster.conftest import PROBE, Emulate, networks_of, processes_in
 
 pytestmark = pytest.mark.alone

@@ -7,8 +7,8 @@ from faults.experiment import Laboratory
 from faults.job import prepare
 from faults.trial import Trial
 
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.state import state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.state import state_root
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from cut_links import cut
 
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.state import state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.plan import make_plan
+from bigbatch.tools.emulate.state import state_root
 from bigbatch.trainer.datasets.generated import write_dataset
 from tests.laws.jobs import train_command
 

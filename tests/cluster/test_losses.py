@@ -5,17 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.state import state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.plan import make_plan
+from bigbatch.tools.emulate.state import state_root
 
 JOB = """
 import os, subprocess, sys, time
 from functools import partial
 from pathlib import Path
-from bigbatch.launch.emulate import cluster as clusters, namespaces
-from bigbatch.launch.emulate.losses import Loss, FaultInjector
-from bigbatch.launch.emulate.state import state_root
+from bigbatch.tools.emulate import cluster as clusters, namespaces
+from bigbatch.tools.emulate.losses import Loss, FaultInjector
+from bigbatch.tools.emulate.state import state_root
 cluster = clusters.find("losses", root=state_root(os.environ))
 clusters.join(cluster)
 started = [

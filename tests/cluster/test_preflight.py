@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from slowed_node import slowed
 
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.state import EmulatedCluster, state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.plan import make_plan
+from bigbatch.tools.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate
 
 pytestmark = pytest.mark.alone
@@ -91,7 +91,7 @@ import os, sys, time
 from pathlib import Path
 if os.environ["RANK"] == "2":
     time.sleep(600)
-import torch, bigbatch.trainer.preflight.meeting
+import torch, bigbatch.tools.preflight.meeting
 from bigbatch.cli import main
 Path("here-" + os.environ["RANK"]).touch()  # all others begin at once, however long these imports take each of them
 while len(list(Path().glob("here-*"))) < 3:

@@ -20,9 +20,9 @@ from slowed_node import slowed
 
 from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import EmulationError
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.slurm import require_slurm, slurm_folder
-from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.slurm import require_slurm, slurm_folder
+from bigbatch.tools.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from tests.cluster.conftest import Emulate, networks_of, processes_in, skip_unless_promised

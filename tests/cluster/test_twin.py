@@ -5,7 +5,7 @@ import pytest
 from benchmarks.twin import emulated
 from benchmarks.twin.emulated_rank import ALGORITHMS
 from benchmarks.twin.traffic import stream_bytes
-from bigbatch.launch.simulate.shapes import ModelShape
+from bigbatch.tools.simulate.shapes import ModelShape
 
 ODD = ModelShape("odd", (1003, 70_001, 200_003, 7, 333_337), (0.1, 0.3, 0.6, 0.9, 1.0), 0.0)
 """Nothing divides: parts of unequal length, and some of several segments."""

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.tools.doctor.budget import Budget
+from bigbatch.tools.doctor.examine import TENSORS, Examination, ExaminationResults
+from bigbatch.tools.doctor.exchange import Probes
+from bigbatch.tools.doctor.probe import _Probe
+from bigbatch.tools.doctor.profile import FindSyncs
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, try_values
-from bigbatch.trainer.doctor.budget import Budget
-from bigbatch.trainer.doctor.examine import TENSORS, Examination, ExaminationResults
-from bigbatch.trainer.doctor.exchange import Probes
-from bigbatch.trainer.doctor.probe import _Probe
-from bigbatch.trainer.doctor.profile import FindSyncs
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {

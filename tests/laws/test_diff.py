@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.trainer.diff import main
+from bigbatch.tools.replay.diff import main
 from tests.laws.jobs import Forked, alone, copy_of, forked, records, run, train_command
 
 RECORDED: dict[str, object] = {

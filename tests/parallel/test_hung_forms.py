@@ -15,8 +15,8 @@ from bigbatch.cli import main
 from bigbatch.comm import communicator as connected
 from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.connection import connect
-from bigbatch.comm.measure.sizes import measure_sums, sizes_up_to
 from bigbatch.exit_codes import FAILED
+from bigbatch.tools.measure.sizes import measure_sums, sizes_up_to
 
 pytestmark = pytest.mark.long
 

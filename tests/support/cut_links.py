@@ -2,9 +2,9 @@
 
 import os
 
-from bigbatch.launch.emulate.cluster import reporting_lost_cluster, run_inside, system_path
-from bigbatch.launch.emulate.programs import cut_command, port
-from bigbatch.launch.emulate.state import EmulatedCluster
+from bigbatch.tools.emulate.cluster import reporting_lost_cluster, run_inside, system_path
+from bigbatch.tools.emulate.programs import cut_command, port
+from bigbatch.tools.emulate.state import EmulatedCluster
 
 
 def cut(cluster: EmulatedCluster, node: int, *, arriving: bool = True, leaving: bool = True) -> None:

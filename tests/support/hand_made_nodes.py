@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bigbatch.trainer.preflight.findings import Node, find_faults
-from bigbatch.trainer.preflight.meeting import NodeAddress
+from bigbatch.tools.preflight.findings import Node, find_faults
+from bigbatch.tools.preflight.meeting import NodeAddress
 
 GBIT = 1e9 / 8
 

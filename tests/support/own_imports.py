@@ -63,7 +63,9 @@ def _is_name(node: ast.AST, name: str) -> bool:
 def house() -> dict[str, Module]:
     """All modules of the package by name; the rooms are read where they lie, not through the links."""
     files = [*(ROOT / "bigbatch").glob("*.py")]
-    files += [path for room in ("comm", "trainer", "launch", "experiments") for path in (ROOT / room).rglob("*.py")]
+    files += [
+        path for room in ("comm", "trainer", "launch", "tools", "experiments") for path in (ROOT / room).rglob("*.py")
+    ]
     return {name if is_within(name, "bigbatch") else f"bigbatch.{name}": m for name, m in read_files(files).items()}
 
 

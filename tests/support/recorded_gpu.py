@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
-from bigbatch.trainer.doctor.profile import INDEXED, WAITING
+from bigbatch.tools.doctor.profile import INDEXED, WAITING
 
 GPU = torch.device("cuda", 0)
 OURS = str(Path(__file__).resolve().parents[2] / "bigbatch")

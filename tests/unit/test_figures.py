@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bigbatch.launch.simulate.interval import FACTORS, UNCHECKED_REACH
+from bigbatch.tools.simulate.interval import FACTORS, UNCHECKED_REACH
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"

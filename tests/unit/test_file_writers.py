@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("bigbatch", "comm", "trainer", "launch", "experiments")
+ROOMS = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
 ALLOWED = {
     "bigbatch/files.py": "the one place",
     "bigbatch/cli.py": "/dev/null",
     "bigbatch/locks.py": "locks, without a byte in them; follows no link",
     "comm/backends/node_memory.py": "memory of this job, under a name that it drew",
     "comm/rendezvous/hang_report.py": "a temporary file under a new name",
-    "launch/emulate/keeper.py": "/dev/null",
-    "launch/emulate/namespaces.py": "the kernel's /proc/self",
-    "launch/emulate/slurm.py": "a key, with its mode, in a folder that is new and private",
+    "tools/emulate/keeper.py": "/dev/null",
+    "tools/emulate/namespaces.py": "the kernel's /proc/self",
+    "tools/emulate/slurm.py": "a key, with its mode, in a folder that is new and private",
     "launch/jobs/exit_file.py": "a new file",
     "trainer/inference/formats.py": "the hidden file of replacing, by its name",
-    "trainer/loggers/tensorboard.py": "TensorBoard's own files, in a folder that is not a link; names have time and process",
+    "trainer/loggers/tensorboard.py": "TensorBoard's own files, in a folder that is not a link",
     "trainer/run/output.py": "/dev/null",
     "trainer/run/owner.py": "a hard link to a file of its own",
     "experiments/search/study.py": "Optuna's journal, which is not a link",
@@ -89,7 +89,7 @@ def dumps_for_others(source: str) -> list[str]:
 
 
 def test_json_for_other_programs_has_no_nan() -> None:
-    rooms = ("trainer", "launch", "experiments")
+    rooms = ("trainer", "launch", "tools", "experiments")
     found = {path: dumps_for_others(path.read_text()) for room in rooms for path in (ROOT / room).rglob("*.py")}
     assert {str(path): calls for path, calls in found.items() if calls} == {}, "call bigbatch.files.as_json"
     assert len(dumps_for_others("print(json.dumps(a)); file.write(json.dumps(b, indent=1).encode())")) == 2

@@ -22,14 +22,13 @@ from bigbatch.cli import UNUSABLE_PATH
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.tuned import ClusterFacts
-from bigbatch.comm.tuning.tuned import Tuned, read_tuned, write_tuned
+from bigbatch.comm.tuning.tuned import ClusterFacts, Tuned, read_tuned, write_tuned
 from bigbatch.errors import UserError
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.report.collect import read_folder, train_records
 from bigbatch.launch.jobs.site import read_file as read_site
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
-from bigbatch.launch.simulate.cluster import load_cluster
+from bigbatch.tools.simulate.cluster import load_cluster
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack

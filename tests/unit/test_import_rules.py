@@ -24,27 +24,25 @@ ROOMS = (
     ("comm",),
     ("comm.gradients",),
     ("comm.tuning",),
-    ("comm.measure",),
     ("trainer.config",),
     ("trainer.machine", "trainer.models", "trainer.optim"),
     ("trainer.input",),
     ("trainer.augment", "trainer.datasets"),
-    ("trainer.input.loaders", "trainer.init"),
+    ("trainer.input.loaders",),
     ("trainer.step",),
     ("trainer.run",),
     ("trainer.loggers", "trainer.observe"),
     ("trainer.build",),
-    ("trainer.memory", "trainer.inference", "trainer.mlperf", "trainer.preflight"),
-    ("trainer.tune.range", "trainer.tune.precision"),
-    ("trainer.tune",),
-    ("trainer.doctor",),
+    ("trainer.memory", "trainer.inference"),
     ("trainer",),
     ("launch.jobs",),
     ("launch.launchers",),
-    ("launch.emulate",),
     ("launch",),
-    ("launch.simulate",),
-    ("launch.explain",),
+    ("tools.measure", "tools.emulate", "tools.explain", "tools.mlperf", "tools.preflight", "tools.init"),
+    ("tools.replay", "tools.simulate", "tools.tune"),
+    ("tools.tune.range", "tools.tune.precision"),
+    ("tools.doctor",),
+    ("tools",),
     ("experiments.engine",),
     ("experiments.report",),
     ("experiments",),
@@ -54,6 +52,7 @@ FLOORS = {f"bigbatch.{room}": floor for floor, rooms in enumerate(ROOMS) for roo
 FORBIDDEN = (
     # (what imports, what it must not import), beside the order of the rooms
     ("bigbatch.comm", "bigbatch.trainer"),
+    *((f"bigbatch.{core}", "bigbatch.tools") for core in ("comm", "trainer", "launch")),  # parts.load names them
     ("bigbatch.trainer.step", "bigbatch.trainer.config.schema"),  # the loop is handed ready objects
     ("bigbatch.trainer.step", "bigbatch.trainer.config.file"),
     ("bigbatch.trainer.step", "bigbatch.trainer.models"),
@@ -67,8 +66,8 @@ DOORS = {
     "nvidia.dali": ("bigbatch.trainer.input.loaders.dali",),
     "horovod": ("bigbatch.comm.backends.horovod",),
     "apex": (),
-    "mlperf_logging": ("bigbatch.trainer.mlperf.reference",),
-    "scipy": ("bigbatch.trainer.datasets.prepare", "bigbatch.trainer.mlperf.reference"),
+    "mlperf_logging": ("bigbatch.tools.mlperf.reference",),
+    "scipy": ("bigbatch.trainer.datasets.prepare", "bigbatch.tools.mlperf.reference"),
     "pynvml": ("bigbatch.trainer.machine.gpu_driver",),
     "pyarrow": ("bigbatch.trainer.datasets.tables",),
     "fsspec": ("bigbatch.trainer.input.storage",),
@@ -81,6 +80,8 @@ DOORS = {
     "mlflow": ("bigbatch.trainer.loggers.mlflow",),
     "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
+LOGIN_TOOLS = ("bigbatch.tools.simulate", "bigbatch.tools.emulate", "bigbatch.tools.explain")
+"""Tools that run on a login node, without torch."""
 ENVIRONMENT_READERS = (
     "bigbatch.comm.rendezvous.environ",  # what launchers set
     "bigbatch.user_settings",  # what users set
@@ -181,7 +182,7 @@ def test_reader_sees_a_cycle(late: str) -> None:
 
 
 def test_launch_experiments_and_the_command_bring_in_no_torch() -> None:
-    tops = ("bigbatch.cli", "bigbatch.launch", "bigbatch.experiments")
+    tops = ("bigbatch.cli", "bigbatch.launch", "bigbatch.experiments", *LOGIN_TOOLS)
     names = [name for name in house() if any(is_within(name, top) for top in tops)]
     assert len(names) > 50
     asked_by = {name: imported_with(name, house()).get("torch") for name in names}
@@ -189,11 +190,16 @@ def test_launch_experiments_and_the_command_bring_in_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "inference.evaluate", "inference.predict", "inference.export", "doctor.probe"]
+    "name",
+    [
+        "trainer.train",
+        *(f"trainer.inference.{name}" for name in ("evaluate", "predict", "export")),
+        "tools.doctor.probe",
+    ],
 )
 def test_imports_that_are_slow_wait_until_they_are_used(name: str) -> None:
     """torchvision takes as long as torch does."""
-    asked_by = imported_with(f"bigbatch.trainer.{name}", house())
+    asked_by = imported_with(f"bigbatch.{name}", house())
     assert "torch" in asked_by
     assert "torchvision" not in asked_by, f"{asked_by['torchvision']} imports torchvision"
 
@@ -210,6 +216,11 @@ def test_imports_that_are_slow_wait_until_they_are_used(name: str) -> None:
         ("trainer.step.precision", "def f():\n    from apex import amp", "imports apex.amp"),
         ("comm.fusion", "import os\nx = os.environ['RANK']", "reads the environment"),
         ("comm.fusion", "from os import environ", "reads the environment"),
+        (
+            "launch.start",
+            "def f():\n    from bigbatch.tools.emulate import plan",
+            "imports bigbatch.tools.emulate.plan",
+        ),
         ("trainer.input.order", "from bigbatch.trainer.input.loaders import dali", "trainer.input.loaders.dali"),
     ],
 )

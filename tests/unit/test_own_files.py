@@ -13,8 +13,8 @@ from bigbatch.errors import UserError
 from bigbatch.experiments.engine.folder import SweepFolder, require_same_experiment
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.files import parse_json
-from bigbatch.launch.emulate import state as emulated
 from bigbatch.launch.launchers.slurm_queue import RUN_FOLDER_MARK, QueuedJob
+from bigbatch.tools.emulate import state as emulated
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import MANIFEST, write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack

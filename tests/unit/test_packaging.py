@@ -27,7 +27,7 @@ from bigbatch import __version__
 from bigbatch.trainer.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("comm", "configs", "experiments", "launch", "trainer")
+ROOMS = ("comm", "configs", "experiments", "launch", "tools", "trainer")
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt")
 BUILD = "from setuptools import build_meta; build_meta.build_{}('{}')"
 

@@ -72,7 +72,10 @@ def test_pages_have_no_old_words() -> None:
 
 SOURCES = [
     path
-    for room in ("bigbatch/*.py", *(f"{room}/**/*.py" for room in ("comm", "trainer", "launch", "experiments")))
+    for room in (
+        "bigbatch/*.py",
+        *(f"{room}/**/*.py" for room in ("comm", "trainer", "launch", "tools", "experiments")),
+    )
     for path in ROOT.glob(room)
 ] + [path for room in ("benchmarks", "tests") for path in ROOT.glob(f"{room}/**/*.py") if path != Path(__file__)]
 SOURCES += [ROOT / name for name in ("Makefile", "Dockerfile", "setup.py", "pyproject.toml", "tests/container/run")]

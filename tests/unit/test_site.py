@@ -11,7 +11,7 @@ sphinx = pytest.importorskip("sphinx")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-OURS = r"(?:bigbatch|comm|trainer|launch|experiments|configs|tests|docs|benchmarks|examples)"
+OURS = r"(?:bigbatch|comm|trainer|launch|tools|experiments|configs|tests|docs|benchmarks|examples)"
 
 
 def build_site(root: Path, out: Path) -> tuple[int, list[str]]:
@@ -69,7 +69,7 @@ def test_design_names_every_room() -> None:
     text = (ROOT / "docs/design.md").read_text()
     rooms = {
         path.parent.relative_to(ROOT)
-        for top in ("comm", "trainer", "launch", "experiments")
+        for top in ("comm", "trainer", "launch", "tools", "experiments")
         for path in (ROOT / top).rglob("__init__.py")
     }
     assert {str(room) for room in rooms if len(room.parts) > 1 and f"`{room}`" not in text} == set()

@@ -15,7 +15,7 @@ from bigbatch.cli import COMMANDS
 from bigbatch.groups import GROUPS
 from bigbatch.trainer.config.schema import KEYS
 
-FOLDERS = ("bigbatch", "comm", "trainer", "launch", "experiments")
+FOLDERS = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
 LOADED = {
     "bigbatch.trainer.train": (232, 35_100),
     "bigbatch.trainer.step.loop": (99, 13_300),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("bigbatch", "comm", "trainer", "launch", "experiments")
+ROOMS = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
 STARTS = ("Popen", "run", "call", "check_call", "check_output")
 
 

@@ -191,8 +191,8 @@ RAW = {
     "bigbatch/errors.py": "the one place",
     "bigbatch/cli.py": "words of its own",
     "bigbatch/completion.py": "a script of words of its own",
-    "comm/measure/report.py": "a line of its own that goes back over itself",
-    "launch/emulate/keeper.py": "numbers, to the process that started it",
+    "tools/measure/report.py": "a line of its own that goes back over itself",
+    "tools/emulate/keeper.py": "numbers, to the process that started it",
     "launch/jobs/foreground.py": "words of its own",
     "launch/launchers/slurm.py": "what the job's nodes said, which was printable there",
     "launch/start.py": "a job's script, or a line for a shell",
@@ -226,7 +226,7 @@ def test_scripts_errors_are_one_line_with_the_scripts_own_line(capsys: pytest.Ca
 
 def test_lines_are_printed_in_one_place() -> None:
     """Only print_line and print_lines of bigbatch/errors.py print; they remove control characters."""
-    rooms = ("bigbatch", "comm", "trainer", "launch", "experiments")
+    rooms = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
     sources = {str(path.relative_to(ROOT)): path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py")}
     printing = {name: source for name, source in sources.items() if "print(" in source}
     found = {name: lines for name, source in printing.items() if (lines := list(raw_prints(source)))}

@@ -10,7 +10,7 @@ from benchmarks.gpu.suite import torchvision_peer
 from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.job import Contestant, contestant, seconds_of, settings_for
 from benchmarks.gpu.suite.training import MODES
-from bigbatch.trainer.doctor.profile import activities_on
+from bigbatch.tools.doctor.profile import activities_on
 from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 
 KINDS = {

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 from bigbatch.errors import EmulationError, FaultError, print_line, print_lines
 from bigbatch.exit_codes import SOME_FAILED
 from bigbatch.files import open_named, open_to_append
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.state import state_root
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.plan import ClusterPlan
+from bigbatch.tools.emulate.state import state_root
 from faults.experiment import TIMEOUT_SECONDS, Laboratory, Score
 from faults.job import ask, prepare
 from faults.rank import source_commit

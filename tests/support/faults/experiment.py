@@ -17,9 +17,9 @@ from typing import Any
 from cut_links import cut
 
 from bigbatch.errors import FaultError
-from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.state import EmulatedCluster, state_root
+from bigbatch.tools.emulate import cluster as clusters
+from bigbatch.tools.emulate.plan import ClusterPlan
+from bigbatch.tools.emulate.state import EmulatedCluster, state_root
 from faults import rank as rank_side
 from faults.job import Job, ask
 from faults.trial import CHECKPOINT_STEPS, KINDS, NUM_STEPS, Trial

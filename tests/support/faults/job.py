@@ -18,8 +18,8 @@ from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE
 from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.files import write_whole
-from bigbatch.launch.emulate.plan import address
-from bigbatch.launch.emulate.state import EmulatedCluster
+from bigbatch.tools.emulate.plan import address
+from bigbatch.tools.emulate.state import EmulatedCluster
 from faults import rank as rank_side
 from faults.rank import GO, PAUSE_SECONDS, STEPPING, STRUCK, Place
 from faults.trial import KINDS, Trial

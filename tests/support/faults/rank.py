@@ -23,7 +23,7 @@ import psutil
 
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.files import write_whole
-from bigbatch.launch.emulate import namespaces
+from bigbatch.tools.emulate import namespaces
 from faults.trial import KINDS, STEP, Trial
 
 PRELOAD = (

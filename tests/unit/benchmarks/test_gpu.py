@@ -26,8 +26,8 @@ from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found
 from benchmarks.gpu.suite.device import file_stem
 from benchmarks.gpu.suite.report import Target, compare_case
 from bigbatch.errors import ConfigError, UserError
+from bigbatch.tools.doctor.profile import activities_on
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.doctor.profile import activities_on
 from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import set_tf32

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from benchmarks.twin.nccl_tests import TABLES, errors_of, main
-from bigbatch.launch.simulate.cluster import load_cluster
+from bigbatch.tools.simulate.cluster import load_cluster
 
 
 def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from benchmarks.twin.predict import calibrate, contradictions, main, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
 from benchmarks.twin.rows import Row, read_given
-from bigbatch.launch.simulate.network import Network
+from bigbatch.tools.simulate.network import Network
 
 ONE = {
     "id": "one",

@@ -3,8 +3,8 @@
 import json
 
 from benchmarks.twin.speed import LIMITS, main, scenario_of, simulate_all
-from bigbatch.comm.measure.cost_model import MODELS
-from bigbatch.launch.simulate.scaling import simulate_point
+from bigbatch.tools.measure.cost_model import MODELS
+from bigbatch.tools.simulate.scaling import simulate_point
 
 
 def test_work_of_a_simulation_does_not_grow_with_the_number_of_gpus(tmp_path, capsys, monkeypatch):

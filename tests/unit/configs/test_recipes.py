@@ -14,12 +14,12 @@ import yaml
 from torch import nn
 
 from bigbatch.errors import ConfigError
+from bigbatch.tools.mlperf.rules import check_rules
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.plan import make_plan, make_schedule_of
 from bigbatch.trainer.config.batch import accumulation_steps, divide_batch
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.mlperf.rules import check_rules
 
 rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
 

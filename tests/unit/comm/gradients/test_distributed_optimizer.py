@@ -28,9 +28,9 @@ from bigbatch.comm.gradients.broadcast import (
 )
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.measure.timing import time_hops
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
+from bigbatch.tools.measure.timing import time_hops
 
 SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
 """Several buffers for make_model()."""

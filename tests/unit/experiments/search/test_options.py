@@ -16,8 +16,8 @@ from bigbatch.experiments.batch import recommend
 from bigbatch.experiments.launch_option import Launch
 from bigbatch.experiments.search import options
 from bigbatch.experiments.search.options import parse_search
+from bigbatch.tools.doctor import command as doctor_command
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.doctor import command as doctor_command
 
 WORDS = ("tune", "search", "--config", "quickstart", "--space", SPACE, "--trials", "4", "--epochs", "2", "--study")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from bigbatch.interpreter import python_argv
-from bigbatch.launch.emulate.state import state_root
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import mpirun_argv
 from bigbatch.launch.launchers.slurm_script import sbatch_script
 from bigbatch.launch.start import main
+from bigbatch.tools.emulate.state import state_root
 
 ROOT = Path(__file__).resolve().parents[4]
 GOLDEN = ROOT / "tests/golden"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError, ConfigError
-from bigbatch.trainer.build.few_steps import few_steps
+from bigbatch.tools.tune.few_steps import few_steps
 from bigbatch.trainer.build.parts import make_parts, make_precision
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import dump_config, load_config

@@ -11,8 +11,8 @@ from bigbatch import cli
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.experiments import sweep
 from bigbatch.experiments.batch import recommend
-from bigbatch.launch.simulate import command as simulate
-from bigbatch.trainer import replay
+from bigbatch.tools.replay import replay
+from bigbatch.tools.simulate import command as simulate
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser

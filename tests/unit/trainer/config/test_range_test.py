@@ -10,9 +10,9 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import ConfigError
+from bigbatch.tools.tune.range.curve import Suggestion
+from bigbatch.tools.tune.range.rising_rate import range_record
 from bigbatch.trainer.config.file import dump_config, load_config, resolve
-from bigbatch.trainer.tune.range.curve import Suggestion
-from bigbatch.trainer.tune.range.rising_rate import range_record
 
 RESIDENT = ("--data.loader=resident", "--data.crop=padded", "--data.crop_area_min=null")
 ONE_CYCLE = ("--config", "quickstart", "--schedule.name=one_cycle")

@@ -12,9 +12,9 @@ from sample_images import encoded, smooth_image
 
 from bigbatch.cli import main
 from bigbatch.errors import DataError
+from bigbatch.tools.init.layout import find_layout
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.tables import find_tables, unpack_tables
-from bigbatch.trainer.init.layout import find_layout
 
 pa = pytest.importorskip("pyarrow")
 ipc, parquet = pytest.importorskip("pyarrow.ipc"), pytest.importorskip("pyarrow.parquet")

@@ -17,10 +17,10 @@ from sample_images import encoded, smooth_image, write
 
 from bigbatch.cli import main
 from bigbatch.errors import DataError
+from bigbatch.tools.init.layout import find_layout
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.stage import stage
-from bigbatch.trainer.init.layout import find_layout
 from bigbatch.trainer.input import webdataset
 from bigbatch.trainer.input.data_root import DataRoot, open_split
 from bigbatch.trainer.input.order import read_index

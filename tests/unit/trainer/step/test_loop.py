@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import DataError, TrainingDiverged
-from bigbatch.trainer.doctor.profile import FindSyncs
+from bigbatch.tools.doctor.profile import FindSyncs
 from bigbatch.trainer.inference.accuracy import count_batch, evaluate
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.stream import InputStream

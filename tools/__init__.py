@@ -1,0 +1,1 @@
+"""Commands around a training, which a run never imports."""

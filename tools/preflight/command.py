@@ -1,0 +1,280 @@
+"""`bigbatch preflight`: each rank measures, and rank 0 reports."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bigbatch.comm.connection import choose_device, connect, gpu_uuid, only_gpu
+from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.gpus import require_own_gpus
+from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.errors import CommError, print_line, printable, tell
+from bigbatch.exit_codes import UNFIT
+from bigbatch.files import as_json, write_named
+from bigbatch.paths import as_path
+from bigbatch.tools.preflight.checks import Host, links_are_broken
+from bigbatch.tools.preflight.facts import RankGpu, gather_facts, host_fields, machine_id, query_host
+from bigbatch.tools.preflight.findings import Node, NodeFinding, find_faults, gbit, remarks
+from bigbatch.tools.preflight.links import listening, measure_pairs, unreachable
+from bigbatch.tools.preflight.meeting import (
+    MEET_SECONDS,
+    NodeAddress,
+    absence_findings,
+    absent_ranks,
+    host_faults,
+    wait_for_report,
+)
+from bigbatch.tools.preflight.rates import Rates, measure_rates
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.base import written_keys
+from bigbatch.trainer.machine.gpu_driver import Clock
+
+RATE_SECONDS = 2.0
+"""Seconds to measure the rates, over all measurements."""
+NUM_MEASUREMENTS = 2
+WORK_SECONDS = 30.0
+"""Seconds to wait for a rank while others measure."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the preflight as one rank; return 0 if all nodes are fit, else UNFIT; equal on all ranks."""
+    began = time.monotonic()
+    arguments, words = _parser().parse_known_args(argv)
+    config = load_config(words, prog="bigbatch preflight") if words else None
+    env = read_process_env()
+    env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
+    towards = env.master[0] if env.master else None
+    address = own_address(is_one_host=env.is_one_host, interface=env.interface, towards=towards)
+    control = JobControl(env, timeout_seconds=MEET_SECONDS, interface=env.interface)
+    absent = absent_ranks(control)
+    nodes: list[Node] = []
+    if absent:
+        findings = absence_findings(absent, control)
+    else:
+        nodes, findings = examine(config, env, control, address=address)
+    if env.rank == 0:
+        _print_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
+    if absent:
+        wait_for_report(control)
+        return UNFIT
+    # no rank exits before rank 0 has reported: a launcher that sees code 4 ends the others
+    outcomes = control.gather_text("unfit" if findings else "", what="outcome of the preflight")
+    return UNFIT if outcomes[0] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch preflight",
+        usage="bigbatch preflight [OPTION ...] [--config EXPERIMENT [--section.key VALUE ...]]",
+        description="Compares the nodes of a job, in less than half a minute: versions, GPUs, disks, images, "
+        "connections, matrix multiplication, copies, links. Each rank of the job runs it; bigbatch launch preflight "
+        f"starts them. Exit code {UNFIT} if a node is unfit.",
+        epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
+    add("--bad-nodes", type=as_path, metavar="FILE", help="write the names of unfit nodes there, one a line")
+    add("--json", type=as_path, metavar="FILE", help="write all findings there")
+    return parser
+
+
+def examine(
+    config: Config | None, env: ProcessEnv, control: JobControl, *, address: str
+) -> tuple[list[Node], list[NodeFinding]]:
+    """Return the nodes' facts, rates and findings, on rank 0. Collective. Raises: CommError for lost ranks."""
+    device, num_gpus, complaint = _own_device(config, env)
+    is_leader = env.local_rank == 0
+    with listening(address) as port:
+        mine = NodeAddress(env.rank, env.host, address, port, machine_id(), num_gpus, complaint) if is_leader else None
+        leaders = control.gather(mine and asdict(mine), what="meeting of every node")
+        places = [NodeAddress(**each) for each in leaders if each]
+        if early := host_faults(places):
+            return [], early
+        if device is None:
+            raise CommError(str(complaint))
+        gpu = RankGpu(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
+        gpus = [RankGpu(**each) for each in control.gather(asdict(gpu), what="comparison of GPUs")]
+        try:
+            require_own_gpus([(gpu.host, gpu.only_gpu) for gpu in gpus])
+        except CommError as error:  # all ranks find the same
+            return [], [NodeFinding(str(error))]
+        control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage
+        looking = _query_host(config, env, places, gpus, device=device, address=address) if is_leader else Host
+        measured: dict[str, Any] = {"host": env.host}
+        measured["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        if is_leader:
+            measured["node"] = gather_facts(config, device=device, list_gpus=lambda: looking().driver.gpus)
+        missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
+        own = looking()
+        reach = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
+        heard = control.gather(reach, what="reaching every node")
+    reached = {place.host: heard[place.rank]["missed"] for place in places}
+    rates = _take_turns(control, places, env, device=device)
+    links: dict[str, float] = {}
+    # a transport would wait for unreachable nodes
+    if not any(each["missed"] or each["is_broken"] for each in heard):
+        links = _measure_links(places, env, device=device)
+    measured |= {"rates": asdict(rates), "links": links}
+    if is_leader:
+        measured["node"] |= host_fields(own, links=links)
+    everyone = [
+        json.loads(text) for text in control.collect_text(json.dumps(measured), what="what every rank measured")
+    ]
+    # collect_text returns the texts on rank 0 only
+    nodes = [_node(place, everyone, reached) for place in places] if everyone else []
+    return nodes, find_faults(nodes) if nodes else []
+
+
+def _query_host(
+    config: Config | None,
+    env: ProcessEnv,
+    places: Sequence[NodeAddress],
+    gpus: Sequence[RankGpu],
+    *,
+    device: torch.device,
+    address: str,
+) -> Callable[[], Host]:
+    beside = {place.host for place in places if place.machine == machine_id()}
+    own = [gpu for gpu in gpus if gpu.host == env.host]
+    host = Host(
+        num_ranks=len(own),
+        world_size=env.world_size,
+        wants_gpus=not env.keeps_to_cpu and not (config and config.comm.backend == "gloo"),
+        on_gpus=device.type == "cuda",
+        shares_machine=len(beside) > 1,
+        own_gpus=tuple(gpu.uuid for gpu in own),
+        is_interface_stated=env.interface is not None,
+    )
+    return query_host(host, gpus=[gpu for gpu in gpus if gpu.host in beside], address=address)
+
+
+def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:
+    """Return this rank's device, the number of GPUs that it sees, and the reason if it has none."""
+    count = torch.cuda.device_count()
+    try:
+        device = choose_device(env, backend=config.comm.backend if config else "auto")
+    except CommError as error:
+        return None, count, str(error)
+    return device, count if device.type == "cuda" else 0, None
+
+
+def _take_turns(control: JobControl, places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> Rates:
+    """Return the better of two measurements of this rank: short disturbances do not count, lasting ones do. Collective.
+
+    Nodes of one machine share its cores, so they take turns; nodes of different machines measure at the same time.
+    """
+    machines: dict[str, list[str]] = {}
+    for place in places:
+        machines.setdefault(place.machine, []).append(place.host)
+    num_turns = max(map(len, machines.values()))
+    found = []
+    # the two measurements are far apart: all nodes take their turn in between
+    for turn in [*range(num_turns)] * NUM_MEASUREMENTS:
+        # a slice, since a machine with fewer nodes has none for this turn
+        if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
+            found.append(measure_rates(device, seconds=RATE_SECONDS / num_turns / NUM_MEASUREMENTS))
+        control.gather_text("", what="measuring of rates")
+    return Rates(
+        max(each.multiply_gflops for each in found),
+        max(each.copy_gb_per_second for each in found),
+        max((each.clock for each in found if each.clock), key=lambda clock: clock.mhz, default=None),
+    )
+
+
+def _measure_links(places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
+    """Return host -> bytes per second to it, if this rank is the first of its host; else {}. Collective."""
+    communicator = connect(
+        backend="nccl" if device.type == "cuda" else "tcp",
+        algorithm="ring",
+        timeout_seconds=WORK_SECONDS,
+        env=env,
+        device=device,
+    )
+    ranks = [place.rank for place in places]
+    rates = measure_pairs(communicator, ranks) if env.rank in ranks else {}
+    communicator.close()
+    return {places[index].host: rate for index, rate in rates.items()}
+
+
+def _node(place: NodeAddress, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
+    own = {rank: each for rank, each in enumerate(everyone) if each["host"] == place.host}
+    leader = everyone[place.rank]
+    return Node(
+        host=place.host,
+        device=", ".join(dict.fromkeys(each["device"] for each in own.values())),
+        num_ranks=len(own),
+        address=place.address,
+        multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own.values()),
+        copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own.values()),
+        clocks={rank: Clock(**clock) for rank, each in own.items() if (clock := each["rates"]["clock"])},
+        link_bytes_per_second=leader["links"],
+        unreachable=reached[place.host],
+        **leader["node"],
+    )
+
+
+def _print_findings(
+    nodes: Sequence[Node],
+    findings: Sequence[NodeFinding],
+    arguments: argparse.Namespace,
+    *,
+    columns: int | None,
+    seconds: float,
+) -> None:
+    """Print a table, all findings and a summary line; write the files that the options name."""
+    bad = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
+    if nodes:
+        Console(width=columns or 160, force_terminal=columns is not None).print(_table(nodes))
+    for finding in findings:
+        print_line(f"bigbatch: {finding.text}")
+    for remark in remarks(nodes):
+        print_line(f"remark: {remark}")
+    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'no single node'}" if findings else "all fit"
+    measured = f"nodes: {len(nodes)}" if nodes else "nothing measured"
+    print_line(f"preflight: {measured}, {outcome}; {seconds:.1f} s")
+    if arguments.bad_nodes:
+        _write(arguments.bad_nodes, "".join(f"{host}\n" for host in bad))
+    if arguments.json:
+        facts = {
+            "nodes": [asdict(node, dict_factory=written_keys) for node in nodes],
+            "findings": [asdict(finding) for finding in findings],
+            "seconds": seconds,
+        }
+        _write(arguments.json, as_json(facts, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write text to path; a failure prints a line and does not change the findings."""
+    try:
+        write_named(path, text.encode(errors="backslashreplace"))
+    except OSError as error:
+        tell(f"{path} cannot be written: {error.strerror}")
+
+
+def _table(nodes: Sequence[Node]) -> Table:
+    table = Table("node", "devices", "multiply (slowest rank)", "copy", "link, best pair", "least free disk", "images")
+    for node in nodes:
+        folder = min(node.free_gb, key=lambda name: node.free_gb[name], default=None)
+        table.add_row(
+            Text(printable(node.host)),
+            Text(printable(f"{node.num_ranks} x {node.device}")),
+            f"{node.multiply_gflops:,.1f} GFLOP/s",
+            f"{node.copy_gb_per_second:.1f} GB/s",
+            gbit(node.best_link) if node.best_link else "none measured",
+            Text(printable(f"{node.free_gb[folder]:g} GB, {folder}") if folder else ""),
+            f"{node.images['training']:,} + {node.images['validation']:,}" if node.images else "",
+        )
+    return table

@@ -1,0 +1,249 @@
+"""The nodes of a preflight, and findings on them from the facts and measurements of all ranks. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_high
+from typing import Any
+
+from bigbatch.tools.preflight.checks import CHECKS
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS
+from bigbatch.trainer.machine.gpu_driver import Clock
+
+MIN_FREE_GB = 1.0
+MIN_SHM_GB = 0.5
+SLOW_SHARE = 0.7
+"""Share of the median node's rate below which a node is slow. Equal nodes differ by less."""
+SLOW_LINK_SHARE = 0.6
+IMAGENET = {"classes": 1000, "training": IMAGENET_COUNTS["train"], "validation": IMAGENET_COUNTS["val"]}
+
+
+@dataclass(frozen=True)
+class Node:
+    """Describes a host of the job: facts from its first rank, and the rates of its slowest rank."""
+
+    host: str
+    versions: Mapping[str, str]
+    device: str
+    """Devices of its ranks."""
+    num_ranks: int = 1
+    address: str = ""
+    free_gb: Mapping[str, float] = field(default_factory=dict)
+    """Free space of each folder that a run writes to."""
+    disk_trouble: Mapping[str, str] = field(default_factory=dict)
+    """Folder -> reason why its free space is unknown."""
+    images: Mapping[str, int] = field(default_factory=dict)
+    """Classes, and images of each split."""
+    complaint: str | None = None
+    """Why images cannot be counted."""
+    gpus: Sequence[str] = ()
+    """The driver's line for each GPU."""
+    troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a check of a single host -> its faults."""
+    hardware: Mapping[str, str] = field(default_factory=dict)
+    """Facts besides versions that must be equal on all hosts."""
+    network: Mapping[str, str] = field(default_factory=dict)
+    """Its cards and RDMA ports."""
+    multiply_gflops: float = 0.0
+    copy_gb_per_second: float = 0.0
+    clocks: Mapping[int, Clock] = field(default_factory=dict)
+    """Rank -> clock of its GPU under load, if the driver reports it."""
+    link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second to other hosts."""
+    unreachable: Sequence[str] = ()
+    """Hosts that it cannot connect to."""
+
+    @property
+    def best_link(self) -> float | None:
+        """Return the bytes per second of its fastest link: a slow host is slow to all."""
+        return max(self.link_bytes_per_second.values(), default=None)
+
+
+@dataclass(frozen=True)
+class NodeFinding:
+    text: str
+    hosts: tuple[str, ...] = ()
+    """Hosts to exclude from the job; none if no host is at fault."""
+
+    @classmethod
+    def at(cls, host: str, text: str) -> "NodeFinding":
+        return cls(f"{host}: {text}", (host,))
+
+
+def find_faults(nodes: Sequence[Node]) -> list[NodeFinding]:
+    """List all findings; empty if all nodes are fit."""
+    return [
+        *clear_common(_addresses(nodes), nodes),
+        *_reachability(nodes),
+        *_troubles(nodes),
+        *_differences(nodes),
+        *_disks(nodes),
+        *_data(nodes),
+        *slow_nodes(nodes),
+        # not shared: a clock that is slower than the others without a stated reason is its own host's fault
+        *(each for why, slow in slow_clocks(nodes).items() for each in (clear_common(slow, nodes) if why else slow)),
+        *slow_links(nodes),
+    ]
+
+
+def clear_common(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
+    """Return findings of one kind, without hosts if they name all of several nodes: then no single node is at fault."""
+    if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
+        return [replace(finding, hosts=()) for finding in found]
+    return found
+
+
+def remarks(nodes: Sequence[Node]) -> list[str]:
+    """List remarks, which do not end the job."""
+    found = []
+    for check in CHECKS:
+        hosts_of: dict[str, list[str]] = {}
+        for node in nodes if not check.is_finding else ():
+            for text in node.troubles.get(check.name, ()):
+                hosts_of.setdefault(text, []).append(node.host)
+        found += [f"{', '.join(hosts)}: {text}: {check.remedy}" for text, hosts in hosts_of.items()]
+    counts = next((dict(node.images) for node in nodes if node.images), {})
+    if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
+        shown = f"{counts['training']:,} training and {counts['validation']:,} validation images"
+        found.append(
+            f"1,000 classes, but {shown}: ImageNet has {IMAGENET['training']:,} and {IMAGENET['validation']:,}"
+        )
+    return found
+
+
+def _troubles(nodes: Sequence[Node]) -> list[NodeFinding]:
+    found = []
+    for check in CHECKS:
+        if check.is_finding:
+            pairs = [(node.host, text) for node in nodes for text in node.troubles.get(check.name, ())]
+            found += clear_common([NodeFinding.at(host, f"{text}: {check.remedy}") for host, text in pairs], nodes)
+    return found
+
+
+def _addresses(nodes: Sequence[Node]) -> list[NodeFinding]:
+    remedy = "which other nodes cannot reach: fix /etc/hosts there, or state --interface"
+    local = [node for node in nodes if node.address.startswith("127.") and len(nodes) > 1]
+    return [NodeFinding.at(node.host, f"its address is {node.address}, {remedy}") for node in local]
+
+
+def _reachability(nodes: Sequence[Node]) -> list[NodeFinding]:
+    """Blame a node that most others cannot reach, or that cannot reach most; else name the pair."""
+    found, blamed = [], set()
+    for node in nodes:
+        others = len(nodes) - 1
+        not_reached_by = [other.host for other in nodes if node.host in other.unreachable]
+        # with two nodes, either may be at fault
+        if others > 1 and max(len(not_reached_by), len(node.unreachable)) > others / 2:
+            blamed.add(node.host)
+            text = f"{len(not_reached_by)} of {others} nodes cannot connect to {node.address}; it cannot connect to"
+            remedy = "look at its interface, cable and firewall"
+            found.append(NodeFinding.at(node.host, f"{text} {len(node.unreachable)} of them: {remedy}"))
+    for node in nodes:
+        for other in node.unreachable:
+            if not blamed & {node.host, other}:
+                found.append(NodeFinding(f"{node.host} cannot connect to {other}: a firewall or a route between them"))
+    return found
+
+
+def _differences(nodes: Sequence[Node]) -> list[NodeFinding]:
+    names = dict.fromkeys(name for node in nodes for name in node.versions)
+    each: dict[str, dict[str, str]] = {name: {n.host: n.versions.get(name, "none") for n in nodes} for name in names}
+    each["device"] = {node.host: node.device for node in nodes}
+    parts = dict.fromkeys(name for node in nodes for name in node.hardware)
+    each |= {name: {node.host: node.hardware.get(name, "none") for node in nodes} for name in parts}
+    return [
+        NodeFinding.at(host, f"{name} {values[host]}, elsewhere {usual}: all nodes need the same")
+        for name, values in each.items()
+        for host, usual in find_minority(values)
+    ]
+
+
+def find_minority(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """List (host, value of the majority) of hosts that differ; in a tie the first host's value counts."""
+    counts = Counter(map(str, values.values()))
+    usual = max(counts, key=lambda value: counts[value])
+    return [(host, usual) for host, value in values.items() if str(value) != usual]
+
+
+def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
+    """Return findings on disks, for each folder: findings on a shared folder must not hide those on a local one."""
+    found = []
+    for folder in dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble)):
+        silent = [
+            NodeFinding.at(node.host, f"{folder}: {node.disk_trouble[folder]}")
+            for node in nodes
+            if folder in node.disk_trouble
+        ]
+        is_shm = folder == "/dev/shm"
+        least = MIN_SHM_GB if is_shm else MIN_FREE_GB
+        remedy = "free some" + (", or start the container with a larger one (--shm-size 1g)" if is_shm else "")
+        full = [
+            NodeFinding.at(node.host, f"{folder} has {left:g} GB left, below {least:g}: {remedy}")
+            for node in nodes
+            if (left := node.free_gb.get(folder, least)) < least
+        ]
+        found += [*clear_common(silent, nodes), *clear_common(full, nodes)]
+    return found
+
+
+def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
+    bad = [NodeFinding.at(node.host, node.complaint) for node in nodes if node.complaint]
+    if len(bad) == len(nodes):  # no node's fault
+        return [NodeFinding(str(nodes[0].complaint))]
+    named = ((node.host, node.images.items()) for node in nodes if not node.complaint)
+    counts = {host: ", ".join(f"{number:,} {name}" for name, number in images) for host, images in named}
+    odd = find_minority(counts)
+    return bad + [NodeFinding.at(host, f"has {counts[host]} images, elsewhere {usual}") for host, usual in odd]
+
+
+def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
+    """Find nodes that compute or copy far more slowly than the median node."""
+    found = []
+    for what, unit, rates in (
+        ("multiplies matrices", "GFLOP/s", {node.host: node.multiply_gflops for node in nodes}),
+        ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
+    ):
+        usual = median_high(rates.values())
+        usual_text = f"the median node at {usual:,.1f}: look for other processes, heat and power caps"
+        slow = {host: rate for host, rate in rates.items() if rate < SLOW_SHARE * usual}
+        found += [NodeFinding.at(host, f"{what} at {rate:,.1f} {unit}, {usual_text}") for host, rate in slow.items()]
+    return found
+
+
+def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding]]:
+    """Find GPUs that the hardware slows down under load, by reason; under (): those far below the median clock."""
+    clocks = [(node.host, rank, clock) for node in nodes for rank, clock in node.clocks.items()]
+    found: dict[tuple[str, ...], list[NodeFinding]] = {}
+    usual = median_high([clock.mhz for *_, clock in clocks]) if clocks else 0.0
+    for host, rank, clock in clocks:
+        if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
+            why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
+            text = f"the GPU of rank {rank} runs at {clock.mhz:,.0f} MHz{why}; the median GPU runs at {usual:,.0f}"
+            remedy = "look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there"
+            found.setdefault(clock.slowed_by, []).append(NodeFinding.at(host, f"{text}: {remedy}"))
+    return found
+
+
+def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
+    """Find nodes with a best pair far below the median node's; else single pairs."""
+    best = {node.host: node.best_link for node in nodes}
+    rates = {host: rate for host, rate in best.items() if rate is not None}
+    if len(rates) < 3:  # the only link of two nodes has no other to compare with
+        return []
+    usual = median_high(rates.values())
+    slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
+    usual_text = f"the median node's {gbit(usual)}: look at cable, port and interface"
+    found = [
+        NodeFinding.at(host, f"its link carries {gbit(rates[host])}, {usual_text}") for host in rates if host in slow
+    ]
+    for node in nodes:
+        for other, rate in node.link_bytes_per_second.items():
+            # each pair once, from the host that sorts first
+            if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
+                found.append(NodeFinding(f"{node.host} to {other}: {gbit(rate)}, the median node's link {gbit(usual)}"))
+    return found
+
+
+def gbit(bytes_per_second: float) -> str:
+    """Show 1.25e8 as '1.00 Gbit/s'."""
+    return f"{8 * bytes_per_second / 1e9:.2f} Gbit/s"

@@ -1,0 +1,1 @@
+"""Compare two runs, and compute a step of one again."""
