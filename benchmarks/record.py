@@ -17,7 +17,7 @@ from bigbatch.comm.tuning.conditions import cpu_name
 from bigbatch.errors import UserError
 from bigbatch.files import write_whole
 from bigbatch.numbers import at_least as at_least
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.folder.folder import writing
 
 DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
 

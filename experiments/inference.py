@@ -15,10 +15,10 @@ from bigbatch.experiments.report.compare import SPEEDUP_TITLES, speedups
 from bigbatch.files import parse_json, read_plain
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.tables import Table
+from bigbatch.tools.child import find_reason
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import import_paths
-from bigbatch.trainer.run.child import find_reason
 
 Measured = tuple[float, float]
 """Images per second of the model alone, and top-1."""

@@ -15,14 +15,14 @@ from bigbatch.trainer.build.parts import make_parts, regroup_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.checkpoint.resume import ResumePoint, find_start, restore_, start_in_memory
+from bigbatch.trainer.checkpoint.saving import CheckpointSaver, copy_to_host
 from bigbatch.trainer.evaluator import Evaluator, reason_to_end
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.owner import Owner
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.observe.observer import Observed, Observer, attach
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.output import RunOutput
-from bigbatch.trainer.run.owner import Owner
-from bigbatch.trainer.run.resume import ResumePoint, find_start, restore_, start_in_memory
-from bigbatch.trainer.run.saving import CheckpointSaver, copy_to_host
+from bigbatch.trainer.report.output import RunOutput
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import StopRequest
 

@@ -20,14 +20,15 @@ from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_as_launched
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.build.parts import can_keep_parts
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.joined_rank import JoinedRank
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.on_first import write_on_first
+from bigbatch.trainer.folder.ownership import Ownership
+from bigbatch.trainer.job_rank import JobRank
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.recovery import Interruption, Restart, resuming
-from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.ownership import Ownership
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import Joining
 from bigbatch.words import count
@@ -120,7 +121,7 @@ def _continue(start: RunStart, healed: "Healed") -> RunStart:
 class Healed:
     """A job after a rank is lost, or after one has joined."""
 
-    job: JoinedRank
+    job: JobRank
     state: dict[str, Any] | None
     """State to continue from, equal on all ranks; None if no remaining rank holds all of it."""
     message: str
@@ -129,7 +130,7 @@ class Healed:
     """awake_seconds() at the boundary at which ranks joined."""
 
 
-def can_heal(job: JoinedRank, error: PeerLostError) -> bool:
+def can_heal(job: JobRank, error: PeerLostError) -> bool:
     """Return whether the remaining ranks can continue: the run heals, and no rank ended by an error for the user."""
     return job.communicator.endpoints is not None and error.exit_code == LOST
 
@@ -149,7 +150,7 @@ def group_of(communicator: Communicator) -> Group:
 
 def heal(
     config: Config,
-    job: JoinedRank,
+    job: JobRank,
     error: PeerLostError | None = None,
     *,
     kept: dict[str, Any] | None,

@@ -32,6 +32,9 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.folder.on_first import write_on_first
+from bigbatch.trainer.folder.owner import Claim, newest_claim
+from bigbatch.trainer.folder.ownership import Ownership
 from bigbatch.trainer.healing import (
     Connected,
     Healed,
@@ -42,11 +45,8 @@ from bigbatch.trainer.healing import (
     heal,
     why_not_healing,
 )
-from bigbatch.trainer.joined_rank import JoinedRank, failing_as_lost_rank
+from bigbatch.trainer.job_rank import JobRank, failing_as_lost_rank
 from bigbatch.trainer.machine.host import set_deterministic
-from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.owner import Claim, newest_claim
-from bigbatch.trainer.run.ownership import Ownership
 from bigbatch.trainer.step.plan import Parts
 
 LOOK_SECONDS = 0.5
@@ -81,7 +81,7 @@ def _fits(config: Config, world_size: int) -> bool:
 
 def admit_ranks(
     config: Config,
-    job: JoinedRank,
+    job: JobRank,
     *,
     kept: dict[str, object] | None,
     facts: Facts,
@@ -163,7 +163,7 @@ class Arrival:
     back_at: int | None
 
 
-def join_running_job(config: Config, job: JoinedRank, *, ownership: Ownership) -> Arrival:
+def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> Arrival:
     """Join the running ranks, and receive the state from one of them.
 
     job: of this process alone. First does what may take seconds, because the other ranks wait from their boundary on:
@@ -201,7 +201,7 @@ def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:
     return parts
 
 
-def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[Admitted, Connected]:
+def _enter(config: Config, job: JobRank, facts: Mapping[str, str]) -> tuple[Admitted, Connected]:
     """Ask the running ranks until this rank has their state. Raises: as join_running_job."""
     for attempt in range(MAX_ATTEMPTS):
         admitted = _ask(config, job, facts)
@@ -218,7 +218,7 @@ def _enter(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> tuple[A
     return admitted, connected
 
 
-def _ask(config: Config, job: JoinedRank, facts: Mapping[str, str]) -> Admitted:
+def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
     """Find the running ranks' store by the claim of the run folder's owner, and ask there to join."""
     env, control, folder = job.env, job.communicator.control, Path(config.run.directory)
     patience = 2 * control.timeout_seconds + MORE_SECONDS

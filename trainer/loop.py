@@ -7,12 +7,12 @@ from typing import Any
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.build.plan import make_guess_watch
+from bigbatch.trainer.checkpoint.saving import CheckpointSaver
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
 from bigbatch.trainer.input.base import Batch, require_few_bad_images
 from bigbatch.trainer.observe.observer import Observer
-from bigbatch.trainer.run.output import RunOutput
-from bigbatch.trainer.run.saving import CheckpointSaver
+from bigbatch.trainer.report.output import RunOutput
 from bigbatch.trainer.step.loop import InputLost, Steps
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import Stopped, StopRequest

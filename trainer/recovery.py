@@ -7,11 +7,11 @@ from typing import Protocol
 
 from bigbatch.errors import PeerLostError, ReplicasDiffer
 from bigbatch.parts import load
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.ownership import Ownership
 from bigbatch.trainer.loop import TrainingLoop
-from bigbatch.trainer.run.checkpoint import list_checkpoints
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.ownership import Ownership
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import Joining
 

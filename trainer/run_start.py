@@ -6,8 +6,8 @@ from typing import Any
 from bigbatch.trainer.build.images import Images
 from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.joined_rank import JoinedRank
-from bigbatch.trainer.run.metrics import MetricsLog
+from bigbatch.trainer.job_rank import JobRank
+from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.stop_request import StopRequest
 
@@ -17,7 +17,7 @@ class RunStart:
     """Everything that a run is built from."""
 
     config: Config
-    job: JoinedRank
+    job: JobRank
     log: MetricsLog
     stop: StopRequest | None = None
     """The stop request of all runs of the job, which records signals also between two runs; None: a new one."""

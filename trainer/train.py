@@ -14,12 +14,12 @@ from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import dry_run_gpus
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.joined_rank import JoinedRank, failing_as_lost_rank
+from bigbatch.trainer.job_rank import JobRank, failing_as_lost_rank
 from bigbatch.trainer.machine.host import skip_compiler_import
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.observe.observer import Observer
+from bigbatch.trainer.run import Training
 from bigbatch.trainer.step.stop_request import leave_stopped
-from bigbatch.trainer.training import Training
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     return leave_stopped(env) if summary is None else 0
 
 
-def join(config: Config, env: ProcessEnv) -> JoinedRank:
+def join(config: Config, env: ProcessEnv) -> JobRank:
     """Connect to the other ranks; a process that joins a running job stays alone for now. Collective.
 
     Raises: ConfigError; CommError; TunedError.
@@ -53,14 +53,14 @@ def join(config: Config, env: ProcessEnv) -> JoinedRank:
     if env.joins:
         with failing_as_lost_rank(env):
             alone = load("bigbatch.trainer.joining.connect_alone")(config, env)
-            return JoinedRank(alone, env, None, bound)
+            return JobRank(alone, env, None, bound)
     communicator, tuned = join_job(config, env)
-    return JoinedRank(communicator, env, tuned, bound)
+    return JobRank(communicator, env, tuned, bound)
 
 
 def run_training(
     config: Config,
-    job: JoinedRank,
+    job: JobRank,
     *,
     observers: Sequence[Observer] = (),
     is_dry_run: bool = False,

@@ -19,7 +19,7 @@ from benchmarks.record import at_least, conditions, run, show, spread, write_rec
 from bigbatch.tools.replay.diff import read_run
 from bigbatch.tools.replay.replay import replay
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
+from bigbatch.trainer.folder.folder import RunDir, load_run_config, read_records
 
 IMAGES = 160
 MICROBATCH = 2

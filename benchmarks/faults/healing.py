@@ -28,7 +28,7 @@ from benchmarks.faults.effective import START_SECONDS, Method, ended_job, find_r
 from benchmarks.record import at_least, conditions, run, write_record
 from bigbatch.errors import UserError
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.folder.folder import RunDir, read_records
 
 BATCH, LOSSES = 24, 3
 STEPS = 10

@@ -30,8 +30,8 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.optimizer import require_hardware
 from bigbatch.trainer.config.sections import RESNETS
-from bigbatch.trainer.run.folder import RunDir, writing
-from bigbatch.trainer.run.summary import device_name
+from bigbatch.trainer.folder.folder import RunDir, writing
+from bigbatch.trainer.report.summary import device_name
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 SMALL = {"models": ["resnet18"], "batch": 64, "steps": 3, "untimed": 1, "epochs": 1, "memory_mb": 2000}

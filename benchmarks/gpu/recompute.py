@@ -29,7 +29,7 @@ from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import recompute_
-from bigbatch.trainer.run.summary import device_name
+from bigbatch.trainer.report.summary import device_name
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward, set_tf32, to_half_
 
 GB = 1e9

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bigbatch.trainer.run.noise_scale import FEWEST, Moments, NoiseScale, Share
+from bigbatch.trainer.report.noise_scale import FEWEST, Moments, NoiseScale, Share
 
 FEWEST_IN_SEGMENT = 20
 """Least number of measurements over which the noise scale is taken as constant."""

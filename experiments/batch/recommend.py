@@ -22,8 +22,8 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.short_run import differences, shorten
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
-from bigbatch.trainer.run.noise_scale import FEWEST, measured
+from bigbatch.trainer.folder.folder import RunDir, load_run_config, read_records
+from bigbatch.trainer.report.noise_scale import FEWEST, measured
 
 KEY = "run.noise_scale_every_steps"
 

@@ -20,8 +20,8 @@ from bigbatch.experiments.batch.critical import (
     segments,
     thirds,
 )
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.report.noise_scale import NoiseScale, describe_noise_scale
 
 
 @dataclass(frozen=True)

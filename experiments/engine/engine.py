@@ -14,9 +14,9 @@ from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import make_folder, refuse_link
-from bigbatch.trainer.run.child import ChildProcess
-from bigbatch.trainer.run.folder import read_records, writing
-from bigbatch.trainer.run.owner import require_free
+from bigbatch.tools.child import ChildProcess
+from bigbatch.trainer.folder.folder import read_records, writing
+from bigbatch.trainer.folder.owner import require_free
 from bigbatch.trainer.step.signals import handling_stops
 
 POLL_SECONDS = 0.1

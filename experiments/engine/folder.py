@@ -15,8 +15,8 @@ from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
-from bigbatch.trainer.run import folder as run_folder
-from bigbatch.trainer.run.folder import RunDir, writing
+from bigbatch.trainer.folder import folder as run_folder
+from bigbatch.trainer.folder.folder import RunDir, writing
 from bigbatch.words import count
 
 PENDING, SUBMITTED, DONE, FAILED, PRUNED = "pending", "submitted", "done", "failed", "pruned"

@@ -18,8 +18,8 @@ from bigbatch.files import make_folder, read_plain
 from bigbatch.launch.launchers.slurm import submit_job
 from bigbatch.launch.launchers.slurm_queue import run_slurm
 from bigbatch.launch.launchers.slurm_script import log_path
-from bigbatch.trainer.run.child import find_reason, has_failed
-from bigbatch.trainer.run.folder import writing
+from bigbatch.tools.child import find_reason, has_failed
+from bigbatch.trainer.folder.folder import writing
 
 POLL_SECONDS = 5.0
 SETTLE_SECONDS = 30.0

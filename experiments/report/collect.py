@@ -19,9 +19,9 @@ from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import read_dumped
 from bigbatch.trainer.config.strict_yaml import parse_yaml
-from bigbatch.trainer.run.cost import spent_by
-from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import NOISE_SCALE_FIELDS
+from bigbatch.trainer.folder.folder import RunDir, read_records
+from bigbatch.trainer.report.cost import spent_by
+from bigbatch.trainer.report.noise_scale import NOISE_SCALE_FIELDS
 from bigbatch.words import count
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")

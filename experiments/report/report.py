@@ -24,7 +24,7 @@ from bigbatch.files import as_json
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, as_markdown, markdown, show_table, shown_text, stdout_console
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.words import percent
 
 if TYPE_CHECKING:

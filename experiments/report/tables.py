@@ -9,7 +9,7 @@ from bigbatch.experiments.engine.plan import describe_values
 from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
 from bigbatch.launch.tables import NOT_MEASURED, UNREPORTED, Table, table_of
-from bigbatch.trainer.run.noise_scale import describe_noise_scale
+from bigbatch.trainer.report.noise_scale import describe_noise_scale
 from bigbatch.words import count, percent
 
 ENOUGH_REPORTS = 3

@@ -40,7 +40,7 @@ from bigbatch.trainer.config.file import dump_config, load_config, parse_overrid
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import RANGE_TEST
 from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.user_settings import visible_gpus
 from bigbatch.words import count
 

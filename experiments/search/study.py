@@ -13,7 +13,7 @@ from bigbatch.errors import TuneError, UserError, first_line
 from bigbatch.experiments.engine.folder import DONE, FAILED, PRUNED
 from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.files import read_plain, refuse_link
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.folder.folder import writing
 
 FIRST_JUDGED = 4
 """Trials of a round that finish before any is pruned; a median of fewer is too uncertain."""

@@ -24,7 +24,7 @@ from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.run.folder import RunDir, load_run_config
+from bigbatch.trainer.folder.folder import RunDir, load_run_config
 from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")

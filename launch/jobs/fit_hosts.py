@@ -13,7 +13,7 @@ from bigbatch.files import write_named
 from bigbatch.launch.jobs.check import largest_num_ranks
 from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec
 from bigbatch.trainer.config.options import FLAGS
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.folder.folder import writing
 from bigbatch.words import count
 
 

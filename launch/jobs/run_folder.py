@@ -15,8 +15,8 @@ from bigbatch.numbers import has_numbers
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.owner import has_failed, newest_number
+from bigbatch.trainer.folder.folder import RunDir, read_records
+from bigbatch.trainer.folder.owner import has_failed, newest_number
 
 COMMANDS_ON_A_RUN = (("evaluate",), ("predict",), ("export",))
 CHECKS_AFTER_FAILURE = 3

@@ -18,7 +18,7 @@ from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.slurm_script import REFUSED, log_path, sbatch_script
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.sections import CommConfig
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.folder.folder import writing
 
 
 def job_script(job: JobSpec, *, folder: str | None) -> str:

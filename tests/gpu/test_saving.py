@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bigbatch.trainer.run.saving import copy_to_host
+from bigbatch.trainer.checkpoint.saving import copy_to_host
 
 pytestmark = pytest.mark.gpu
 

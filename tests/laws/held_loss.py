@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.folder.folder import RunDir, read_records
 
 
 def loss(logits_BK: Tensor, targets: Tensor, *, run: str, reports: int, until: str) -> Tensor:

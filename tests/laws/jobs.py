@@ -26,8 +26,8 @@ from bigbatch.comm.rendezvous.ports import free_port
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.k8s_manifest import jobset
 from bigbatch.launch.launchers.mpirun import mpirun_argv
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.folder.folder import RunDir, read_records
 
 NUM_CLASSES = 10
 TRAIN_PER_CLASS = 16

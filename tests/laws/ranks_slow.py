@@ -13,7 +13,7 @@ from forked_ranks import bigbatch
 from torch import Tensor
 
 from bigbatch.trainer.inference import accuracy
-from bigbatch.trainer.run import output
+from bigbatch.trainer.report import output
 from bigbatch.trainer.step.loop import TrainStep
 
 step, predict, plot_run = TrainStep.__call__, accuracy.predict, output.plot_run

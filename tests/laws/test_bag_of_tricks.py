@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bigbatch.cli import main
-from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from tests.laws.jobs import (
     ROUNDING,
     SGD,

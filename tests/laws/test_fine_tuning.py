@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.cli import main
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     ROUNDING,
     SGD,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     ROUNDING,
     SGD,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.trainer.run.checkpoint import list_checkpoints
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
+from bigbatch.trainer.folder.folder import RunDir
 from tests.laws.jobs import (
     AUGMENTED,
     ROUNDING,

@@ -13,9 +13,9 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2 import functional as tv
 
+from bigbatch.trainer.checkpoint.checkpoint import load_checkpoint
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.run.checkpoint import load_checkpoint
 from tests.laws.jobs import (
     NUM_CLASSES,
     TINY,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.exit_codes import LOST
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from bigbatch.trainer.folder.folder import RunDir, read_records
 from tests.laws.jobs import (
     SGD,
     TIMEOUT_SECONDS,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from forked_ranks import bigbatch
 
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.input.order import epoch_order, read_index
-from bigbatch.trainer.run.checkpoint import list_checkpoints
-from bigbatch.trainer.run.folder import RunDir
 from tests.laws.jobs import (
     NUM_CLASSES,
     ROUNDING,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from tests.laws.jobs import Forked, assert_identical, final_state, forked, records, run, steps, train_command
 
 SPARSE = {"run.checkpoint_every_steps": 4, "run.compare_every_steps": 1, "run.keep_checkpoints": 100}

@@ -11,7 +11,7 @@ import torch
 
 from bigbatch.errors import UserError
 from bigbatch.tools.replay.replay import main
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from tests.laws.jobs import Forked, alone, forked, run, train_command
 

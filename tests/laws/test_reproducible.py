@@ -8,8 +8,8 @@ import torch
 from sample_images import REAL_DATA
 from torch import Tensor
 
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     alone,
     assert_identical,

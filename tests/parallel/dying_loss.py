@@ -24,7 +24,8 @@ from bigbatch.comm.rendezvous import regroup
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.trainer import build_run, joining
-from bigbatch.trainer.run import ownership, saving
+from bigbatch.trainer.checkpoint import saving
+from bigbatch.trainer.folder import ownership
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.stop_request import StopRequest
 

@@ -11,8 +11,8 @@ import pytest
 from forked_ranks import exit_codes
 
 from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     TIMEOUT_SECONDS,
     Forked,

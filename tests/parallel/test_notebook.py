@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.datasets.generated import CLASSES, write_dataset
-from bigbatch.trainer.run.checkpoint import list_checkpoints
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

@@ -13,7 +13,7 @@ import yaml
 from bigbatch.cli import main
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.folder.folder import RunDir, read_records
 
 pytestmark = pytest.mark.long
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import bigbatch
+from bigbatch.trainer.checkpoint import saving
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from bigbatch.trainer.checkpoint.saving import BackgroundWrite
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.run import saving
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from bigbatch.trainer.run.saving import BackgroundWrite
 from tests.laws.jobs import Forked, run
 from tests.parallel.training_in_python import STEPS, settings
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import bigbatch
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 
 STEPS = 6

@@ -117,7 +117,7 @@ def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Pa
     for stream in (sys.stdout, sys.stderr):  # of the fork server, whose variables may be PYTHONUNBUFFERED
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-    from bigbatch.trainer.run import output
+    from bigbatch.trainer.report import output
 
     output.plot_run = lambda *arguments, **options: None  # type: ignore[attr-defined]
     sys.argv = [target, *arguments]

@@ -10,7 +10,7 @@ import pytest
 
 from bigbatch.cli import main
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 
 JOB = {
     "world_size": 128,

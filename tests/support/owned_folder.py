@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bigbatch.trainer.run.owner import Owner, own_claim, take
+from bigbatch.trainer.folder.owner import Owner, own_claim, take
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.search.options import parse_search
 from bigbatch.groups import GROUPS, load_command
 from bigbatch.launch.start import make_parser as launch_parser
+from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.run.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))

@@ -23,8 +23,8 @@ ALLOWED = {
     "launch/jobs/exit_file.py": "a new file",
     "trainer/inference/formats.py": "the hidden file of replacing, by its name",
     "trainer/loggers/tensorboard.py": "TensorBoard's own files, in a folder that is not a link",
-    "trainer/run/output.py": "/dev/null",
-    "trainer/run/owner.py": "a hard link to a file of its own",
+    "trainer/report/output.py": "/dev/null",
+    "trainer/folder/owner.py": "a hard link to a file of its own",
     "experiments/search/study.py": "Optuna's journal, which is not a link",
 }
 METHODS = ("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "savefig", "FileHandler", "SummaryWriter")

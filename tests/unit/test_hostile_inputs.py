@@ -29,14 +29,14 @@ from bigbatch.experiments.report.collect import read_folder, train_records
 from bigbatch.launch.jobs.site import read_file as read_site
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.tools.simulate.cluster import load_cluster
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.folder.folder import RunDir, read_curves
 from bigbatch.trainer.input.data_root import INDEX, open_split
 from bigbatch.trainer.input.shard_files import WEBDATASET_INDEX
 from bigbatch.trainer.input.shards import ENTRIES, read_packed
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from bigbatch.trainer.run.folder import RunDir, read_curves
 
 TOKENS = (
     *(b"", b"\0", b"\n", b"\r", b"\t", b" ", b"'", b'"', b"\\", b"%", b"#", b"&", b"*", b"!", b"|", b">", b"-", b"--"),

@@ -19,8 +19,8 @@ from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import MANIFEST, write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.prepare import IMAGENETTE, SOURCES, missing_splits
+from bigbatch.trainer.folder import owner
 from bigbatch.trainer.input.shards import read_packed
-from bigbatch.trainer.run import owner
 from bigbatch.user_settings import SITE_VARIABLE, site_settings
 
 DEEP = "[" * 30_000

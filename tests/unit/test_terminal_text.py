@@ -17,11 +17,11 @@ from small_sweep import SWEEP
 
 from bigbatch.cli import main
 from bigbatch.errors import CommError, add_note, show_uncaught
+from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
+from bigbatch.trainer.checkpoint.class_names import to_keep
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.run.class_names import to_keep
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "x\x1b]0;owned\x07\nforged\r\x9b2J\u202e[red]"

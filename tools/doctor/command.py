@@ -34,8 +34,8 @@ from bigbatch.tools.doctor.speedups import SPEEDUPS, part_of_step
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config, try_values
-from bigbatch.trainer.run.folder import writing
-from bigbatch.trainer.run.summary import shares, uneven
+from bigbatch.trainer.folder.folder import writing
+from bigbatch.trainer.report.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
 
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)

@@ -14,9 +14,9 @@ from typing import Any
 from bigbatch.errors import DoctorError
 from bigbatch.files import open_to_append, write_new
 from bigbatch.interpreter import bigbatch_argv
+from bigbatch.tools.child import ChildProcess
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.run.child import ChildProcess
 
 IMAGES, TENSORS = "images", "tensors"
 """Kinds of batches that a probe times: images of the data set, or tensors that are generated once."""

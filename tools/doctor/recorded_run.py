@@ -18,8 +18,8 @@ from bigbatch.paths import as_path
 from bigbatch.tools.doctor.limit import limiting_wait
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.run.cost import ELAPSED
-from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
+from bigbatch.trainer.folder.folder import RunDir, load_run_config, read_records
+from bigbatch.trainer.report.cost import ELAPSED
 
 SHARES = {"input_wait_fraction": "wait for images", "exposed_communication_fraction": "wait for sums over ranks"}
 STRAGGLER = "straggler_fraction"

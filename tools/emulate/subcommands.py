@@ -48,7 +48,7 @@ from bigbatch.tools.emulate.slurm import (
     start_slurm,
 )
 from bigbatch.tools.emulate.state import EmulatedCluster, load, state_root
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.step.signals import handled_signals, handling_stops
 
 

@@ -9,8 +9,8 @@ from bigbatch.tools.mlperf.reference import Event
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.run.cost import durations
-from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
+from bigbatch.trainer.folder.folder import RunDir, load_run_config, read_records
+from bigbatch.trainer.report.cost import durations
 
 NUMBERS_OF_JOB = ("world_size", "accumulation_steps", "steps_per_epoch", "train_samples", "eval_samples")
 """Numbers in the record of a start that the rules and the log need."""

@@ -11,11 +11,11 @@ from bigbatch.paths import as_path
 from bigbatch.tools.mlperf.finished_run import FinishedRun, mlperf_events, read_run
 from bigbatch.tools.mlperf.reference import ConvergencePoint, as_log, fewest_epochs, read_reference
 from bigbatch.tools.mlperf.rules import TARGET_TOP1, Verdict, check_rules
+from bigbatch.trainer.checkpoint.resume import changes
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import KEYS
 from bigbatch.trainer.config.sections import READING_KEYS, RECORDING_KEYS
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.resume import changes
+from bigbatch.trainer.folder.folder import RunDir
 
 WIRE_KEYS = ("comm.wire_dtype", "comm.predivide", "comm.reduce_dtype")
 MAY_DIFFER = (

@@ -14,6 +14,9 @@ from bigbatch.exit_codes import DIFFERENT
 from bigbatch.files import read_plain
 from bigbatch.paths import as_path
 from bigbatch.tools.replay.difference import Difference, find_places, likely_cause, listed
+from bigbatch.trainer.checkpoint.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
+from bigbatch.trainer.checkpoint.resume import changes
+from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.observe.digests import (
     ACTIVATIONS,
     BEFORE_SUM,
@@ -25,9 +28,6 @@ from bigbatch.trainer.observe.digests import (
     SUMMED,
     values_folder,
 )
-from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
-from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.resume import changes
 from bigbatch.words import count
 
 KEY = "run.digest_every_steps"

@@ -18,10 +18,13 @@ from bigbatch.tools.replay.difference import likely_cause
 from bigbatch.trainer.build.input import step_requests, train_batches
 from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.build_run import build_run
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
+from bigbatch.trainer.checkpoint.resume import changes
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.folder.folder import RunDir, load_run_config
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.observe.digests import (
     PHASES,
@@ -34,17 +37,14 @@ from bigbatch.trainer.observe.digests import (
     digests_of_update,
 )
 from bigbatch.trainer.observe.gradient_audit import recompute
-from bigbatch.trainer.run.checkpoint import list_checkpoints
-from bigbatch.trainer.run.folder import RunDir, load_run_config
-from bigbatch.trainer.run.metrics import MetricsLog
-from bigbatch.trainer.run.resume import changes
-from bigbatch.trainer.run.summary import describe_job
+from bigbatch.trainer.report.metrics import MetricsLog
+from bigbatch.trainer.report.summary import describe_job
+from bigbatch.trainer.run import TrainingRun
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.train import join
-from bigbatch.trainer.training import TrainingRun
 from bigbatch.words import count
 
 SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")

@@ -32,8 +32,8 @@ from bigbatch.trainer.build.parts import make_precision
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.folder.on_first import write_on_first
 from bigbatch.trainer.models.norm import flatten_running_statistics
-from bigbatch.trainer.run.checkpoint import write_on_first
 
 MODEL_CONFIG = "imagenet/resnet50_8k"
 """Experiment in which --model replaces the model."""

@@ -13,11 +13,11 @@ from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resi
 from bigbatch.trainer.augment.pipeline import make_augment
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.build.images import Images, data_root, open_images, require_num_classes
+from bigbatch.trainer.checkpoint.class_names import require_same_names
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, LoaderSetup, Request
 from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch
-from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 

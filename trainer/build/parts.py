@@ -160,8 +160,8 @@ def _load_weights_(
     stated = config.model
     if stated.weights is None:
         return []
-    from bigbatch.trainer.run.class_names import require_same_names
-    from bigbatch.trainer.run.weights import digest, load_weights_
+    from bigbatch.trainer.checkpoint.class_names import require_same_names
+    from bigbatch.trainer.checkpoint.weights import digest, load_weights_
 
     taken = load_weights_(
         model, Path(stated.weights), config=config, new_head=stated.new_head, partial=stated.partial_weights

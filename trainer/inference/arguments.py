@@ -7,13 +7,13 @@ from pathlib import Path
 
 from bigbatch.errors import CheckpointError
 from bigbatch.paths import as_path, expand_path
+from bigbatch.trainer.checkpoint.checkpoint import best_checkpoint, list_checkpoints
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
-from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints
-from bigbatch.trainer.run.folder import RunDir, load_run_config
+from bigbatch.trainer.folder.folder import RunDir, load_run_config
 
 
 def trained_parser(prog: str, *, description: str, takes_images: bool = False) -> ArgumentParser:

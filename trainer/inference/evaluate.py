@@ -17,6 +17,8 @@ from bigbatch.trainer.build.images import stage_data
 from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
 from bigbatch.trainer.build.model import explain_refusal_
 from bigbatch.trainer.build.score import make_score
+from bigbatch.trainer.checkpoint.class_names import describe
+from bigbatch.trainer.checkpoint.weights import digest
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.accuracy import evaluate, predict
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
@@ -24,9 +26,7 @@ from bigbatch.trainer.inference.folding import compile_, for_inference, forward_
 from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.input.base import require_few_bad_images
 from bigbatch.trainer.input.order import describe_left_out
-from bigbatch.trainer.run.class_names import describe
-from bigbatch.trainer.run.progress import describe_evaluation
-from bigbatch.trainer.run.weights import digest
+from bigbatch.trainer.report.progress import describe_evaluation
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from bigbatch.errors import ExportError
 from bigbatch.files import is_stream
+from bigbatch.trainer.checkpoint.weights import write_safetensors
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.models.exchange import plain_tensors
 from bigbatch.trainer.models.libraries import library_model
-from bigbatch.trainer.run.weights import write_safetensors
 
 Classify = Callable[[Tensor], Tensor]
 """Maps images_BCHW to logits_BK, on the CPU."""

@@ -8,11 +8,11 @@ from torch import nn
 from bigbatch.errors import CheckpointError
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import build_classifier
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
+from bigbatch.trainer.checkpoint.weights import LoadedWeights, load_weights_
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.run.checkpoint import list_checkpoints
-from bigbatch.trainer.run.folder import RunDir, load_run_config
-from bigbatch.trainer.run.weights import LoadedWeights, load_weights_
+from bigbatch.trainer.folder.folder import RunDir, load_run_config
 
 
 def load_model(run: str | Path, *, checkpoint: str | Path | None = None, trust_code: bool = False) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.errors import first_line
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import flat_options
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.user_settings import mlflow_settings
 
 MAX_PARAMS = 100

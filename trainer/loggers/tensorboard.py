@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 
 
 class TensorBoardRun:

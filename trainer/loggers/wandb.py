@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import first_line
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.user_settings import wandb_settings
 
 REACH_SECONDS = 30.0

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.observe.observer import Observed, Observer
 from bigbatch.trainer.observe.replicas import digest, replicas
-from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.plan import Parts
 
 MODULUS = 1 << 64

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.observe.gradient_noise import GradientNoise, SquaredNorms
 from bigbatch.trainer.observe.observer import Observed, Observer
-from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import KIND, NO_ESTIMATE, Moments, running, unbiased
+from bigbatch.trainer.report.noise_scale import KIND, NO_ESTIMATE, Moments, running, unbiased
 
 
 class NoiseRecorder(Observer):

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.observe.observer import Observed, Observer
-from bigbatch.trainer.run.folder import RunDir
 
 
 class TimelineRecorder(Observer):

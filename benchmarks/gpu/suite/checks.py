@@ -15,8 +15,8 @@ from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.images import small_images
 from benchmarks.gpu.suite.job import COMPILED, Settings, as_options, settings_for
 from benchmarks.gpu.suite.scripts import bigbatch, run_script, train
+from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.input.loaders import dali
-from bigbatch.trainer.run.folder import RunDir, read_records
 
 ROOT = Path(__file__).resolve().parents[3]
 ITS_OWN = "tests/gpu/test_benchmarks.py"

@@ -229,9 +229,9 @@ def _watch(trial: Trial | None, place: Place) -> None:
 
     from bigbatch.comm.communicator import Communicator
     from bigbatch.comm.rendezvous.job_control import JobControl
+    from bigbatch.trainer.checkpoint.saving import CheckpointSaver
     from bigbatch.trainer.inference import accuracy
-    from bigbatch.trainer.run import output
-    from bigbatch.trainer.run.saving import CheckpointSaver
+    from bigbatch.trainer.report import output
     from bigbatch.trainer.step.loop import Steps, TrainStep
 
     # nodes share the machine's cores: threads that wait for each other would outweigh a tiny model
@@ -318,7 +318,7 @@ def digest_of(run: Path) -> str:
     """Return the SHA-256 of the newest checkpoint's step, weights and optimizer state."""
     import torch
 
-    from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+    from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 
     state = load_checkpoint(list_checkpoints(run / "checkpoints")[-1].path)
     digest = hashlib.sha256(str(state["step"]).encode())

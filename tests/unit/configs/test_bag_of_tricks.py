@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.build.model import build_classifier
 from bigbatch.trainer.build.optimizer import make_optimizer
+from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
+from bigbatch.trainer.checkpoint.weights import load_weights_
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet9 import ConvBlock, resnet9
-from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.run.weights import load_weights_
 from bigbatch.trainer.step.plan import Parts
 
 LR, DECAY, FACTOR = 0.5, 0.1, 64.0

@@ -12,7 +12,7 @@ from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.folder.folder import RunDir, read_records
 
 PILOTS = [name for name in packaged_configs() if name.startswith("pilots/")]
 SCALED = {

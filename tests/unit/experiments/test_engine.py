@@ -16,9 +16,9 @@ from small_sweep import states, write
 
 from bigbatch.cli import main
 from bigbatch.experiments.engine.folder import SweepFolder
+from bigbatch.tools import child
+from bigbatch.tools.child import processes_in
 from bigbatch.trainer.config.file import PACKAGED
-from bigbatch.trainer.run import child
-from bigbatch.trainer.run.child import processes_in
 
 
 @pytest.mark.long
@@ -108,7 +108,7 @@ def test_sweep_point_is_asked_to_stop_if_its_sweep_is_killed(tmp_path: Path) -> 
     sweep = (
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
-        "from bigbatch.trainer.run.child import ChildProcess\n"
+        "from bigbatch.tools.child import ChildProcess\n"
         f"log = Path({str(log)!r})\n"
         f"process = ChildProcess(['sh', '-c', {point!r}], log=log, within=log.parent)\n"
         "while not log.read_text():\n"

@@ -18,7 +18,7 @@ from bigbatch.experiments.engine.engine import run_points
 from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
-from bigbatch.trainer.run import owner
+from bigbatch.trainer.folder import owner
 
 GENERATED = {"data.loader": "synthetic", "data.num_synthetic_samples": 2048}
 SWEEP: dict[str, Any] = {"name": "small", "config": "quickstart", "epochs": 1, "cases": {"plain": {}}}

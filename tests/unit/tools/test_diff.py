@@ -12,11 +12,11 @@ from error_texts import naming
 from bigbatch.errors import CheckpointError, RunFolderError
 from bigbatch.exit_codes import DIFFERENT
 from bigbatch.tools.replay.diff import describe_difference, main, read_run
+from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
 from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.observe.digests import digests_of_images, values_folder
-from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.run.folder import RunDir
 
 ONE_UP = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
 

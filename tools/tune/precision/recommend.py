@@ -18,8 +18,8 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
-from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.folder import RunDir, require_writable
+from bigbatch.trainer.folder.folder import RunDir, require_writable
+from bigbatch.trainer.folder.on_first import write_on_first
 from bigbatch.trainer.step.stop_request import Stopped, leave_stopped
 from bigbatch.words import count
 

@@ -31,8 +31,8 @@ from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RANGE_TEST
 from bigbatch.trainer.config.short_run import to_the_last_epoch
-from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.folder import RunDir, require_writable
+from bigbatch.trainer.folder.folder import RunDir, require_writable
+from bigbatch.trainer.folder.on_first import write_on_first
 from bigbatch.trainer.step.stop_request import leave_stopped
 
 LINES = 20

@@ -28,8 +28,8 @@ from bigbatch.experiments.batch.critical import (
 )
 from bigbatch.experiments.batch.report import Answer, explain
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import KIND, NoiseScale, running
+from bigbatch.trainer.folder.folder import RunDir, read_records
+from bigbatch.trainer.report.noise_scale import KIND, NoiseScale, running
 
 BATCH = 512
 """That of the quick start, in microbatches of 128."""

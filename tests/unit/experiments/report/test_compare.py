@@ -24,7 +24,7 @@ from bigbatch.experiments.report.compare import (
     read_figures,
 )
 from bigbatch.experiments.report.plots import draw_comparison
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 
 RECORDS = [
     {"kind": "start"},

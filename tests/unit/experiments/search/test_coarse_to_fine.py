@@ -16,9 +16,9 @@ from fake_searches import Fake, run, states
 
 from bigbatch.errors import TuneError
 from bigbatch.experiments.search.study import Round, best_record
+from bigbatch.tools import child
 from bigbatch.trainer.config.file import PACKAGED, load_config
-from bigbatch.trainer.run import child
-from bigbatch.trainer.run.folder import read_records
+from bigbatch.trainer.folder.folder import read_records
 
 
 @pytest.fixture(scope="module")

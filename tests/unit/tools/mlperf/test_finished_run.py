@@ -13,7 +13,7 @@ from bigbatch.cli import main
 from bigbatch.errors import RunFolderError
 from bigbatch.tools.mlperf.finished_run import mlperf_events, read_run
 from bigbatch.tools.mlperf.reference import RULESET
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 
 rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
 mlp_compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")

@@ -11,7 +11,7 @@ from mlperf_runs import seeds, verified, write_run
 from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.tools.mlperf.finished_run import read_run
 from bigbatch.tools.mlperf.reference import RULESET
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir
 
 rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.model import build_classifier
 from bigbatch.trainer.build.optimizer import make_optimizer
-from bigbatch.trainer.run.weights import load_weights_
+from bigbatch.trainer.checkpoint.weights import load_weights_
 from tests.unit.trainer.build.test_optimizer import LR, make, settings_of, walk
 from tests.unit.trainer.config.test_schema import make_config
 

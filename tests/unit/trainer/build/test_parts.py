@@ -34,7 +34,7 @@ from bigbatch.trainer.machine import host
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import BlurConv2d
 from bigbatch.trainer.optim import divided_work
-from bigbatch.trainer.run.summary import replayed
+from bigbatch.trainer.report.summary import replayed
 from bigbatch.trainer.step import sharded
 
 

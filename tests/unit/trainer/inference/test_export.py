@@ -14,12 +14,12 @@ from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.cli import main
+from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
+from bigbatch.trainer.checkpoint.class_names import to_keep
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.inference import formats as export_formats
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
-from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.run.class_names import to_keep
 
 onnxruntime = pytest.importorskip("onnxruntime")
 timm = pytest.importorskip("timm")

@@ -12,12 +12,12 @@ from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from bigbatch.trainer.checkpoint.class_names import to_keep
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.predict import load_classifier
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.run.checkpoint import load_checkpoint, save_checkpoint
-from bigbatch.trainer.run.class_names import to_keep
 
 KEYS = ["--model.options.width=4", "--data.image_size=32", "--data.loader=torchvision"]
 

@@ -26,7 +26,7 @@ from bigbatch.trainer.input.report import (
     slowest_stage,
 )
 from bigbatch.trainer.machine import host
-from bigbatch.trainer.run.progress import rows
+from bigbatch.trainer.report.progress import rows
 
 RATES = {"loader": 812.0, "read": 5000.0, "decode": 850.0, "copy": None, "augment": 9000.0}
 FAST = {"loader": 3000.0, "read": 5000.0, "decode": 3100.0, "copy": None, "augment": 9000.0}

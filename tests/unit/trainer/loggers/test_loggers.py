@@ -18,14 +18,14 @@ from bigbatch.errors import ConfigError
 from bigbatch.parts import load
 from bigbatch.trainer.config.checks import LOGGERS
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.in_python import train
 from bigbatch.trainer.loggers import wandb
-from bigbatch.trainer.run import loggers as background
-from bigbatch.trainer.run import output as output_module
-from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.loggers import BackgroundLogger, find_loggers, open_loggers
-from bigbatch.trainer.run.metrics import MetricsLog
-from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.report import loggers as background
+from bigbatch.trainer.report import output as output_module
+from bigbatch.trainer.report.loggers import BackgroundLogger, find_loggers, open_loggers
+from bigbatch.trainer.report.metrics import MetricsLog
+from bigbatch.trainer.report.output import RunOutput
 
 
 class PlayedWandb(ModuleType):

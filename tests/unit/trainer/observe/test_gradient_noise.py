@@ -23,7 +23,7 @@ from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.observe.gradient_noise import GradientNoise, SquaredNorms
-from bigbatch.trainer.run.noise_scale import unbiased
+from bigbatch.trainer.report.noise_scale import unbiased
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.loss_scale import Scaling

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from small_run import PLAN
 
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.observe.noise_recorder import NoiseRecorder
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.noise_scale import FEWEST, KEPT, KIND, Moments, Share, running, student_quantile, unbiased
+from bigbatch.trainer.report.noise_scale import FEWEST, KEPT, KIND, Moments, Share, running, student_quantile, unbiased
 
 SMALL, LARGE = 4, 32
 

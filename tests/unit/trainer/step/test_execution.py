@@ -27,8 +27,8 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.optim.fused import norms_of
-from bigbatch.trainer.run.progress import describe, describe_briefly
-from bigbatch.trainer.run.summary import speed
+from bigbatch.trainer.report.progress import describe, describe_briefly
+from bigbatch.trainer.report.summary import speed
 from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS, CudaGraphExecution, Cut
 from bigbatch.trainer.step.execution import EagerExecution
 from bigbatch.trainer.step.plan import Parts, Plan

@@ -16,8 +16,10 @@ from bigbatch.errors import DataError
 from bigbatch.trainer import train
 from bigbatch.trainer.augment.crops import center_crop
 from bigbatch.trainer.build import job
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.loaders import pillow
 from bigbatch.trainer.input.loaders.encoded import ImageLoader, as_batch, make_image_loader
@@ -27,8 +29,6 @@ from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.reading import EncodedBatch
 from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, input_settings, slowest_stage
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
-from bigbatch.trainer.run.folder import RunDir, read_records
 
 SIZE = 8
 CPU = torch.device("cpu")

@@ -1,0 +1,1 @@
+"""Checkpoints: saving, loading, resuming, and the facts that they keep."""

@@ -1,0 +1,272 @@
+"""Train one job, in time order: prepare, build a run, run it, and after an interruption build the next one."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bigbatch.awake import awake_seconds
+from bigbatch.errors import PeerLostError, ReplicasDiffer, add_note, exit_code_of
+from bigbatch.exit_codes import LOST
+from bigbatch.files import as_json
+from bigbatch.trainer.build.compute_mode import choose_in_job
+from bigbatch.trainer.build.images import stage_data, using_staged
+from bigbatch.trainer.build.input import list_images, measure_input, train_batches
+from bigbatch.trainer.build_run import BuiltRun, build_run
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.on_first import write_on_first
+from bigbatch.trainer.folder.ownership import Ownership
+from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
+from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES
+from bigbatch.trainer.job_rank import JobRank
+from bigbatch.trainer.machine.memory import free_memory
+from bigbatch.trainer.observe.observer import Observer
+from bigbatch.trainer.recovery import make_recovery
+from bigbatch.trainer.report.metrics import MetricsLog
+from bigbatch.trainer.report.summary import describe_job, dry_run_lines, introduction
+from bigbatch.trainer.run_start import RunStart
+from bigbatch.trainer.step.plan import Plan
+from bigbatch.trainer.step.stop_request import Joining, Stopped, StopRequest
+from bigbatch.trainer.step.window import Totals
+
+
+class Training:
+    """A job's training, to its end or to a stop signal. All methods are collective."""
+
+    def __init__(
+        self, config: Config, job: JobRank, *, observers: Sequence[Observer] = (), is_quiet: bool = False
+    ) -> None:
+        self._observers, self._is_quiet = observers, is_quiet
+        self.start = RunStart(config=config, job=job, log=MetricsLog(RunDir(Path(config.run.directory))))
+        """Where the present or next run starts."""
+
+    def describe(self) -> dict[str, Any]:
+        """Print what train() would do; return an empty summary. Raises: UserError."""
+        start = replace(prepare(self.start), stop=StopRequest(takes_signals=False))
+        return TrainingRun(build_run(start, is_quiet=self._is_quiet)).describe()
+
+    def train(self) -> dict[str, Any] | None:
+        """Train; return the summary, or None if stopped.
+
+        Raises: PeerLostError; ReplicasDiffer if weights differ at the start, or again after the job went back.
+        """
+        start, run = self.start, None
+        with using_staged(start.config), Ownership(start.config) as ownership:
+            recovery = make_recovery(start.config, joins=start.job.env.joins, ownership=ownership)
+            if joined := recovery.enter(start):
+                start = joined
+            else:
+                ownership.take(start.job.communicator.control)
+                start = prepare(start)
+            while True:
+                self.start = start
+                try:
+                    run = TrainingRun(
+                        build_run(start, owner=ownership.owner, observers=self._observers, is_quiet=self._is_quiet)
+                    )
+                    start = start.after(images=run.splits.images, stop=run.loop.stop)
+                    return run.run(wants_join=recovery.wants_join(start))
+                except (PeerLostError, ReplicasDiffer, Joining) as error:
+                    start = recovery.accept(error, start, run.loop if run else None)
+                except BaseException:
+                    if run is None:  # loggers of a former run may be open
+                        start.log.close()
+                    raise
+                run = None
+                # only now: an error's frames held the run's tensors; the next step uses the host's memory again
+                free_memory(start.job.communicator.device, keeps_host=True)
+                start = recovery.recover(start)
+
+
+def prepare(start: RunStart) -> RunStart:
+    """Stage and list the data, and choose the compute mode; return what the first run starts from. Collective."""
+    config, communicator = start.config, start.job.communicator
+    local, staged = stage_data(config, communicator)
+    images = list_images(local, communicator)
+    chosen = choose_in_job(config, communicator)
+    job = replace(start.job, staged=staged, mode_note=chosen.note)
+    return replace(start, config=chosen.config, images=images, job=job)
+
+
+class TrainingRun:
+    """One run from start to end: files on the first rank, collectives on all."""
+
+    def __init__(self, built: BuiltRun) -> None:
+        self.loop, self.splits, self.start = built.loop, built.splits, built.start
+        self.config, self.parts, self.communicator = built.loop.config, built.loop.parts, built.communicator
+        self._built, self._is_healed = built, built.is_healed
+        self._rundir, self._output = RunDir(Path(self.config.run.directory)), built.loop.output
+        self._measured: MeasuredInput | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.loop.plan
+
+    def run(self, *, wants_join: Callable[[], object] = lambda: False) -> dict[str, Any] | None:
+        """Train to the end or a stop signal; return the summary, or None if stopped. Collective.
+
+        wants_join: returns a true value if other ranks want to join. Raises: Joining after all ranks have agreed on it.
+        """
+        loop, stop = self.loop, self.loop.stop
+        try:
+            self._begin()
+            with stop.watch(self.communicator.control, acknowledge=self._acknowledge, wants_join=wants_join):
+                try:
+                    record = self._before_steps()
+                    started = time.perf_counter()
+                    extra = loop.extra_microbatches
+                    totals = loop.run(train_batches(self.config, self.splits.train, plan=self.plan, extra=extra))
+                    if totals.stopped_by is None and not totals.last_evaluation:  # resumed after its last step
+                        totals.last_evaluation = record or loop.evaluate(self.plan.num_steps)
+                    seconds = time.perf_counter() - started
+                except Stopped:  # in an evaluation outside the training loop: nothing new to save
+                    totals, seconds = Totals(stopped_by=stop.asked_by), 0.0
+                except (ReplicasDiffer, Joining):  # the run may resume from what is being written
+                    loop.collect_checkpoint(wait=True)
+                    raise
+            summary = self._finish(totals, seconds=seconds)
+        except BaseException as error:
+            with suppress(Exception):  # the error that ended the run says more
+                self.close(LOST if isinstance(error, Joining) else exit_code_of(error))
+            with suppress(Exception):
+                add_note(error, *self._how_to_continue())
+            raise
+        self.close()
+        return summary
+
+    def describe(self) -> dict[str, Any]:
+        """Print what run() prints before its first step, and what it would do next. Writes nothing. Collective."""
+        try:
+            self._introduce()
+            for line in dry_run_lines(self.config, self.parts, plan=self.plan):
+                self._output.say(line)
+        finally:
+            self.close()
+        return {}
+
+    def close(self, exit_code: int = 0) -> None:
+        """Release what the run holds."""
+        self.loop.saver.close(exit_code)
+        self.loop.close()
+        self.parts.close()
+        self._output.leave_terminal()
+        self.splits.close()
+        if exit_code != LOST or self.communicator.endpoints is None:  # else it is closed after healing
+            self._output.close()
+
+    def _begin(self) -> None:
+        """Write the files, records and lines that precede the first step. Collective."""
+        communicator, output, first_step = self.communicator, self._output, self.plan.first_step
+        if communicator.rank == 0:
+            output.open_folder(self.parts, self.start)
+            num_train, num_val = (split.num_samples for split in self.splits)
+            job = describe_job(communicator, plan=self.plan, num_train=num_train, num_val=num_val)
+            output.log("start", {"step": first_step, "job": job, **({"is_healed": True} if self._is_healed else {})})
+        message = self._built.message
+        if self._built.since is not None:
+            waited = awake_seconds() - self._built.since
+            message += f"; the others waited {waited:.1f} s"
+            output.log("joined", {"step": first_step, "ranks": communicator.world_size, "seconds": waited})
+        if message:
+            output.hint(message, step=first_step)
+        if not self._is_healed:
+            self._introduce()
+
+    def _introduce(self) -> None:
+        num_train, num_val = (split.num_samples for split in self.splits)
+        for line in introduction(
+            self.config,
+            self.parts,
+            self.communicator,
+            plan=self.plan,
+            num_train=num_train,
+            num_val=num_val,
+            placement=self._built.placement,
+        ):
+            self._output.say(line)
+
+    def _before_steps(self) -> dict[str, Any]:
+        """Evaluate or save if overdue, and measure the input; return the record of an evaluation. Collective."""
+        record = self._evaluate_if_overdue()
+        if self._is_healed:
+            self._save_if_overdue()
+        if self.loop.evaluator.reason_to_end():
+            self.loop.plan = self.plan.without_steps()
+        if not self._is_healed:  # or each loss would cost data.probe_seconds more
+            self._measure_input()
+        return record
+
+    def _acknowledge(self, asked_by: str) -> None:
+        self._output.say(
+            f"{asked_by}: will save a checkpoint after this step, and stop (in an evaluation: at its next exchange, "
+            f"{BATCHES_BETWEEN_EXCHANGES} batches at most)"
+        )
+
+    def _evaluate_if_overdue(self) -> dict[str, Any]:
+        """Evaluate the resumed step, if an input failure prevented that before. Collective."""
+        done = self.plan.first_step
+        if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
+            return {}
+        record = self.loop.evaluate(done)
+        self.loop.save(done, record["top1"])
+        self.loop.collect_checkpoint(wait=True)  # otherwise it would disturb the next measurement
+        return record
+
+    def _save_if_overdue(self) -> None:
+        """Save the checkpoint that was due when a rank was lost, unless it is on disk. Collective."""
+        done, plan = self.plan.first_step, self.plan
+        if not (plan.is_evaluation(done) or plan.is_checkpoint(done)):
+            return
+        is_on_disk = write_on_first(
+            lambda: str(any(each.step == done for each in list_checkpoints(self._rundir.checkpoints))),
+            self.communicator.control,
+            what="look for a checkpoint",
+            timeout_seconds=self.config.run.checkpoint_timeout_seconds,
+        )
+        if is_on_disk == str(False):
+            self.loop.save(done, self.start.evaluations.get(done, {}).get("top1"))
+
+    def _measure_input(self) -> None:
+        """Measure the input rate without training, and report it. Collective."""
+        self._measured = measured = measure_input(
+            self.config, self.communicator, self.splits.train, plan=self.plan, prepare=self.parts.prepare
+        )
+        if measured:
+            self._output.say(describe_input(measured.ranks))
+            self._output.log("input", input_record(measured.rates, step=self.plan.first_step))
+
+    def _finish(self, totals: Totals, *, seconds: float) -> dict[str, Any] | None:
+        """Write plot and summary on the first rank; return the summary on all, or None if stopped. Collective."""
+        figures = self.loop.summary()
+
+        def write() -> str:
+            summary = self._output.finish(
+                totals,
+                ended_by=self.loop.evaluator.reason_to_end() or "run.epochs",
+                measured=self._measured,
+                skipped=self.loop.skipped,
+                seconds=seconds,
+                figures=figures,
+                schedule=self.parts.schedule,
+                is_healed=self._is_healed,
+            )
+            return as_json(summary)
+
+        control, timeout_seconds = self.communicator.control, self.config.run.checkpoint_timeout_seconds
+        text = write_on_first(write, control, what="plot and summary", timeout_seconds=timeout_seconds)
+        found: dict[str, Any] | None = json.loads(text)
+        return found
+
+    def _how_to_continue(self) -> list[str]:
+        """Return, on the first rank, the line that says how to continue; none if nothing was trained."""
+        is_auto, newest = self.config.run.resume == "auto", list_checkpoints(self._rundir.checkpoints)[-1:]
+        if self.communicator.rank != 0 or not (newest or (is_auto and self.loop.done)):
+            return []
+        if not newest:
+            return ["no checkpoint is saved yet: the same command starts from the beginning"]
+        return [f"{'' if is_auto else 'with --run.resume auto '}the same command continues from step {newest[0].step}"]
