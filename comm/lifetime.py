@@ -3,12 +3,12 @@
 import atexit
 import os
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bigbatch.comm.backends.base import Backend
-from bigbatch.comm.rendezvous.bounded_store import has_request_under_way, wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
@@ -127,11 +127,18 @@ def _close_all() -> None:
         except CommError as error:
             tell(*error.args)
             has_lost = True
-    if has_lost or not wait_until(
-        lambda: not (has_request_under_way() or any(each.oldest() for each in _aborted)), LAST_SECONDS
-    ):
+    if has_lost or not _have_ended():
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
         # the interpreter accepts no other exit code while it ends
         os._exit(INTERRUPTED if isinstance(uncaught, KeyboardInterrupt) else FAILED)
+
+
+def _have_ended() -> bool:
+    """Return whether no operation and no store request runs any more, at most LAST_SECONDS later."""
+    if not _aborted and threading.active_count() == 1:
+        return True
+    from bigbatch.comm.rendezvous.bounded_store import has_request_under_way, wait_until
+
+    return wait_until(lambda: not (has_request_under_way() or any(each.oldest() for each in _aborted)), LAST_SECONDS)

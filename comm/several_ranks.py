@@ -16,7 +16,7 @@ from bigbatch.comm.rendezvous.places import meet
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.errors import CommError, PeerLostError
-from bigbatch.parts import load
+from bigbatch.parts import load, load_named
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.regroup import Group
@@ -55,7 +55,7 @@ def join(
         single.is_alone = False
         return Connection(env, control, single, topology, endpoints=endpoints)
     watch = Watch(control, ends_job=backend == "nccl")
-    make_transport = load(TRANSPORTS[backend])
+    make_transport = load_named(TRANSPORTS, backend, key="comm.backend")
     # NCCL connects without a time limit: a rank that freezes after the meeting would block the others forever
     try:
         with watch.during(f"connection of {env.world_size} ranks by {backend}"):

@@ -10,11 +10,11 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.parts import load
 from bigbatch.trainer.build.input import Splits, make_splits, read_microbatch
+from bigbatch.trainer.build.model import is_whitened
 from bigbatch.trainer.build.optimizer import stated_settings
 from bigbatch.trainer.build.parts import make_parts, regroup_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.score import make_score
-from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.checkpoint.resume import ResumePoint, find_start, restore_, start_in_memory
 from bigbatch.trainer.checkpoint.saving import CheckpointSaver, copy_to_host
 from bigbatch.trainer.evaluator import Evaluator, reason_to_end
@@ -73,7 +73,8 @@ def build_run(
         if state:
             path = start.path or Path("in memory")
             restore_(parts, state, path=path, stated=stated_settings(config.optimizer))
-        elif begin.state is None:  # restored weights include their whitening
+        elif begin.state is None and is_whitened(config):  # restored weights include their whitening
+            fit_whitening_ = load("bigbatch.trainer.build.whitening.fit_whitening_")
             fit_whitening_(parts.model, train, config=config, communicator=communicator)
         saver = CheckpointSaver(config, parts, communicator, owner=owner, samples=train.digest, classes=train.classes)
         saver.compare(done=plan.first_step)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
@@ -55,7 +56,8 @@ class Evaluator:
         Raises: Stopped if a stop is due between two exchanges; DataError.
         """
         parts = self._parts
-        with parts.evaluation_weights(), parts.average.in_place_of_weights(done):
+        average = parts.average.in_place_of_weights(done) if parts.average else nullcontext()
+        with parts.evaluation_weights(), average:
             record = evaluate(
                 parts.model,
                 build_input.eval_batches(self._config, self._communicator, self._split),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bigbatch.errors import PeerLostError, ReplicasDiffer
-from bigbatch.parts import load
+from bigbatch.parts import load_named
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
@@ -84,5 +84,5 @@ def resuming(start: RunStart, checkpoint: str) -> RunStart:
 
 def make_recovery(config: Config, *, joins: bool, ownership: Ownership) -> Recovery:
     """Return the recovery of a config. joins: this process joins a running job, which only a job in place takes in."""
-    recovery: Recovery = load(RECOVERIES["in_place" if joins else config.run.heal])(ownership)
+    recovery: Recovery = load_named(RECOVERIES, "in_place" if joins else config.run.heal, key="run.heal")(ownership)
     return recovery

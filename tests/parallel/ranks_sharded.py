@@ -28,7 +28,6 @@ from bigbatch.trainer.optim import divided_work
 from bigbatch.trainer.optim.divided_work import DividedWork
 from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
-from bigbatch.trainer.step.ema import no_average
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.sharded import ShardedWeights, shard_update
@@ -306,13 +305,13 @@ def check_replicas(communicator: Communicator) -> None:
     run = start("shampoo", "bf16", communicator, sharded=True)
     run.steps(0)
     parts: Any = SimpleNamespace(
-        **vars(run), average=no_average(), statistics=SimpleNamespace(running_N=torch.zeros(1))
+        **vars(run), average_state=lambda done: {}, statistics=SimpleNamespace(running_N=torch.zeros(1))
     )
-    compare(parts, done=1)
+    compare(parts, communicator, done=1)
     if communicator.rank == communicator.world_size - 1:
         run.optimizer.state[run.precision.masters["0.weight"]]["factors"][0] += 1
     with pytest.raises(ReplicasDiffer, match=r"the same bits of factors of 0\.weight"):
-        compare(parts, done=1)
+        compare(parts, communicator, done=1)
 
 
 def check_too_small(communicator: Communicator) -> None:

@@ -130,3 +130,8 @@ def require_sizes(config: Config, model: nn.Module, *, logits: Callable[[int, in
     model.train(was_training)
     if is_explained and "forward" not in vars(model):
         explain_refusal_(model, name=config.model.name)
+
+
+def is_whitened(config: Config) -> bool:
+    """Return whether the model has a whitening convolution, whose weights the data give at the start of a run."""
+    return (config.model.options or {}).get("whitening_eps") is not None and config.model.weights is None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.parts import load
+from bigbatch.parts import load_named
 from bigbatch.trainer.config.kinds import with_default_options
 from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.sections import OptimizerConfig
@@ -59,7 +59,7 @@ def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torc
         # apart gives weights that are not matrices, or do not adapt, separate groups
         factor = stated.pop("vector_lr_factor", 1.0)
         groups = [part for group in groups for part in apart(group, vector_lr_factor=factor)]
-    optimizer: torch.optim.Optimizer = load(NATIVE[settings.name])(groups, lr=lr, **stated)
+    optimizer: torch.optim.Optimizer = load_named(NATIVE, settings.name, key="optimizer.name")(groups, lr=lr, **stated)
     return optimizer
 
 

@@ -25,11 +25,11 @@ from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
+from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.models.norm import MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
-from bigbatch.trainer.step.ema import MovingAverage, no_average
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
@@ -37,6 +37,8 @@ from bigbatch.trainer.step.statistics import StepStatistics
 if TYPE_CHECKING:
     from bigbatch.comm.gradients.grid import Grid
     from bigbatch.comm.tuning.tuned import Tuned
+    from bigbatch.trainer.optim.two_weights import TwoWeights
+    from bigbatch.trainer.step.ema import MovingAverage
 
 
 def make_parts(
@@ -100,6 +102,7 @@ def make_parts(
             normalize=normalize,
             loss=make_loss(config, communicator.device, train=train),
             average=_make_average(config, model, precision),
+            two_weights=_two_weights(config, optimizer),
             energy=EnergyMeter(communicator.device),
             execution=make_execution(config, communicator, optimizer),
             notes=tuple(notes),
@@ -284,11 +287,22 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
         raise ConfigError(f"model.name={config.model.name}: {error}") from error
 
 
-def _make_average(config: Config, model: nn.Module, precision: Precision) -> MovingAverage:
-    """Return the average of weights and batch norm's running statistics (docs/decisions/027)."""
+def _two_weights(config: Config, optimizer: torch.optim.Optimizer) -> "TwoWeights | None":
+    """Return the sets of weights of an optimizer of another package that has two, else None."""
+    if not is_foreign(config.optimizer.name):
+        return None
+    from bigbatch.trainer.optim.two_weights import TwoWeights, has_modes
+
+    return TwoWeights(optimizer) if has_modes(optimizer) else None
+
+
+def _make_average(config: Config, model: nn.Module, precision: Precision) -> "MovingAverage | None":
+    """Return the average of weights and batch norm's running statistics, or None (docs/decisions/027)."""
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
-        return no_average()
+        return None
+    from bigbatch.trainer.step.ema import MovingAverage
+
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     # not other buffers, such as masks of -inf and unit vectors
     tensors = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
+from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import (
     list_checkpoints,
     load_checkpoint,
@@ -15,19 +16,19 @@ from bigbatch.trainer.checkpoint.checkpoint import (
     restoring,
 )
 from bigbatch.trainer.checkpoint.class_names import kept_names, require_same_names
-from bigbatch.trainer.checkpoint.weights import require_same_model
 from bigbatch.trainer.config.file import dump_config, read_dumped
-from bigbatch.trainer.config.kinds import is_option
+from bigbatch.trainer.config.kinds import OPTION_KEYS, is_option
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.trainer.models.exchange import from_foreign
-from bigbatch.trainer.optim.foreign import restore_training_weights
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.step.plan import Parts
 
 SAME_STATE = {"lamb", "adamw"}
 """Optimizers with the same state: one can resume from the other's."""
+
+ONLY_AT_START = ("model.options.zero_gamma", "model.options.whitening_eps")
+"""Model options that affect only the initialization."""
 
 OTHER_CLASSES = (
     "Bring the classes back, or start again from its weights, with model.weights, model.new_head=true and another "
@@ -166,13 +167,16 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
     Raises: CheckpointError if it does not fit.
     """
     with restoring(path):
+        from_foreign = load("bigbatch.trainer.models.exchange.from_foreign")
         parts.precision.load_model_state(from_foreign(state["model"], parts.model, source=f"checkpoint {path}"))
         load_optimizer_state(parts.optimizer, state["optimizer"], stated=stated)
-        restore_training_weights(parts.optimizer, state.get("in_training", []))
-        # restore_training_weights may have replaced the masters that load_model_state published
+        if parts.two_weights:
+            parts.two_weights.restore(state.get("in_training", []))
+        # both may have replaced the masters that load_model_state published
         parts.precision.write_half_()
         parts.precision.load_state_dict(state["precision"])
-        parts.average.load_state_dict(state.get("average", {}))
+        if parts.average:
+            parts.average.load_state_dict(state.get("average", {}))
 
 
 def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
@@ -204,6 +208,23 @@ def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
     if any(other != name for other, _, _ in seen):
         return False, why
     return True, next((reason for _, _, reason in seen if reason), "")
+
+
+def require_same_model(text: str, config: Config, *, source: str, is_partial: bool = False) -> None:
+    """Raise CheckpointError if the config in text, that of the weights in source, has another model than config.
+
+    is_partial: only a part is loaded, so names and options of the models may differ.
+    """
+    values, own = read_dumped(text), read_dumped(dump_config(config))
+    options = sorted({key for key in (*values, *own) if key.startswith("model.options.")} - {*ONLY_AT_START})
+    for key in filter(OPTION_KEYS.__contains__, options) if is_partial else ("model.name", *options):
+        there, here = values.get(key), own.get(key)
+        # false and null both mean that an option is off
+        if (there or None) != (here or None):
+            raise CheckpointError(
+                f"{source} is of another model: {key} is {as_yaml(there)} there and {as_yaml(here)} here: set it as it "
+                "was for these weights"
+            )
 
 
 def require_same_optimizer(old: str, name: str, *, path: Path) -> None:

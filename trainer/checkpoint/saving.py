@@ -221,7 +221,7 @@ class CheckpointSaver:
             "in_training": in_training,
             "optimizer": parts.optimizer.state_dict(),
             "precision": parts.precision.state_dict(),
-            "average": parts.average.state_dict(done),
+            "average": parts.average_state(done),
             "evaluations": evaluations,
             "gradient_order": "\n".join(parts.reducer.order),
             "sums": describe_sums(self._communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded),

@@ -16,17 +16,11 @@ from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.files import as_json, parse_json, write_whole
 from bigbatch.trainer.checkpoint.checkpoint import MANIFEST_FILE, load_checkpoint, load_tensors
 from bigbatch.trainer.checkpoint.class_names import kept_names, require_names
+from bigbatch.trainer.checkpoint.resume import require_same_model
 from bigbatch.trainer.config.checks import LIBRARIES
-from bigbatch.trainer.config.file import dump_config, read_dumped
-from bigbatch.trainer.config.kinds import OPTION_KEYS
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign, holds_weights, names_head, partly_from_foreign
 from bigbatch.trainer.models.libraries import cached_weights
-from bigbatch.trainer.step.ema import evaluated_weights
-
-ONLY_AT_START = ("model.options.zero_gamma", "model.options.whitening_eps")
-"""Model options that affect only the initialization."""
 
 
 @dataclass(frozen=True)
@@ -222,18 +216,6 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} is not readable as weights ({reason}): copy or download it again")
 
 
-def require_same_model(text: str, config: Config, *, source: str, is_partial: bool = False) -> None:
-    """Raise CheckpointError if the config in text, that of the weights in source, has another model than config.
-
-    is_partial: only a part is loaded, so names and options of the models may differ.
-    """
-    values, own = read_dumped(text), read_dumped(dump_config(config))
-    options = sorted({key for key in (*values, *own) if key.startswith("model.options.")} - {*ONLY_AT_START})
-    for key in filter(OPTION_KEYS.__contains__, options) if is_partial else ("model.name", *options):
-        there, here = values.get(key), own.get(key)
-        # false and null both mean that an option is off
-        if (there or None) != (here or None):
-            raise CheckpointError(
-                f"{source} is of another model: {key} is {as_yaml(there)} there and {as_yaml(here)} here: set it as it "
-                "was for these weights"
-            )
+def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights with which a checkpoint was evaluated: the average, if the run had one."""
+    return {**state["model"], **state.get("average", {})}

@@ -12,7 +12,6 @@ from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import OPTION_CLASSES, OPTION_KEYS, OPTIONS, is_option
-from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -82,7 +81,7 @@ def _check_gpus(parsed: argparse.Namespace) -> None:
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"{GPUS} {number}: give a number of GPUs, at least 1")
     if not getattr(parsed, "dry_run", False):
-        raise ConfigError(f"{GPUS} {number} needs --dry-run: {SET_OUTSIDE_CONFIG['gpus']}")
+        raise ConfigError(f"{GPUS} {number} needs --dry-run: bigbatch launch local --ranks N says how many train")
 
 
 def parse_beside_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -12,7 +12,6 @@ from bigbatch.trainer.config import checks, optimizer
 from bigbatch.trainer.config.batch import accumulation_steps, check_batch
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, check_ranges, nest_options, with_default_options
-from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG, closest_key
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import check_momentum, check_schedule, check_schedule_name
 from bigbatch.trainer.config.sections import (
@@ -155,6 +154,8 @@ def require_known(
 ) -> None:
     """Refuse an unknown name; the error gives the nearest known one, else the command that lists all."""
     if name not in known:
+        from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG, closest_key  # only for this error
+
         near = closest_key(name, (*known, *OPTION_KEYS) if "run.seed" in known else known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
         hint = SET_OUTSIDE_CONFIG.get(name.replace("-", "_"), hint)

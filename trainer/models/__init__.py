@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from bigbatch.parts import load
+from bigbatch.parts import load_named
 
 MODELS = {
     **{f"resnet{depth}": f"bigbatch.trainer.models.resnet.resnet{depth}" for depth in (18, 34, 50, 101, 152)},
@@ -17,5 +17,5 @@ MODELS = {
 
 def build_model(name: str, *, num_classes: int, norm: Callable[[int], nn.Module], **options: Any) -> nn.Module:
     """Build the model of that name; options go to its own function, such as width to resnet9."""
-    model: nn.Module = load(MODELS[name])(num_classes=num_classes, norm=norm, **options)
+    model: nn.Module = load_named(MODELS, name, key="model.name")(num_classes=num_classes, norm=norm, **options)
     return model

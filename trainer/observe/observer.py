@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.parts import load
+from bigbatch.parts import load_named
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -21,8 +21,13 @@ OBSERVERS = {
     "run.noise_scale_every_steps": "bigbatch.trainer.observe.noise_recorder.NoiseRecorder",
     "run.audit_every_steps": "bigbatch.trainer.observe.gradient_audit.GradientAudit",
 }
-"""Key of a config -> class, made with an Observed if the key is set. An audit comes after those that it interrupts."""
+"""Key of a config -> class, made with an Observed if the key is set."""
 
+KEYS = (
+    *("comm.timeline_steps", "run.compare_every_steps", "run.reproducible", "run.digest_every_steps"),
+    *("run.noise_scale_every_steps", "run.audit_every_steps"),
+)
+"""All keys that ask for an observer, in the order of the calls: an audit comes after those that it interrupts."""
 CHECKS = ("run.compare_every_steps", "run.reproducible")
 """Keys of observers that only end a run whose numbers are wrong; steps outside of a run have them, too."""
 OF_SEVERAL_RANKS = ("run.compare_every_steps",)
@@ -94,8 +99,9 @@ class Observer:
         """Remove the hooks of a step that has not ended. Not collective."""
 
 
-def attach(observed: Observed, *, keys: Collection[str] = tuple(OBSERVERS)) -> list[Observer]:
+def attach(observed: Observed, *, keys: Collection[str] = KEYS) -> list[Observer]:
     """Return the observers that a config asks for. keys: those that may be attached."""
     is_alone = observed.communicator.world_size == 1
-    chosen = [key for key in OBSERVERS if key in keys and lookup(observed.config, key)]
-    return [load(OBSERVERS[key])(observed) for key in chosen if not (is_alone and key in OF_SEVERAL_RANKS)]
+    chosen = [key for key in KEYS if key in keys and lookup(observed.config, key)]
+    needed = [key for key in chosen if not (is_alone and key in OF_SEVERAL_RANKS)]
+    return [load_named(OBSERVERS, key, key="observer")(observed) for key in needed]

@@ -37,7 +37,7 @@ def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
         for key, value in parts.optimizer.state.get(master, {}).items()
         if isinstance(value, Tensor) and (name in whole or key in of_matrices)
     }
-    average = {f"the average of {name}": value for name, value in parts.average.state_dict(done).items()}
+    average = {f"the average of {name}": value for name, value in parts.average_state(done).items()}
     statistics = {"the running statistics of batch norm": parts.statistics.running_N}
     found = {**weights, **whole, **state, **statistics, **average}
     # without tensors on the host, such as an optimizer's step count: a copy of it would be a host sync

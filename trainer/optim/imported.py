@@ -9,7 +9,7 @@ import torch
 from bigbatch.errors import ConfigError, or_nearest
 from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
 from bigbatch.trainer.config.sections import OptimizerConfig
-from bigbatch.trainer.optim.foreign import has_modes, use_training_weights
+from bigbatch.trainer.optim.two_weights import has_modes
 
 
 def make_imported_optimizer(
@@ -36,8 +36,8 @@ def make_imported_optimizer(
             f"optimizer.ema_decay={settings.ema_decay} conflicts with optimizer.name={settings.name}, which averages "
             "the weights itself: set it and optimizer.ema_every_steps to null"
         )
-    # such as Schedule-Free, which must be in training mode before its first step
-    use_training_weights(optimizer)
+    if has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]  # Schedule-Free must be in this mode before its first step
     return optimizer
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from bigbatch.errors import first_line
 from bigbatch.numbers import is_number
-from bigbatch.parts import load
+from bigbatch.parts import load_named
 from bigbatch.trainer.config.checks import LOGGERS
-from bigbatch.trainer.config.dotted import own_class
+from bigbatch.trainer.config.dotted import is_import_path, own_class
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.report.cost import ELAPSED
@@ -86,7 +86,10 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 def find_loggers(config: Config) -> dict[str, Open]:
     """Return how to open the session of each logger in run.loggers. Raises: ConfigError for one that does not fit."""
-    return {name: load(LOGGERS[name]) if name in LOGGERS else _find_own(name) for name in config.run.loggers}
+    return {
+        name: _find_own(name) if is_import_path(name) else load_named(LOGGERS, name, key="run.loggers")
+        for name in config.run.loggers
+    }
 
 
 def _find_own(name: str) -> Open:

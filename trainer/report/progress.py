@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bigbatch.errors import print_line, printable
 from bigbatch.numbers import is_number
-from bigbatch.trainer.report.noise_scale import NOISE_SCALE_FIELDS, UNMEASURED, describe_noise_scale
+from bigbatch.parts import load
 from bigbatch.words import count
 
 
@@ -117,11 +117,15 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         if name == "metrics" and isinstance(value, dict):
             shown += [(f"{name}.{own}", _metric_text(figure)) for own, figure in value.items()]
         elif name == "noise_scale":
-            scale = describe_noise_scale(summary)
-            shown.append((name, scale if scale == UNMEASURED else f"{scale} images"))
-        elif name not in NOISE_SCALE_FIELDS:
+            scale = _noise_scale(summary)
+            shown.append((name, f"{scale} images" if scale[-1].isdecimal() or scale[-1] == ")" else scale))
+        elif not name.startswith("noise_scale_"):
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown
+
+
+def _noise_scale(record: dict[str, Any]) -> str:
+    return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(record))
 
 
 def _metric_text(value: Any) -> str:
@@ -139,7 +143,7 @@ def show(name: str, value: Any) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    noise = f"  noise scale {describe_noise_scale(record)}" if "noise_scale" in record else ""
+    noise = f"  noise scale {_noise_scale(record)}" if "noise_scale" in record else ""
     return (
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "

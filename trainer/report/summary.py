@@ -13,6 +13,7 @@ from bigbatch import __version__
 from bigbatch.comm.algorithms.wire import rounding_note
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.commit import source_commit
+from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import Checkpoint
 from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes, rank_bytes, sharded_notes
 from bigbatch.trainer.checkpoint.sums import summing_algorithms
@@ -23,7 +24,6 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir, read_curves
 from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, slowest_stage
 from bigbatch.trainer.machine.gpu_driver import compute_capability
-from bigbatch.trainer.models.exchange import head_of
 from bigbatch.trainer.report.cost import Spent
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
@@ -161,7 +161,11 @@ def _notes_on_weights(config: Config, plan: Plan, model: nn.Module) -> Iterator[
     if plan.first_step:
         yield f"resumed after step {plan.first_step}"
     elif config.model.weights:
-        head = f", with a new last layer, {head_of(model)}" if config.model.new_head else ""
+        head = (
+            f", with a new last layer, {load('bigbatch.trainer.models.exchange.head_of')(model)}"
+            if config.model.new_head
+            else ""
+        )
         yield f"starts from the weights in {config.model.weights}{head}"
     if counts := [p.numel() for p in model.parameters() if not p.requires_grad]:
         num_all = sum(p.numel() for p in model.parameters())

@@ -1,9 +1,7 @@
 """Moving average of the weights; evaluation uses it in place of the weights."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,18 +73,8 @@ class MovingAverage:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore what state_dict gave; if it is empty, start from the model's weights. Raises: ValueError."""
-        if self._names and saved and saved.keys() != set(self._names):
+        if saved and saved.keys() != set(self._names):
             raise ValueError("its average has other weights than the model")
         values = [saved[name] for name in self._names] if saved else self._tensors
         for average, value in zip(self._average, values, strict=True):
             average.copy_(value)
-
-
-def no_average() -> MovingAverage:
-    """Return an average without tensors that is never updated: evaluation uses the weights themselves."""
-    return MovingAverage({}, decay=0.0, every_steps=sys.maxsize, on_change=lambda: None)
-
-
-def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights with which a checkpoint was evaluated: the average, if the run had one."""
-    return {**state["model"], **state.get("average", {})}

@@ -28,6 +28,7 @@ class TrainStep:
         self.window = Window(parts.communicator.device)
         self.is_whole = True
         """Whether weights and state are those after a whole step; unknown during a captured step."""
+        self._after_update = [parts.average.update_] if parts.average else []
         self.before_update: Sequence[Callable[[], object]] = ()
         """Called in each step after the gradients are summed and before the weights change."""
 
@@ -38,7 +39,8 @@ class TrainStep:
         self.parts.reducer.zero_grad()
         self.parts.accumulation.start_over()
         is_skipped_1 = self.parts.execution(self.train_on, self.microbatches_of(step, stream))
-        self.parts.average.update_(step + 1, skip_1=is_skipped_1)
+        for update in self._after_update:
+            update(step + 1, skip_1=is_skipped_1)
         self.is_whole = True
         self.window.steps += 1
 

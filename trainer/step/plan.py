@@ -1,8 +1,9 @@
 """Inputs of the training loop: the numbers of a run, and its objects."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,14 @@ from bigbatch.comm.ranks import Ranks
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
-from bigbatch.trainer.optim.foreign import evaluation_weights
 from bigbatch.trainer.step.accumulation import WideAccumulation
-from bigbatch.trainer.step.ema import MovingAverage, no_average
 from bigbatch.trainer.step.execution import EagerExecution, Execution
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.optim.two_weights import TwoWeights
+    from bigbatch.trainer.step.ema import MovingAverage
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,12 @@ class Parts:
     normalize: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
     """Loss: logits_BK in fp32 and targets, indices (B) or shares (B, K) -> sum over their images."""
-    average: MovingAverage = field(default_factory=no_average)
+    average: "MovingAverage | None" = None
+    """Average of the weights, which evaluations use; None without one."""
     energy: EnergyMeter = field(default_factory=EnergyMeter)
     execution: Execution = field(default_factory=EagerExecution)
+    two_weights: "TwoWeights | None" = None
+    """The optimizer's sets of weights for training and evaluation; None if it has one."""
     momentum: Callable[[int], float] | None = None
     """Momentum by step; None if constant."""
     notes: tuple[str, ...] = ()
@@ -92,8 +98,17 @@ class Parts:
                 group["momentum"] = self.momentum(step)
 
     def evaluation_weights(self) -> AbstractContextManager[list[Tensor]]:
-        """Swap in the weights for evaluation, such as Schedule-Free's average; swap back on exit."""
-        return evaluation_weights(self.optimizer, on_change=self.precision.write_half_)
+        """Swap in the weights for evaluation, such as Schedule-Free's average; swap back on exit.
+
+        Yields copies of the training weights; an empty list if both are the same.
+        """
+        if self.two_weights is None:
+            return nullcontext([])
+        return self.two_weights.for_evaluation(on_change=self.precision.write_half_)
+
+    def average_state(self, done: int) -> dict[str, Tensor]:
+        """Return the average of the weights after step done, by name; empty without one."""
+        return {} if self.average is None else self.average.state_dict(done)
 
     def close(self) -> None:
         """Remove hooks and captured graphs, which would keep memory and the communicator open."""

@@ -12,9 +12,9 @@ from types import FrameType
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.exit_record import record_end
 from bigbatch.comm.rendezvous.limits import MAX_LOOKS_PER_SECOND
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.parts import load
 from bigbatch.trainer.step.signals import STOP_SIGNALS, handled_signals
 
 LOOK_SECONDS = 1.0
@@ -28,7 +28,7 @@ def leave_stopped(env: ProcessEnv) -> int:
 
     Only a file that is there already counts: a host that does not see it leaves by its code.
     """
-    record_end(env, INTERRUPTED)
+    load("bigbatch.comm.rendezvous.exit_record.record_end")(env, INTERRUPTED)
     with suppress(OSError):
         if env.stopped_file is not None and env.stopped_file.exists():
             return 0

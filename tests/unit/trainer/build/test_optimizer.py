@@ -4,6 +4,7 @@ import io
 import math
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,6 @@ from torch import nn
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
 from bigbatch.trainer.config.sections import OPTIMIZERS
-from bigbatch.trainer.optim.foreign import evaluation_weights, restore_training_weights
 from bigbatch.trainer.optim.fused import FusedOptimizer
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
@@ -25,6 +25,7 @@ from bigbatch.trainer.optim.lion import Lion
 from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.optim.shampoo import Shampoo
+from bigbatch.trainer.optim.two_weights import TwoWeights, has_modes
 from tests.unit.trainer.config.test_schema import make_config
 
 SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree
@@ -185,13 +186,18 @@ def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, p
     scaler.update()
 
 
+def modes(optimizer: torch.optim.Optimizer) -> Any:
+    """The weights for evaluation within the block, of an optimizer that has two sets."""
+    return TwoWeights(optimizer).for_evaluation(on_change=lambda: None) if has_modes(optimizer) else nullcontext([])
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_optimizer_state_dict_resumes_bit_for_bit(name: str) -> None:
     whole, weights = make(name)
     expected = walk(whole, weights, steps=range(8))
     first, weights = make(name)
     walk(first, weights, steps=range(4))
-    with evaluation_weights(first, on_change=lambda: None) as in_training:
+    with modes(first) as in_training:
         saved = {"weights": clones(weights), "in_training": in_training, "optimizer": first.state_dict()}
         torch.save(saved, file := io.BytesIO())
     file.seek(0)
@@ -200,7 +206,8 @@ def test_optimizer_state_dict_resumes_bit_for_bit(name: str) -> None:
     with torch.no_grad():
         torch._foreach_copy_(weights, saved["weights"])
     load_optimizer_state(second, saved["optimizer"], stated=stated_settings(settings_of(name)))
-    restore_training_weights(second, saved["in_training"])
+    if has_modes(second):
+        TwoWeights(second).restore(saved["in_training"])
     assert_same_bits(walk(second, weights, steps=range(4, 8)), expected)
     assert_same_bits(states(second), states(whole))
 
@@ -227,21 +234,13 @@ def test_eval_mode_takes_the_average_and_training_goes_on_where_it_was() -> None
     walk(plain, list(plain_model.parameters()), steps=range(5))
     plain.eval()
     calls: list[list[Any]] = []
-    with evaluation_weights(optimizer, on_change=lambda: calls.append(clones(weights))) as kept:
+    with TwoWeights(optimizer).for_evaluation(on_change=lambda: calls.append(clones(weights))) as kept:
         assert_same_bits(clones(weights), clones(plain_model.parameters()))
         assert_same_bits(kept, in_training)
         assert not torch.equal(weights[0], in_training[0])
     assert_same_bits(clones(weights), in_training)
     assert_same_bits(calls, [clones(plain_model.parameters()), in_training])
     walk(optimizer, weights, steps=range(5, 6))
-
-
-def test_eval_mode_of_other_optimizers_changes_nothing() -> None:
-    optimizer, weights = make("lars")
-    before = clones(weights)
-    with evaluation_weights(optimizer, on_change=lambda: pytest.fail("nothing has changed")) as kept:
-        assert kept == []
-    assert_same_bits(clones(weights), before)
 
 
 SCHEDULE_FREE = "schedulefree.SGDScheduleFree"

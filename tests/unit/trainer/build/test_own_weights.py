@@ -141,7 +141,7 @@ def train(config: Config, make: Callable[[], nn.Module], *, steps: int = 3) -> t
         run(lambda record: None)
         state = {
             "model": {name: tensor.clone() for name, tensor in parts.precision.model_state().items()},
-            "average": {name: tensor.clone() for name, tensor in parts.average.state_dict(steps).items()},
+            "average": {name: tensor.clone() for name, tensor in parts.average_state(steps).items()},
             "config": dump_config(config),
         }
     decay = config.optimizer.weight_decay
@@ -199,7 +199,7 @@ def test_checkpoints_of_unusual_parameters_are_evaluated_with_the_average(
     config = config_of(f"{HERE}.Own", how, *average)
     with few_steps(config, connect(env=ALONE), num_steps=3, say=print) as (parts, run):
         run(lambda record: None)
-        found = parts.average.state_dict(3)
+        found = parts.average_state(3)
         state = {"model": parts.precision.model_state(), "average": found}
         torch.save({"model": evaluated_weights(state)}, tmp_path / "weights.pt")
     assert {"first.weight", "first.bias", "head.weight", "head.bias"} <= found.keys()

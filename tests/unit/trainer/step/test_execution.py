@@ -103,7 +103,7 @@ class Outcome:
         state = parts.optimizer.state_dict()
         self.tensors = {
             **parts.precision.model_state(),
-            **{f"statistics of {name}": t for name, t in parts.average.state_dict(NUM_STEPS).items()},
+            **{f"statistics of {name}": t for name, t in parts.average_state(NUM_STEPS).items()},
             **{f"{i} {k}": t for i, kept in state["state"].items() for k, t in kept.items()},
         }
         self.rates = [group["lr"] for group in state["param_groups"]]
