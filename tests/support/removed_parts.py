@@ -1,4 +1,4 @@
-"""Removes one part after another from a copy of the sources, and trains without it: python tests/support/removed_parts.py
+"""Removes one part after another from a copy of the sources, and trains without it.
 
 Each part is an entry of a table (name -> import path). Its file and its line in the table are removed; then the quick
 start trains two steps, and a run that names the part ends with one line. Prints a JSON object per part.

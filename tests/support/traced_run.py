@@ -44,6 +44,13 @@ def figures_of(entered: Iterable[tuple[str, int]]) -> dict[str, int]:
     return {"files": len(files), "functions": num_functions, "lines": len(lines)}
 
 
+def loaded() -> dict[str, int]:
+    """Files of ours that this process has imported, also those of tables, and their lines."""
+    names = {own_file(str(each.__file__)) for name, each in sys.modules.items() if name.startswith("bigbatch")}
+    lines = [Path(name).read_text().count("\n") for name in names if name]
+    return {"files": sum(each > 1 for each in lines), "lines": sum(lines)}
+
+
 def trace(argv: list[str]) -> None:
     """Run bigbatch with these words; end the process within a step, after the figures are printed."""
     from torch.nn.modules.module import register_module_forward_pre_hook
@@ -69,7 +76,7 @@ def trace(argv: list[str]) -> None:
             stack = (own_file(frame.f_code.co_filename) for frame, _ in traceback.walk_stack(sys._getframe(0)))
             num_frames = sum(file is not None for file in stack)
             figures = {name: figures_of(entered[name]) for name in ("start", "step")}
-            print(json.dumps({**figures, "frames": num_frames}), flush=True)
+            print(json.dumps({**figures, "frames": num_frames, "loaded": loaded()}), flush=True)
             os._exit(0)
 
     register_module_forward_pre_hook(before)
