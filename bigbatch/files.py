@@ -157,31 +157,11 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-MAX_OWN_BYTES = 1 << 24
-"""Largest size of a file that bigbatch writes for itself."""
-
-
 def mode_of_own(folder: Path) -> int | None:
     """Return a folder's permissions, such as 0o700; None if it is another user's, or a link. Raises: OSError."""
     facts = folder.lstat()
     is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
     return stat.S_IMODE(facts.st_mode) if is_own else None
-
-
-def write_own(path: Path, data: bytes) -> None:
-    """Replace a file in one step; only its user can read it and its folder, which is made if needed.
-
-    Raises: OSError, also if the folder belongs to another user or is a link.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = mode_of_own(path.parent)
-    if mode is None:
-        raise PermissionError(errno.EPERM, f"{path.parent} does not belong to this user")
-    if mode != 0o700:
-        path.parent.chmod(0o700)
-    with replacing(path) as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(data)
 
 
 def open_plain(path: str | Path) -> BinaryIO:
@@ -223,18 +203,6 @@ def sha256_of(path: str | Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def read_own(path: Path) -> bytes:
-    """Read a file of this user. Raises: OSError, also for another user's, a link, and anything but a plain file."""
-    # O_NONBLOCK: opening a pipe in its place would not return
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        facts = os.fstat(file.fileno())
-        if facts.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "it belongs to another user")
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_OWN_BYTES:
-            raise OSError(errno.EINVAL, "it is not a regular file, or too long")
-        return file.read(MAX_OWN_BYTES)
 
 
 def parse_json(text: str | bytes, **how: Any) -> Any:

@@ -1,6 +1,5 @@
 """Writing a file whole or not at all."""
 
-import errno
 import json
 import math
 import os
@@ -12,7 +11,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch import files
-from bigbatch.files import as_json, read_own, read_plain, replacing, write_own, write_whole
+from bigbatch.files import as_json, read_plain, replacing, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -111,47 +110,6 @@ def test_files_where_nothing_can_be_written_the_system_tells(tmp_path: Path, mon
     with pytest.raises(OSError, match=r"'\.'"):
         write_whole(Path(), b"")
     assert names(tmp_path) == ["folder", "no"]
-
-
-def modes(path: Path) -> tuple[int, int]:
-    return stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)
-
-
-def test_own_files_are_readable_by_their_user_only(tmp_path: Path) -> None:
-    path = tmp_path / "new/folder/a"
-    for data in (b"first", b"second"):
-        write_own(path, data)
-        assert (read_own(path), modes(path), names(path.parent)) == (data, (0o700, 0o600), ["a"])
-        path.parent.chmod(0o755)
-        path.chmod(0o644)
-
-
-def test_files_of_others_are_neither_read_nor_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "own/a"
-    write_own(path, b"theirs")
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(PermissionError):
-        read_own(path)
-    with pytest.raises(PermissionError):
-        write_own(path, b"ours")
-    assert path.read_bytes() == b"theirs"
-
-
-def test_files_of_ones_own_are_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, link, pipe = tmp_path / "there", tmp_path / "link", tmp_path / "pipe"
-    there.write_bytes(b"abc")
-    link.symlink_to(there)
-    os.mkfifo(pipe)
-    for path, number in ((link, errno.ELOOP), (pipe, errno.EINVAL), (tmp_path, errno.EISDIR)):
-        with pytest.raises(OSError, match=rf"Errno {number}\b"):
-            read_own(path)
-    folder = tmp_path / "linked"
-    folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError):
-        write_own(folder / "a", b"")
-    monkeypatch.setattr(files, "MAX_OWN_BYTES", 2)
-    with pytest.raises(OSError, match=rf"Errno {errno.EINVAL}\b"):
-        read_own(there)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])

@@ -4,20 +4,20 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
 from bigbatch.files import replacing_named
 from bigbatch.launch.jobs.validation import parse_minutes
-from bigbatch.launch.tables import show_table, stdout_console
+from bigbatch.launch.tables import Table, show_table, stdout_console
 from bigbatch.numbers import decimal
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.simulate import show
 from bigbatch.tools.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.tools.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.tools.simulate.run import RESTART_SECONDS, Failures
-from bigbatch.tools.simulate.scaling import IMAGES, Factors, PredictedPoint, Scenario, simulate_scaling
+from bigbatch.tools.simulate.scaling import IMAGES, PredictedPoint, Scenario, simulate_scaling
 from bigbatch.tools.simulate.shapes import shape_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
@@ -56,8 +56,7 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     if arguments.price is not None:
         price = _above_0("--price", arguments.price)
     scaling, further = show.scaling_table(points, price=price), show.further_tables(points)
-    compared = _comparisons(arguments, scenario, counts, points)
-    comparisons = [show.comparison_table(name, columns) for name, columns in compared.items()]
+    comparisons = _comparison(arguments.compare, scenario, counts)
     findings = show.findings(points, model=scenario.config.model.name, deadline_hours=hours)
     findings += [line for point in points if arguments.advise for line in show.advice(scenario, point)]
     findings += [f"left out: {show.gpus(count)}: {why}" for count, why in refused.items()]
@@ -101,24 +100,16 @@ def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenar
     )
 
 
-def _comparisons(
-    arguments: argparse.Namespace, scenario: Scenario, counts: Sequence[int], points: Sequence[PredictedPoint]
-) -> dict[str, dict[str, Sequence[PredictedPoint]]]:
-    tables: dict[str, dict[str, Sequence[PredictedPoint]]] = {}
-    if arguments.compare is not None:
-        names = arguments.compare.split(",")
-        for name in names:
-            if name not in CHOICES:
-                choice = f"{or_nearest(name, CHOICES)}; choose among {', '.join(CHOICES)}"
-                raise LaunchOptionError(f"--compare {name} is not an algorithm{choice}")
-        tables["A step, by algorithm"] = {
-            name: simulate_scaling(replace(scenario, algorithm=name), counts)[0] for name in names
-        }
-    if arguments.what_if is not None:
-        changed = replace(scenario, factors=read_factors(arguments.what_if))
-        compared = {"as it is": points, arguments.what_if: simulate_scaling(changed, counts)[0]}
-        tables["A step, as it is and if"] = compared
-    return tables
+def _comparison(algorithms: str | None, scenario: Scenario, counts: Sequence[int]) -> list[Table]:
+    if algorithms is None:
+        return []
+    names = algorithms.split(",")
+    for name in names:
+        if name not in CHOICES:
+            choice = f"{or_nearest(name, CHOICES)}; choose among {', '.join(CHOICES)}"
+            raise LaunchOptionError(f"--compare {name} is not an algorithm{choice}")
+    columns = {name: simulate_scaling(replace(scenario, algorithm=name), counts)[0] for name in names}
+    return [show.comparison_table("A step, by algorithm", columns)]
 
 
 def _write(
@@ -185,23 +176,6 @@ def read_hours(text: str) -> float:
     return hours
 
 
-def read_factors(text: str) -> Factors:
-    """Parse what-ifs such as link=2x,batch=0.5x."""
-    names = [field.name for field in fields(Factors)]
-    found: dict[str, float] = {}
-    for word in text.split(","):
-        name, _, factor = word.strip().partition("=")
-        if name not in names:
-            raise LaunchOptionError(f"--what-if {name} is not one of {', '.join(names)}{or_nearest(name, names)}")
-        number = re.fullmatch(r"(\d+(?:\.\d+)?)x?", factor)
-        if not number or not 0 < float(number[1]) < 1e6:
-            raise LaunchOptionError(f"--what-if {name}={factor} is not a factor above 0, such as 2x or 0.5x")
-        if name in found:
-            raise LaunchOptionError(f"--what-if states {name} twice: keep one")
-        found[name] = float(number[1])
-    return Factors(**found)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
@@ -228,10 +202,9 @@ def _parser() -> argparse.ArgumentParser:
     seconds = f"time from a failure to the first new step (default: {RESTART_SECONDS:g})"
     add("--restart-seconds", type=decimal, default=RESTART_SECONDS, help=seconds)
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
-    add("--what-if", metavar="X=2x", help="compare steps with a larger or smaller link, inside, rate, batch or input")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire")
-    add("--tables", action="store_true", help="also print the losses, the hours of the run, and the bytes sent")
-    add("--json", type=as_path, metavar="FILE", help="all figures")
+    add("--tables", action="store_true", help="also print the losses and the hours of the run")
+    add("--json", type=as_path, metavar="FILE", help="all figures, also energy, and bytes and messages sent")
     add("--html", type=as_path, metavar="FILE", help="write all results as one page, like bigbatch report")
     add("--plot", type=as_path, metavar="FILE", help="plot of images per second and GPU, PNG or SVG")
     add("--trace", type=as_path, metavar="FILE", help="trace of the largest step, for ui.perfetto.dev")

@@ -30,17 +30,6 @@ KNEE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Factors:
-    """What-ifs: factors of the links between nodes, those inside, a device's speed, the batch, the input."""
-
-    link: float = 1.0
-    inside: float = 1.0
-    rate: float = 1.0
-    batch: float = 1.0
-    input: float = 1.0
-
-
-@dataclass(frozen=True)
 class Scenario:
     """A recipe, a cluster and the options of a simulation, without the numbers of devices."""
 
@@ -51,7 +40,6 @@ class Scenario:
     """Compute fitted to a measured step; None to use the rate, or the cluster's."""
     algorithm: str | None = None
     """None for the recipe's; there `auto` and `hybrid` mean the fastest known one."""
-    factors: Factors = Factors()
     num_images: int = IMAGES
     failures: Failures | None = None
     """None if nodes never fail."""
@@ -143,7 +131,7 @@ def fit_to_step(scenario: Scenario, count: int, seconds: float) -> Compute:
     """Return a device's compute with which a step of that many devices takes the measured seconds."""
     config = scenario.config
     num_microbatches = accumulation_steps(config.batch, world_size=count)
-    network = _network(scenario, count)
+    network = scenario.cluster.of_devices(count)
     per_tensor = scenario.cluster.network.constants.seconds_per_tensor
     job = _job(scenario, network, algorithm=_algorithms(scenario)[0])
     fixed = min(per_tensor * len(job.shape.num_elements), seconds / num_microbatches / 2)
@@ -153,10 +141,9 @@ def fit_to_step(scenario: Scenario, count: int, seconds: float) -> Compute:
 
 def simulate_point(scenario: Scenario, count: int) -> PredictedPoint:
     """Predict one number of devices. Raises: ConfigError or SimulationError if it is not possible."""
-    config, factors = scenario.config, scenario.factors
-    batch = replace(config.batch, global_batch_size=round(config.batch.global_batch_size * factors.batch))
+    config, batch = scenario.config, scenario.config.batch
     num_microbatches = accumulation_steps(batch, world_size=count)
-    network = _network(scenario, count)
+    network = scenario.cluster.of_devices(count)
     compute = _compute(scenario)
     job = _job(scenario, network)
     local_batch = num_microbatches * batch.microbatch_size
@@ -215,8 +202,7 @@ def input_rate(scenario: Scenario) -> float | None:
     """Return the images/s of a node's loaders; None if unknown, or if the recipe's loader reads no files."""
     if scenario.config.data.loader not in READERS:
         return None
-    stated = scenario.input_images_per_second or scenario.cluster.input_images_per_second
-    return None if stated is None else stated * scenario.factors.input
+    return scenario.input_images_per_second or scenario.cluster.input_images_per_second
 
 
 @dataclass(frozen=True)
@@ -232,7 +218,7 @@ class Advice:
 
 def advise(scenario: Scenario, point: PredictedPoint) -> Advice:
     """Return the step with a better fusion plan, found by search, and with half the bytes on the wire."""
-    job = _job(scenario, _network(scenario, point.num_devices), algorithm=point.algorithm)
+    job = _job(scenario, scenario.cluster.of_devices(point.num_devices), algorithm=point.algorithm)
     compute = _compute(scenario)
 
     def simulated(changed: SimulatedJob) -> float:
@@ -272,22 +258,13 @@ def cheapest_within(points: Sequence[PredictedPoint], hours: float) -> Predicted
     return min((point for point in points if point.hours <= hours), key=lambda point: point.device_hours, default=None)
 
 
-def _network(scenario: Scenario, count: int) -> Network:
-    network, factors = scenario.cluster.of_devices(count), scenario.factors
-    return replace(
-        network,
-        across_bytes_per_second=network.across_bytes_per_second * factors.link,
-        inside_bytes_per_second=network.inside_bytes_per_second * factors.inside,
-    )
-
-
 def _compute(scenario: Scenario) -> Compute:
     if scenario.compute is not None:
         return scenario.compute
     compute, _ = scenario.cluster.compute(
         shape_of(scenario.config.model), rate=scenario.rate, pixels=scenario.config.data.image_size
     )
-    return Compute(compute.seconds_per_image / scenario.factors.rate, compute.fixed_seconds / scenario.factors.rate)
+    return compute
 
 
 def _algorithms(scenario: Scenario) -> tuple[str, ...]:

@@ -36,8 +36,6 @@ EXPLAINED = (
 PYTORCH_SHARE = 2790 / 7140
 """Least share of the rate of MLPerf's implementations that PyTorch is known to reach. PUBLISHED: ResNet-50 on an H100,
 2,790 images/s (Lambda's table, NCHW) and 7,140 (MLPerf v3.1 to v4.0, MXNet)."""
-UNKNOWN = ""
-"""Shown for the unknown messages of a library and of parameter servers."""
 
 
 def assumptions(scenario: Scenario) -> list[str]:
@@ -72,8 +70,6 @@ def assumptions(scenario: Scenario) -> list[str]:
         lines.append(f"the recipe's {stated} is not simulated: {cluster.name} sums by {carrier}, in its own form")
     if carrier != "nccl":
         lines.append(f"carrier {carrier}: few published systems use it, so intervals of its sums are wider")
-    if power := power_of(cluster.device):
-        lines.append(f"energy: {power.watts:,.0f} W for each {cluster.device} ({power.source}), also while it waits")
     if cluster.assumed:
         lines.append(f"assumed, not published, in {cluster.name}: {', '.join(cluster.assumed)}")
     return lines
@@ -112,8 +108,8 @@ def _batch(point: PredictedPoint) -> str:
 
 
 def further_tables(points: Sequence[PredictedPoint]) -> list[Table]:
-    """Return the tables of losses (of several sizes), of the run, and of bytes sent."""
-    return [*([loss_table(points)] if len(points) > 1 else []), run_table(points), sent_table(points)]
+    """Return the tables of losses (of several sizes) and of the run."""
+    return [*([loss_table(points)] if len(points) > 1 else []), run_table(points)]
 
 
 def loss_table(points: Sequence[PredictedPoint]) -> Table:
@@ -130,42 +126,7 @@ def run_table(points: Sequence[PredictedPoint]) -> Table:
     for cause in ("steps", "evaluations", "checkpoints", "failures"):
         columns[cause] = [duration(getattr(point.run, cause)) for point in points]
     columns["effective"] = [percent(point.run.effective_share) for point in points]
-    energies = [point.energy for point in points]
-    if any(energies):
-        columns["J per image"] = [
-            f"{each.joules_per_image:,.3g} ({each.low_joules_per_image:,.3g} to {each.high_joules_per_image:,.3g})"
-            if each
-            else "parts of a node"
-            for each in energies
-        ]
-        columns["kWh"] = [f"{each.kilowatt_hours:,.3g}" if each else "" for each in energies]
     return table_of("The run", columns)
-
-
-def sent_table(points: Sequence[PredictedPoint]) -> Table:
-    """Show the bytes and messages that a rank sends in one step, and a node to others."""
-    rows = [
-        (
-            f"{point.num_devices:,}",
-            point.algorithm,
-            f"{len(point.step.transfers):,}",
-            _megabytes(point.sent.rank_bytes),
-            _number(point.sent.rank_messages),
-            _megabytes(point.sent.node_bytes),
-            _number(point.sent.node_messages),
-        )
-        for point in points
-    ]
-    head = ("GPUs", "algorithm", "buffers", "a rank sends", "messages", "a node to others", "messages")
-    return Table("Sent in one step", head, tuple(rows))
-
-
-def _megabytes(num_bytes: int | None) -> str:
-    return UNKNOWN if num_bytes is None else f"{num_bytes / 1e6:,.3f} MB"
-
-
-def _number(value: int | None) -> str:
-    return UNKNOWN if value is None else f"{value:,}"
 
 
 def comparison_table(title: str, columns: Mapping[str, Sequence[PredictedPoint]]) -> Table:
@@ -299,7 +260,10 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
         }
         for point, each in zip(points, efficiencies(points), strict=True)
     ]
-    return files.as_json({"cluster": scenario.cluster.name, "assumed": assumptions(scenario), "points": rows}, indent=1)
+    assumed, device = assumptions(scenario), scenario.cluster.device
+    if power := power_of(device):
+        assumed.append(f"energy: {power.watts:,.0f} W for each {device} ({power.source}), also while it waits")
+    return files.as_json({"cluster": scenario.cluster.name, "assumed": assumed, "points": rows}, indent=1)
 
 
 def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
