@@ -64,7 +64,7 @@ def live_as_module(cwd: str, module: str, *options: str) -> int:
 
 
 def live_as_fresh_code(cwd: str, code: str, *arguments: str) -> int:
-    """What `python -c CODE ARGUMENTS` does in cwd: the modules of bigbatch that the code needs are loaded anew."""
+    """What `python -c CODE ARGUMENTS` does in cwd: the code loads the modules of bigbatch that it needs."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "bigbatch"]:
         del sys.modules[name]
     return live_as_code(cwd, code, *arguments)

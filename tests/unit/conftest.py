@@ -41,7 +41,7 @@ PARSED: dict[str, yaml.Node | None] = {}
 
 
 def parse_once(loader: strict_yaml._Loader) -> yaml.Node | None:
-    """Return the nodes of a text, from which its values are made anew each time."""
+    """Return the nodes of a text, which its values are made from at each call."""
     text = loader.buffer
     if text not in PARSED:
         PARSED[text] = PARSE(loader)
